@@ -1,0 +1,30 @@
+"""The exceptions rooflax raises on purpose.
+
+    RooflaxError
+    ├── UnsupportedModelError   the checkpoint describes something we do not compute
+    ├── CheckpointError         a file is missing, malformed or does not fit its config
+    ├── RequestError            a request is at fault (the caller's mistake, HTTP 4xx)
+    └── EngineError             we are at fault (HTTP 5xx)
+
+Every message is one sentence that says what was given, what is wanted and what to do.
+"""
+
+
+class RooflaxError(Exception):
+    """Base of every error that rooflax raises on purpose."""
+
+
+class UnsupportedModelError(RooflaxError):
+    """The checkpoint asks for an architecture or option that is not implemented."""
+
+
+class CheckpointError(RooflaxError):
+    """A checkpoint file is missing, malformed, or does not fit its config."""
+
+
+class RequestError(RooflaxError):
+    """What the caller asked for cannot be done: a value, a length, a prompt."""
+
+
+class EngineError(RooflaxError):
+    """The engine failed while doing something it had accepted."""

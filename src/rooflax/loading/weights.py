@@ -1,0 +1,218 @@
+"""From a checkpoint's tensors to a model's weights: one slot at a time, by the family's table.
+
+Every tensor of the checkpoint is used, waived by name, or an error. Memory holds the weights
+made so far and nothing else: the file's pages are let go of as they are consumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading import mxfp4
+from rooflax.loading.arrays import aligned_empty
+from rooflax.loading.safetensors import TensorInfo, dtype_name
+from rooflax.models.registry import family
+from rooflax.nn.weights import Slot, assemble, slots
+
+WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
+"""Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
+
+NAMED_IN_ERRORS = 10
+
+
+class Source(Protocol):
+    """Where tensors come from: safetensors files, or arrays already in memory."""
+
+    def names(self) -> list[str]: ...
+    def info(self, name: str) -> TensorInfo: ...
+    def read(self, name: str) -> np.ndarray: ...
+    def release(self, name: str) -> None: ...
+
+
+def load_weights(
+    source: Source,
+    name: str,
+    config: Any,
+    *,
+    dtype: str = "float32",
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+    place: Callable[[Slot, np.ndarray], Any] | None = None,
+) -> dict[str, Any]:
+    """The weights of a model, on the device.
+
+    Args:
+        source: the checkpoint's tensors.
+        name: the family.
+        dtype: that every weight is converted to.
+        check: refuse weights that hold NaN or infinity.
+        progress: called with the bytes of each weight when it is done.
+        place: puts a slot's host array on its device or devices; the default device otherwise.
+
+    Raises:
+        CheckpointError: tensors missing, superfluous or of another shape (the first ten named).
+    """
+    plan = _Plan(source, name, config)
+    place = place or (lambda slot, array: jax.device_put(array))
+
+    def arrays() -> Iterator[tuple[Slot, Any]]:
+        for slot in plan.slots:
+            array = aligned_empty(slot.weight.shape(config.axis_sizes), jnp.dtype(dtype))
+            plan.fill(slot, array)
+            if check:
+                _check_finite(slot, array)
+            yield slot, place(slot, array)
+            if progress:
+                progress(array.nbytes)
+
+    return assemble(config.num_layers, arrays())
+
+
+class _Plan:
+    """Which tensors each slot is made of, checked before the first one is read."""
+
+    def __init__(self, source: Source, name: str, config: Any):
+        self.source, self.sizes = source, config.axis_sizes
+        self.slots = list(slots(family(name).weights(config), config.num_layers))
+        self.names = _NameMap(set(source.names()), family(name))
+        self._check(config)
+
+    def fill(self, slot: Slot, out: np.ndarray) -> None:
+        """Reads a slot's tensors into `out`."""
+        names = [self.names.find(hf) for hf in slot.hf_names]
+        parts = [self._read(hf) for hf in names if hf is not None]
+        slot.weight.layout.join(parts, out)
+        for hf in names:
+            for stored in self.names.stored(hf):
+                self.source.release(stored)
+
+    def _read(self, name: str) -> np.ndarray:
+        if self.names.is_mxfp4(name):
+            blocks, scales = (self.source.read(n) for n in self.names.stored(name))
+            return mxfp4.dequantize(blocks, scales)
+        return self.source.read(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if self.names.is_mxfp4(name):
+            blocks, scales = (self.source.info(n).shape for n in self.names.stored(name))
+            return mxfp4.dequantized_shape(name, blocks, scales)
+        return self.source.info(name).shape
+
+    def _check(self, config: Any) -> None:
+        missing, misshapen, used = [], [], set()
+        for slot in self.slots:
+            for hf, wanted in zip(slot.hf_names, slot.weight.hf_shapes(self.sizes), strict=True):
+                found = self.names.find(hf)
+                if found is None:
+                    missing.append(f"{hf} {list(wanted)}")
+                    continue
+                used.update(self.names.stored(found))
+                shape = self._shape(found)
+                if shape != wanted:
+                    misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
+        left = sorted(self.names.present - used)
+        superfluous = [
+            f"{n} {list(self.source.info(n).shape)}" for n in left if not self._waived(n, config)
+        ]
+        _refuse("lacks", missing)
+        _refuse("has tensors of another shape than config.json says:", misshapen)
+        _refuse("has tensors that this architecture does not use:", superfluous)
+
+    def _waived(self, name: str, config: Any) -> bool:
+        if WAIVED_BUFFERS.fullmatch(name):
+            return True
+        if name != "lm_head.weight" or not config.tied_embeddings:
+            return False
+        embed = self.names.find(self.slots[0].hf_names[0])
+        if embed is None:
+            return False
+        same = self.source.info(name).shape == self.source.info(embed).shape and np.array_equal(
+            self.source.read(name), self.source.read(embed)
+        )
+        if not same:
+            raise CheckpointError(
+                "The checkpoint's lm_head.weight differs from its embedding, but config.json says "
+                "tie_word_embeddings; set that to false to use both."
+            )
+        self.source.release(name)
+        return True
+
+
+class _NameMap:
+    """Where a table's name is found: as it is, under another prefix, or as MXFP4 halves."""
+
+    def __init__(self, present: set[str], module: Any):
+        self.present = present
+        self.prefixes: tuple[str, ...] = getattr(module, "HF_PREFIXES", ("",))
+
+    def find(self, name: str) -> str | None:
+        """The name under which a tensor lies in the checkpoint, None if it does not."""
+        bare = name.removeprefix(self.prefixes[0])
+        for prefix in self.prefixes:
+            candidate = name if name == bare else prefix + bare
+            if candidate in self.present or self.is_mxfp4(candidate):
+                return candidate
+        return None
+
+    def is_mxfp4(self, name: str) -> bool:
+        return name not in self.present and all(n in self.present for n in mxfp4.names(name))
+
+    def stored(self, name: str | None) -> tuple[str, ...]:
+        """The tensors in the checkpoint that make up `name`."""
+        if name is None:
+            return ()
+        return mxfp4.names(name) if self.is_mxfp4(name) else (name,)
+
+
+def _refuse(what: str, items: list[str]) -> None:
+    if items:
+        rest = len(items) - NAMED_IN_ERRORS
+        more = f" and {rest} more" if rest > 0 else ""
+        raise CheckpointError(f"The checkpoint {what} {'; '.join(items[:NAMED_IN_ERRORS])}{more}.")
+
+
+def _check_finite(slot: Slot, array: np.ndarray) -> None:
+    flat = array.reshape(-1)
+    step = 1 << 20
+    for start in range(0, flat.size, step):
+        chunk = flat[start : start + step].astype(np.float32)
+        if not np.isfinite(chunk).all():
+            raise CheckpointError(
+                f"The checkpoint's weight {slot.hf_names[0]} holds NaN or infinity; "
+                f"the file is damaged or was saved from a run that diverged."
+            )
+
+
+class ArraySource:
+    """Tensors already in memory, by their checkpoint names: NumPy or anything with __dlpack__."""
+
+    def __init__(self, mapping: Mapping[str, Any]):
+        self._arrays = mapping
+
+    def names(self) -> list[str]:
+        return list(self._arrays)
+
+    def info(self, name: str) -> TensorInfo:
+        array = self.read(name)
+        return TensorInfo(dtype_name(array.dtype), array.shape, array.nbytes)
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._arrays[name]
+        if isinstance(array, np.ndarray):
+            return array
+        if not hasattr(array, "__dlpack__"):
+            raise CheckpointError(
+                f"{name} is a {type(array).__name__}; from_state_dict takes NumPy arrays or "
+                f"arrays with __dlpack__."
+            )
+        return np.asarray(jax.dlpack.from_dlpack(array))
+
+    def release(self, name: str) -> None:
+        """Nothing to let go of."""

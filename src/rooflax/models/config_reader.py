@@ -1,0 +1,247 @@
+"""Reading config.json as a closed world: every key is read, waived by name, or an error.
+
+A key that nobody reads might change the numbers; to ignore it silently would make the model
+wrong without a word. This module knows JSON values and error messages, not architectures.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.nn.rope import RopeScaling
+
+WAIVED = (
+    "_*", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
+    "use_cache", "return_dict", "return_dict_in_generate", "output_attentions",
+    "output_hidden_states", "output_scores", "output_router_logits", "output_past",
+    "initializer_range", "initializer_factor", "router_aux_loss_coef", "*dropout*", "*_pdrop",
+    "task_specific_params", "summary_*", "finetuning_task", "problem_type", "id2label",
+    "label2id", "num_labels", "gradient_checkpointing", "torchscript", "use_bfloat16",
+    "pruned_heads", "tokenizer_class", "prefix", "decoder_start_token_id", "sep_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward", "is_decoder",
+    "is_encoder_decoder", "tie_encoder_decoder", "cross_attention_hidden_size",
+    "transformers.js_config", "unsloth_*", "pretraining_tp", "n_ctx", "auto_map",
+    "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "max_length", "min_length", "do_sample", "early_stopping",
+    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "exponential_decay_length_penalty", "tf_legacy_loss", "name_or_path", "hidden_dropout",
+    "swiglu_limit_comment", "quantization_config_comment", "use_return_dict",
+)  # fmt: skip
+"""Keys that change no logit here: bookkeeping, training, generation defaults, other tasks."""
+
+MISSING = object()
+
+
+class ConfigReader:
+    """config.json, read key by key; `finish` refuses what nobody read."""
+
+    def __init__(self, raw: Mapping[str, Any], *, ignore: Sequence[str] = ()):
+        self._raw = dict(raw)
+        self._ignore = tuple(ignore)
+        self._read: set[str] = set()
+
+    @property
+    def model_type(self) -> str:
+        return str(self._raw.get("model_type"))
+
+    def get(self, key: str, default: Any = MISSING) -> Any:
+        """The value of `key`; a null counts as absent.
+
+        Raises:
+            CheckpointError: the key is absent and has no default.
+        """
+        self._read.add(key)
+        value = self._raw.get(key)
+        if value is None:
+            if default is MISSING:
+                raise CheckpointError(f"config.json has no {key!r}, which {self.model_type} needs.")
+            return default
+        return value
+
+    def size(self, key: str, default: Any = MISSING, *, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most`."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise CheckpointError(
+                f"config.json has {key} = {value!r}; it must be a whole number from 1 to {most}."
+            )
+        return value
+
+    def number(self, key: str, default: Any = MISSING) -> float:
+        """A finite number above zero."""
+        value = self.get(key, default)
+        return self._positive(key, value)
+
+    def flag(self, key: str, default: Any = MISSING) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json has {key} = {value!r}; it must be true or false.")
+        return value
+
+    def expect(self, key: str, *supported: Any) -> None:
+        """The key is absent or has one of the values that we compute.
+
+        Raises:
+            UnsupportedModelError: it has another value.
+        """
+        value = self.get(key, supported[0])
+        if value not in supported:
+            wanted = " or ".join(repr(v) for v in supported)
+            raise UnsupportedModelError(
+                f"config.json has {key} = {value!r}, which rooflax does not compute "
+                f"(only {wanted})."
+            )
+
+    def choice(self, key: str, choices: Sequence[str], default: Any = MISSING) -> str:
+        value = self.get(key, default)
+        if value not in choices:
+            raise UnsupportedModelError(
+                f"config.json has {key} = {value!r}, which rooflax does not compute "
+                f"(only {', '.join(choices)})."
+            )
+        return value
+
+    def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
+        """Per layer "full_attention" or "sliding_attention", or `default`."""
+        types = self.get("layer_types", list(default))
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or any(kind not in known for kind in types):
+            raise UnsupportedModelError(
+                f"config.json has layer_types = {types!r}; only {' and '.join(known)} are computed."
+            )
+        if len(types) != num_layers:
+            raise CheckpointError(
+                f"config.json has {len(types)} layer_types for {num_layers} layers."
+            )
+        return types
+
+    def rope(self, head_dim: int, *, default_theta: float) -> tuple[float, RopeScaling | None]:
+        """theta and scaling, from `rope_theta` + `rope_scaling` or from `rope_parameters`."""
+        modern = self.get("rope_parameters", None)
+        legacy = self.get("rope_scaling", None)
+        for key, value in (("rope_parameters", modern), ("rope_scaling", legacy)):
+            if value is not None and not isinstance(value, dict):
+                raise CheckpointError(f"config.json has {key} = {value!r}; it must be an object.")
+        if modern is not None and legacy is not None and modern != legacy:
+            self._check_same_rope(modern, legacy)
+        rope = dict(modern or legacy or {})
+        theta = rope.pop("rope_theta", None)
+        top = self.get("rope_theta", None)
+        if theta is not None and top is not None and theta != top:
+            raise CheckpointError(
+                f"config.json gives two values of rope_theta, {top!r} and {theta!r}; keep one."
+            )
+        theta = theta if theta is not None else (top if top is not None else default_theta)
+        return self._positive("rope_theta", theta), self._rope_scaling(rope)
+
+    def _check_same_rope(self, modern: dict, legacy: dict) -> None:
+        differ = [k for k in legacy if k in modern and modern[k] != legacy[k]]
+        if differ:
+            raise CheckpointError(
+                f"config.json's rope_scaling and rope_parameters differ in {differ[0]!r}; keep one."
+            )
+
+    def _rope_scaling(self, rope: dict[str, Any]) -> RopeScaling | None:
+        kind = rope.pop("rope_type", None) or rope.get("type") or "default"
+        rope.pop("type", None)
+        if rope.get("partial_rotary_factor") == 1.0:
+            rope.pop("partial_rotary_factor")
+        if kind not in _ROPE_KEYS:
+            raise UnsupportedModelError(
+                f"config.json asks for RoPE scaling of type {kind!r}, which rooflax does not "
+                f"compute (only {', '.join(_ROPE_KEYS)})."
+            )
+        unknown = sorted(set(rope) - set(_ROPE_KEYS[kind]))
+        if unknown:
+            raise UnsupportedModelError(
+                f"config.json's RoPE scaling of type {kind!r} has the key {unknown[0]!r}, "
+                f"which rooflax does not read."
+            )
+        if kind == "default":
+            return None
+        return self._scaling_values(kind, rope)
+
+    def _scaling_values(self, kind: str, rope: dict[str, Any]) -> RopeScaling:
+        def number(key: str, default: float | None = None) -> float:
+            value = rope.get(key)
+            if value is None and default is not None:
+                return default
+            return self._positive(f"rope_scaling.{key}", value)
+
+        factor = number("factor")
+        if kind == "linear":
+            return RopeScaling("linear", factor)
+        fallback = None if kind == "llama3" else self.size("max_position_embeddings")
+        original = int(number("original_max_position_embeddings", fallback))
+        if kind == "llama3":
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            return RopeScaling("llama3", factor, original, low, high)
+        return RopeScaling(
+            "yarn",
+            factor,
+            original,
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(factor, rope),
+        )
+
+    def _positive(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"config.json has {key} = {value!r}; it must be a number.")
+        if not math.isfinite(value) or value <= 0:
+            raise CheckpointError(
+                f"config.json has {key} = {value!r}; it must be finite and above 0."
+            )
+        return float(value)
+
+    def finish(self) -> None:
+        """Refuses keys that were neither read nor waived.
+
+        Raises:
+            UnsupportedModelError: naming the keys.
+        """
+        waived = (*WAIVED, *self._ignore)
+        left = sorted(
+            key
+            for key in self._raw.keys() - self._read
+            if not any(fnmatch.fnmatchcase(key, pattern) for pattern in waived)
+        )
+        if left:
+            raise UnsupportedModelError(
+                f"config.json has {', '.join(map(repr, left[:10]))}, which rooflax does not read "
+                f"for {self.model_type}; if it changes no logit, pass --ignore-config-key {left[0]}."
+            )
+
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
+        "attention_factor", "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
+
+
+def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
+    """0.1 ln(factor) + 1, or what the config gives (transformers, modeling_rope_utils.py)."""
+    given = rope.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return mscale(1.0)

@@ -1,0 +1,39 @@
+"""Random weights: for training from scratch, and for presets that are only measured."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rooflax.models.registry import family
+from rooflax.nn.weights import Slot, assemble, slots
+
+DEVIATION = 0.02
+
+
+def random_weights(name: str, config: Any, *, seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
+    """Weights as a family's table initialises them.
+
+    Normal with deviation 0.02, divided by sqrt(2 * layers) for projections onto the residual
+    stream; norms are ones, biases zeros. Each array has its own generator, seeded by its name, so
+    that its values depend on nothing else. Made array by array on the host.
+    """
+    sizes = config.axis_sizes
+    made = (
+        (slot, jax.device_put(_values(slot, slot.weight.shape(sizes), config, seed, dtype)))
+        for slot in slots(family(name).weights(config), config.num_layers)
+    )
+    return assemble(config.num_layers, made)
+
+
+def _values(slot: Slot, shape: tuple[int, ...], config: Any, seed: int, dtype: str) -> np.ndarray:
+    init = slot.weight.init
+    if init in ("ones", "zeros"):
+        return np.full(shape, float(init == "ones"), jnp.dtype(dtype))
+    rng = np.random.default_rng((seed, zlib.crc32(slot.name.encode())))
+    std = DEVIATION / np.sqrt(2 * config.num_layers) if init == "residual" else DEVIATION
+    return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(jnp.dtype(dtype))

@@ -1,0 +1,120 @@
+"""`Model`: a family, its config, its weights and its RoPE table, as one pytree.
+
+The arrays are leaves, the rest is static, so a Model can be an argument of a jitted function and
+another checkpoint of the same shape compiles nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from rooflax.errors import RequestError
+from rooflax.models.registry import family
+from rooflax.nn import mesh as mesh_lib
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
+from rooflax.nn.kv_cache import KVCache
+from rooflax.nn.layers import stack_layers
+from rooflax.nn.rope import RopeTable, rope_arrays
+from rooflax.nn.weights import Weight, num_parameters
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Model:
+    """A model ready to run.
+
+    Attributes:
+        weights: the pytree that the family's table describes.
+        rope: cos and sin up to `max_model_len`; None for a family without RoPE.
+        family: model_type in Hugging Face's words.
+        config: the family's Config.
+        max_model_len: longest context in tokens.
+    """
+
+    weights: dict[str, Any]
+    rope: RopeTable | None
+    family: str = field(metadata={"static": True})
+    config: Any = field(metadata={"static": True})
+    max_model_len: int = field(metadata={"static": True})
+
+    @property
+    def table(self) -> dict[str, Weight]:
+        return family(self.family).weights(self.config)
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.table, self.config.axis_sizes, self.config.num_layers)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.weights))
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVCache | None = None,
+        *,
+        options: ExecutionOptions = DEFAULT_OPTIONS,
+        shards: mesh_lib.Shards | None = None,
+        remat: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """Hidden states of a batch's tokens, and the cache with their K and V."""
+        return family(self.family).forward(
+            self.config,
+            self.weights,
+            self.rope,
+            batch,
+            cache,
+            options=options,
+            shards=shards,
+            remat=remat,
+        )
+
+    def logits(
+        self,
+        hidden: Float[Array, "*batch D"],
+        *,
+        options: ExecutionOptions = DEFAULT_OPTIONS,
+        shards: mesh_lib.Shards | None = None,
+    ) -> Float[Array, "*batch vocab"]:
+        """Next-token logits in float32."""
+        return family(self.family).logits(
+            self.config, self.weights, hidden, options=options, shards=shards
+        )
+
+    def stacked(self) -> Model:
+        """The same model with stacked layers, for `layers="scan"`."""
+        stack = jax.jit(stack_layers, static_argnames="period")
+        return replace(self, weights=stack(self.weights, period=self.config.groups.period))
+
+
+def make_rope(config: Any, max_model_len: int) -> RopeTable | None:
+    """The RoPE table of a config, on the default device; None if the family has no RoPE."""
+    theta = getattr(config, "rope_theta", None)
+    if theta is None:
+        return None
+    cos, sin = rope_arrays(config.head_dim, max_model_len, theta, config.rope_scaling)
+    return RopeTable(jax.device_put(cos), jax.device_put(sin))
+
+
+def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
+    """The context length to serve: what is asked for, at most what the model was made for."""
+    if max_model_len is None:
+        return config.max_position
+    if not 1 <= max_model_len <= config.max_position:
+        raise RequestError(
+            f"max_model_len is {max_model_len}; this model takes 1 to {config.max_position} tokens."
+        )
+    return max_model_len
+
+
+def build(name: str, config: Any, weights: dict[str, Any], max_model_len: int | None) -> Model:
+    """A Model from parts already on the device."""
+    length = resolve_max_model_len(config, max_model_len)
+    return Model(weights, make_rope(config, length), name, config, length)
+

@@ -1,0 +1,86 @@
+"""From a config.json to a family and its config; nothing else knows the list of families."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.weights import Weight
+
+FAMILIES = ("gpt2", "llama", "qwen2", "gpt_oss")
+READ_QUANTIZATION = ("mxfp4",)
+
+
+class Family(Protocol):
+    """What a family module offers. `Config` is its own; arrays are as its table says."""
+
+    def config_from_hf(self, reader: ConfigReader) -> Any: ...
+    def config_to_hf(self, config: Any) -> dict[str, Any]: ...
+    def weights(self, config: Any) -> dict[str, Weight]: ...
+    def forward(self, config: Any, weights: Any, rope: Any, batch: Any, cache: Any, **kw: Any) -> Any: ...
+    def logits(self, config: Any, weights: Any, hidden: Any, **kw: Any) -> Any: ...
+
+
+def family(name: str) -> Family:
+    """The module of a family, imported when first asked for."""
+    if name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type {name!r} is not one of those that rooflax computes: {', '.join(FAMILIES)}."
+        )
+    return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
+
+
+def read_config(
+    raw: Mapping[str, Any], *, ignore: Sequence[str] = ()
+) -> tuple[str, Any]:
+    """The family's name and its config, from the object in config.json.
+
+    Args:
+        ignore: further keys (or patterns) to waive.
+
+    Raises:
+        UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.
+        CheckpointError: a key is missing or has an impossible value.
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str):
+        raise CheckpointError("config.json has no model_type; it must name the architecture.")
+    module = family(name)
+    reader = ConfigReader(raw, ignore=ignore)
+    check_quantization(reader.get("quantization_config", None))
+    config = module.config_from_hf(reader)
+    reader.finish()
+    return name, config
+
+
+def check_quantization(value: Any) -> None:
+    """Refuses by name a quantised checkpoint of a kind that we do not read."""
+    if value is None:
+        return
+    method = value.get("quant_method") if isinstance(value, dict) else value
+    if method not in READ_QUANTIZATION:
+        raise UnsupportedModelError(
+            f"config.json says the checkpoint is quantised by {method!r}, which rooflax does not "
+            f"read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."
+        )
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder, checked to be an object."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no config.json; a checkpoint folder needs one."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}; it must be a JSON object.")
+    return raw

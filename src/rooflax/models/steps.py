@@ -1,0 +1,105 @@
+"""`prefill` and `decode_step`: a model and a cache, for loops of your own.
+
+Both are pure and can be jitted, with the model as an argument. Each row of the cache owns its
+blocks, one after the other; sharing blocks between requests is the engine's business.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rooflax.models.model import Model
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
+from rooflax.nn.kv_cache import KVCache, allocate
+
+BLOCK_SIZE = 16
+
+
+def new_cache(
+    model: Model,
+    rows: int = 1,
+    max_tokens: int | None = None,
+    *,
+    dtype: str = "float32",
+    options: ExecutionOptions = DEFAULT_OPTIONS,
+) -> KVCache:
+    """An empty cache for `rows` sequences of up to `max_tokens` tokens (default: the model's)."""
+    config = model.config
+    blocks = -(-(max_tokens or model.max_model_len) // BLOCK_SIZE)
+    return allocate(
+        config.groups,
+        (1 + rows * blocks,) * len(config.groups.windows),
+        config.num_kv_heads,
+        config.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        stacked=options.layers == "scan",
+    )
+
+
+def prefill(
+    model: Model,
+    cache: KVCache,
+    tokens: Int[Array, "rows seq"],
+    lengths: Int[Array, " rows"] | None = None,
+    *,
+    options: ExecutionOptions = DEFAULT_OPTIONS,
+) -> tuple[Float[Array, "rows vocab"], KVCache]:
+    """Runs prompts from position 0.
+
+    Args:
+        tokens: prompts, padded at the end.
+        lengths: real tokens per row; None is all of them.
+
+    Returns:
+        Float32 logits that follow each row's last real token, and the cache.
+    """
+    rows, seq = tokens.shape
+    if lengths is None:
+        lengths = jnp.full((rows,), seq, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
+    batch = _batch(cache, tokens, positions, lengths, lengths)
+    hidden, cache = model.forward(batch, cache, options=options)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return model.logits(last, options=options), cache
+
+
+def decode_step(
+    model: Model,
+    cache: KVCache,
+    tokens: Int[Array, " rows"],
+    positions: Int[Array, " rows"],
+    *,
+    options: ExecutionOptions = DEFAULT_OPTIONS,
+) -> tuple[Float[Array, "rows vocab"], KVCache]:
+    """Runs one more token per row.
+
+    Args:
+        tokens: one id per row.
+        positions: that token's position, i.e. how many tokens the row had before.
+
+    Returns:
+        Float32 logits that follow it, and the cache.
+    """
+    ones = jnp.ones_like(positions)
+    batch = _batch(cache, tokens[:, None], positions[:, None], ones, positions + 1)
+    hidden, cache = model.forward(batch, cache, options=options)
+    return model.logits(hidden[:, 0], options=options), cache
+
+
+def _batch(
+    cache: KVCache, tokens: jax.Array, positions: jax.Array, query: jax.Array, context: jax.Array
+) -> Batch:
+    rows = tokens.shape[0]
+    tables = []
+    for group in range(len(cache.groups.windows)):
+        index = cache.groups.of_layer.index(group) % len(cache.k)
+        per_layer = cache.k[index].shape[0] // cache.num_repeats
+        own = np.arange(1, 1 + rows * ((per_layer - 1) // rows), dtype=np.int32)
+        tables.append(jnp.asarray(own.reshape(rows, -1)))
+    first = jnp.zeros(rows, jnp.int32)
+    return Batch(tokens, positions, query, context, tuple(tables), (first,) * len(tables))

@@ -1,0 +1,88 @@
+"""What may change how fast a model runs, and what may change its numbers.
+
+Two frozen values, apart from any model's config: `ExecutionOptions` never changes a token,
+`Precision` may. This module knows no arrays and imports no jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from rooflax.errors import RequestError
+
+KERNELS = ("reference", "xla", "native", "pallas")
+DTYPES = ("float32", "bfloat16")
+
+
+def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        wanted = ", ".join(repr(choice) for choice in choices)
+        raise RequestError(f"{field} is {value!r}; it must be one of {wanted}.")
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Switches that change speed and memory, never a token (in float32).
+
+    Attributes:
+        use_cache: keep K and V of past tokens; off, every step runs the whole sequence again.
+        jit: compile the step; off, every operation is dispatched by itself.
+        layers: "unrolled" repeats the layers in the program; "scan" loops over stacked weights.
+        gqa: "grouped" reads each K/V head once for its query heads; "repeat" copies it first.
+        moe: "grouped" runs tokens sorted by expert; "per_token" one expert after the other;
+            "dense" runs every expert on every token.
+        kernels: the implementation of linear, attention and moe; None takes the platform's best.
+        decode_steps: tokens decoded per dispatch in one jitted loop; None lets the engine choose.
+    """
+
+    use_cache: bool = True
+    jit: bool = True
+    layers: Literal["unrolled", "scan"] = "unrolled"
+    gqa: Literal["grouped", "repeat"] = "grouped"
+    moe: Literal["grouped", "per_token", "dense"] = "grouped"
+    kernels: str | None = None
+    decode_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("use_cache", self.use_cache, (True, False))
+        _check_choice("jit", self.jit, (True, False))
+        _check_choice("layers", self.layers, ("unrolled", "scan"))
+        _check_choice("gqa", self.gqa, ("grouped", "repeat"))
+        _check_choice("moe", self.moe, ("grouped", "per_token", "dense"))
+        _check_choice("kernels", self.kernels, (None, *KERNELS))
+        steps = self.decode_steps
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise RequestError(f"decode_steps is {steps!r}; it must be a whole number of at least 1.")
+
+    def describe(self) -> str:
+        """The switches that differ from the default, as "name=value, ..."."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
+
+
+DEFAULT_OPTIONS = ExecutionOptions()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Widths that may change tokens.
+
+    Attributes:
+        dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
+        kv_dtype: of the KV cache; None is the activations' dtype.
+
+    Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
+    """
+
+    dtype: str | None = None
+    kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
+
+    def resolve(self, platform: str) -> Precision:
+        """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu")."""
+        dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
+        return Precision(dtype=dtype, kv_dtype=self.kv_dtype or dtype)

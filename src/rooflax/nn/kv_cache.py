@@ -1,0 +1,166 @@
+"""`KVCache`: keys and values of past tokens, in blocks.
+
+Layers are grouped by what they keep: everything, or the last `window` tokens. Each layer has its
+own buffers; each group has its own pool of block numbers and each sequence one block table per
+group. Block 0 of a pool is scratch: padding writes there and nobody reads it.
+
+This module holds arrays and their layout. Which block belongs to whom is the block manager's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """Which layers share a pool of blocks.
+
+    Attributes:
+        windows: per group, how many tokens its layers see; None is all of them.
+        of_layer: per layer, its group.
+    """
+
+    windows: tuple[int | None, ...]
+    of_layer: tuple[int, ...]
+
+    @staticmethod
+    def from_windows(layer_windows: tuple[int | None, ...]) -> LayerGroups:
+        """Groups layers of equal window; the full group, if there is one, comes first."""
+        windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
+        return LayerGroups(tuple(windows), tuple(windows.index(w) for w in layer_windows))
+
+    @property
+    def period(self) -> int:
+        """Length of the shortest group of layers that, repeated, gives all of them."""
+        n = len(self.of_layer)
+        for period in range(1, n + 1):
+            if n % period == 0 and self.of_layer == self.of_layer[:period] * (n // period):
+                return period
+        return n
+
+
+def table_length(window: int | None, max_tokens: int, new_tokens: int, block_size: int) -> int:
+    """Blocks that a row's table of a group must hold.
+
+    Args:
+        window: the group's window, None for full attention.
+        max_tokens: the longest context the table must reach.
+        new_tokens: the most tokens written before older blocks are let go of.
+    """
+    full = math.ceil(max_tokens / block_size)
+    if window is None:
+        return full
+    return min(full, math.ceil((window + new_tokens - 1) / block_size) + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Paged keys and values.
+
+    Attributes:
+        k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim]. With
+            `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
+            block b is block r * num_blocks + b.
+        groups: which layers share block numbers.
+        block_size: tokens per block.
+        stacked: whether layers are stacked for `layers="scan"`.
+    """
+
+    k: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+    v: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+    groups: LayerGroups = field(metadata={"static": True})
+    block_size: int = field(metadata={"static": True})
+    stacked: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def num_repeats(self) -> int:
+        """How many layers share one pool."""
+        return len(self.groups.of_layer) // len(self.k)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.size * a.dtype.itemsize for a in (*self.k, *self.v))
+
+
+def pool_shapes(
+    groups: LayerGroups,
+    num_blocks: tuple[int, ...],
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    *,
+    stacked: bool = False,
+) -> list[tuple[int, int, int, int]]:
+    """Shapes of the K (or V) pools, one per entry of `KVCache.k`."""
+    num_pools = groups.period if stacked else len(groups.of_layer)
+    repeats = len(groups.of_layer) // num_pools
+    return [
+        (repeats * num_blocks[groups.of_layer[i]], num_kv_heads, block_size, head_dim)
+        for i in range(num_pools)
+    ]
+
+
+def allocate(
+    groups: LayerGroups,
+    num_blocks: tuple[int, ...],
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    block_size: int = 16,
+    dtype: str = "float32",
+    stacked: bool = False,
+    sharding: jax.sharding.Sharding | None = None,
+) -> KVCache:
+    """Zeroed pools of `num_blocks[g]` blocks for each group g, block 0 included.
+
+    The zeros come from the host: nothing is compiled for them.
+    """
+    shapes = pool_shapes(groups, num_blocks, num_kv_heads, head_dim, block_size, stacked=stacked)
+    zeros = [jax.device_put(np.zeros(s, jnp.dtype(dtype)), sharding) for s in shapes * 2]
+    half = len(shapes)
+    return KVCache(tuple(zeros[:half]), tuple(zeros[half:]), groups, block_size, stacked)
+
+
+def write(
+    pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    new: Float[Array, "rows seq kv_heads head_dim"],
+    slots: Int[Array, "rows seq"],
+) -> Float[Array, "blocks kv_heads block_size head_dim"]:
+    """Puts new keys (or values) into their slots; in place when the pool is donated."""
+    block_size = pool.shape[2]
+    block, offset = slots.reshape(-1) // block_size, slots.reshape(-1) % block_size
+    flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
+    return pool.at[block, :, offset].set(flat, mode="promise_in_bounds")
+
+
+def read(
+    cache: KVCache, layer: int, block_table: list[int], length: int, first_position: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """A sequence's visible K and V of one layer, contiguous, for tests and tools.
+
+    Returns:
+        k, v: [length - first_position, num_kv_heads, head_dim].
+    """
+    period = len(cache.k)
+    repeat, index = divmod(layer, period)
+
+    def gather(pool: jax.Array) -> jax.Array:
+        offset = repeat * (pool.shape[0] // cache.num_repeats)
+        blocks = pool[jnp.asarray(block_table) + offset]
+        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
+        return tokens[: length - first_position]
+
+    return gather(cache.k[index]), gather(cache.v[index])
+
+
+def with_pools(cache: KVCache, k: list[jax.Array], v: list[jax.Array]) -> KVCache:
+    """The same cache with other arrays."""
+    return replace(cache, k=tuple(k), v=tuple(v))

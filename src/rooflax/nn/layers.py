@@ -1,0 +1,208 @@
+"""Running a model's layers: unrolled in the program, or scanned over stacked weights.
+
+A family writes one layer as a function; this module repeats it and threads the KV cache through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.kv_cache import KVCache, LayerGroups, with_pools, write
+from rooflax.ops.attention import attention, paged_attention
+
+LayerWeights = dict[str, Array]
+Attend = Callable[..., Float[Array, "B T N H"]]
+Layer = Callable[[LayerWeights, Float[Array, "B T D"], Attend], Float[Array, "B T D"]]
+
+REMAT_POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+"""What the backward pass keeps of a layer's forward pass; the rest is computed again."""
+
+
+def run_layers(
+    layer: Layer,
+    weights: dict[str, Any],
+    x: Float[Array, "B T D"],
+    batch: Batch,
+    cache: KVCache | None,
+    *,
+    groups: LayerGroups,
+    options: ExecutionOptions,
+    remat: str | None = None,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """x through all layers.
+
+    Args:
+        layer: (its weights, x, attend) -> x, where attend(q, k, v, scale=, sinks=) sees to
+            cache, masks and windows: q is [B, T, N, H], k and v [B, T, K, H] of the new tokens.
+        weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
+            layer of the repeating group, each array with a leading axis of repeats).
+        cache: paged cache, stacked exactly when the weights are; None runs whole sequences.
+        remat: name in REMAT_POLICIES; None keeps every intermediate for the backward pass.
+    """
+    if "stacked_layers" in weights:
+        return _scan(layer, weights["stacked_layers"], x, batch, cache, groups, options, remat)
+    k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
+    for index, layer_weights in enumerate(weights["layers"]):
+        group = groups.of_layer[index]
+
+        def run(w: LayerWeights, x: jax.Array, pools: Any, group: int = group) -> Any:
+            attend = _Attend(batch, pools, group, groups.windows[group], options)
+            return layer(w, x, attend), attend.pools
+
+        pools = _Pools(k_pools[index], v_pools[index], cache.block_size, 0) if cache else None
+        x, pools = _checkpointed(run, remat)(layer_weights, x, pools)
+        if pools is not None:
+            k_pools[index], v_pools[index] = pools.k, pools.v
+    return x, with_pools(cache, k_pools, v_pools) if cache else None
+
+
+def _scan(
+    layer: Layer,
+    stacked: tuple[LayerWeights, ...],
+    x: jax.Array,
+    batch: Batch,
+    cache: KVCache | None,
+    groups: LayerGroups,
+    options: ExecutionOptions,
+    remat: str | None,
+) -> tuple[jax.Array, KVCache | None]:
+    """One turn of the scan runs the repeating group once; the pools are carried in place."""
+    repeats = jax.tree.leaves(stacked)[0].shape[0]
+
+    def body(carry: Any, xs: Any) -> tuple[Any, None]:
+        x, k_pools, v_pools = carry
+        repeat, layers = xs
+        k_pools, v_pools = list(k_pools), list(v_pools)
+        for index, layer_weights in enumerate(layers):
+            group = groups.of_layer[index]
+            pools = None
+            if cache:
+                first_block = repeat * (k_pools[index].shape[0] // repeats)
+                pools = _Pools(k_pools[index], v_pools[index], cache.block_size, first_block)
+            attend = _Attend(batch, pools, group, groups.windows[group], options)
+            x = layer(layer_weights, x, attend)
+            if attend.pools is not None:
+                k_pools[index], v_pools[index] = attend.pools.k, attend.pools.v
+        return (x, tuple(k_pools), tuple(v_pools)), None
+
+    carry = (x, cache.k, cache.v) if cache else (x, (), ())
+    xs = (jnp.arange(repeats, dtype=jnp.int32), stacked)
+    (x, k, v), _ = jax.lax.scan(_checkpointed(body, remat), carry, xs)
+    return x, with_pools(cache, list(k), list(v)) if cache else None
+
+
+def _checkpointed(function: Callable, remat: str | None) -> Callable:
+    if remat is None:
+        return function
+    return jax.checkpoint(function, policy=REMAT_POLICIES[remat])
+
+
+@jax.tree_util.register_pytree_node_class
+class _Pools:
+    """One layer's pools and, among stacked layers, the number of its first block."""
+
+    def __init__(self, k: jax.Array, v: jax.Array, block_size: int, first_block: Any):
+        self.k, self.v, self.block_size, self.first_block = k, v, block_size, first_block
+
+    def tree_flatten(self) -> tuple[tuple, int]:
+        return (self.k, self.v, self.first_block), self.block_size
+
+    @classmethod
+    def tree_unflatten(cls, block_size: int, children: tuple) -> _Pools:
+        k, v, first_block = children
+        return cls(k, v, block_size, first_block)
+
+
+class _Attend:
+    """What a layer calls to attend: writes the new K and V, then reads what each query sees."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        pools: _Pools | None,
+        group: int,
+        window: int | None,
+        options: ExecutionOptions,
+    ):
+        self.batch, self.pools, self.group = batch, pools, group
+        self.window, self.options = window, options
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        scale: float,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> Float[Array, "B T N H"]:
+        batch, common = self.batch, {
+            "positions": self.batch.positions,
+            "context_lens": self.batch.context_lens,
+            "scale": scale,
+            "window": self.window,
+            "sinks": sinks,
+            "repeat_kv": self.options.gqa == "repeat",
+            "implementation": self.options.kernels,
+        }
+        if self.pools is None:
+            return attention(
+                q,
+                k.swapaxes(1, 2),
+                v.swapaxes(1, 2),
+                key_positions=batch.positions,
+                segment_ids=batch.segment_ids,
+                causal_order=True,
+                **common,
+            )
+        pools = self.pools
+        slots = batch.slot_mapping(self.group, pools.block_size)
+        slots = slots + pools.first_block * pools.block_size
+        pools = _Pools(
+            write(pools.k, k, slots), write(pools.v, v, slots), pools.block_size, pools.first_block
+        )
+        self.pools = pools
+        return paged_attention(
+            q,
+            pools.k,
+            pools.v,
+            block_tables=batch.block_tables[self.group] + pools.first_block,
+            first_positions=batch.first_positions[self.group],
+            **common,
+        )
+
+
+def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:
+    """Weights for `layers="scan"`: layer i's arrays become row i // period of group i % period."""
+    layers = weights["layers"]
+    stacked = tuple(
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[index::period])
+        for index in range(period)
+    )
+    rest = {name: value for name, value in weights.items() if name != "layers"}
+    return rest | {"stacked_layers": stacked}
+
+
+def unstack_layers(weights: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `stack_layers`."""
+    stacked = weights["stacked_layers"]
+    repeats = jax.tree.leaves(stacked)[0].shape[0]
+    layers = tuple(
+        {name: array[repeat] for name, array in group.items()}
+        for repeat in range(repeats)
+        for group in stacked
+    )
+    rest = {name: value for name, value in weights.items() if name != "stacked_layers"}
+    return rest | {"layers": layers}

@@ -1,0 +1,99 @@
+"""Tensor parallelism: which axis of a weight is split, and the reductions a model needs.
+
+With a mesh the whole step runs inside one `jax.shard_map`; models then see local shapes and call
+the helpers here where the parts meet. `Shards` is passed to them, never ambient; without it the
+helpers are the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from rooflax.errors import RequestError
+from rooflax.nn.weights import Weight
+
+TENSOR = "tensor"
+SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
+"""Logical axes that are split over the mesh's tensor axis; every other axis is whole everywhere."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How many parts the tensor axis has, and its name inside the shard_map."""
+
+    size: int
+    axis: str = TENSOR
+
+
+def check_split(sizes: Mapping[str, int], num_shards: int) -> None:
+    """Refuses a split that leaves a remainder, with the arithmetic."""
+    for axis in ("kv_heads", "mlp"):
+        if axis in sizes and sizes[axis] % num_shards:
+            raise RequestError(
+                f"{sizes[axis]} {axis} do not divide over {num_shards} devices "
+                f"({sizes[axis]} = {num_shards} x {sizes[axis] // num_shards} "
+                f"+ {sizes[axis] % num_shards}); choose a mesh whose tensor axis divides them."
+            )
+
+
+def padded_vocab(vocab_size: int, num_shards: int) -> int:
+    """The vocabulary rounded up to a multiple of the number of shards."""
+    return math.ceil(vocab_size / num_shards) * num_shards
+
+
+def weight_spec(weight: Weight) -> PartitionSpec:
+    """Where a weight is split: its first axis that is a split axis."""
+    names = weight.axis_names
+    split = next((name for name in names if name in SPLIT_AXES), None)
+    return PartitionSpec(*(TENSOR if name == split else None for name in names))
+
+
+CACHE_SPEC = PartitionSpec(None, TENSOR, None, None)
+"""KV pools are split over their heads."""
+
+
+def tensor_shards(mesh: Mesh | None) -> Shards | None:
+    """What models are told of a mesh."""
+    return None if mesh is None else Shards(mesh.shape[TENSOR])
+
+
+def all_reduce(x: Float[Array, "*shape"], shards: Shards | None) -> Float[Array, "*shape"]:
+    """Sums the parts' partial products: after the attention's and the MLP's output projection."""
+    return x if shards is None else jax.lax.psum(x, shards.axis)
+
+
+def once(
+    bias: Float[Array, "*shape"] | None, shards: Shards | None
+) -> Float[Array, "*shape"] | None:
+    """A bias that is added before a sum over parts: whole on the first part, zero on the others."""
+    if shards is None or bias is None:
+        return bias
+    return jnp.where(jax.lax.axis_index(shards.axis) == 0, bias, jnp.zeros_like(bias))
+
+
+def embed(
+    table: Float[Array, "vocab hidden"], tokens: Int[Array, "rows seq"], shards: Shards | None
+) -> Float[Array, "rows seq hidden"]:
+    """Rows of the embedding table, which may be split over the vocabulary."""
+    if shards is None:
+        return table.at[tokens].get(mode="clip")
+    local = tokens - jax.lax.axis_index(shards.axis) * table.shape[0]
+    mine = (local >= 0) & (local < table.shape[0])
+    rows = table.at[jnp.where(mine, local, 0)].get(mode="clip")
+    return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), shards.axis)
+
+
+def gather_vocab(
+    logits: Float[Array, "*batch part"], vocab_size: int, shards: Shards | None
+) -> Float[Array, "*batch vocab"]:
+    """The whole vocabulary's logits from the parts', padding cut off."""
+    if shards is not None:
+        logits = jax.lax.all_gather(logits, shards.axis, axis=logits.ndim - 1, tiled=True)
+    return logits[..., :vocab_size]

@@ -1,0 +1,121 @@
+"""RoPE tables: inverse frequencies with their scaling rules, and the table of a length.
+
+Everything here is NumPy at load time; the device only ever sees the finished table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the inverse frequencies; fields beyond a kind's own stay at their default.
+
+    Attributes:
+        kind: "linear", "llama3" or "yarn".
+        factor: how many times longer the context gets.
+        original_max_position: context length before scaling (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3's band, in turns per original context.
+        beta_fast, beta_slow: yarn's band, in turns per original context.
+        truncate: yarn rounds the band to whole dimensions.
+        attention_factor: yarn's factor on cos and sin.
+    """
+
+    kind: str
+    factor: float
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_scaling` object of config.json."""
+        scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "linear":
+            return scaling
+        scaling["original_max_position_embeddings"] = self.original_max_position
+        if self.kind == "llama3":
+            return scaling | {
+                "low_freq_factor": self.low_freq_factor,
+                "high_freq_factor": self.high_freq_factor,
+            }
+        return scaling | {
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "truncate": self.truncate,
+            "attention_factor": self.attention_factor,
+        }
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin of position x frequency, [max_len, head_dim / 2], float32."""
+
+    cos: Float[Array, "max_len half"]
+    sin: Float[Array, "max_len half"]
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """theta^(-2i / head_dim), scaled; [head_dim / 2] float32.
+
+    Source: transformers, modeling_rope_utils.py; Peng et al., YaRN, 2023.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = (1.0 / np.float32(theta) ** exponent).astype(np.float32)
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / np.float32(scaling.factor)
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling)
+    return _yarn(plain, head_dim, theta, scaling)
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    turns = scaling.original_max_position * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (keep * plain + (1 - keep) * plain / scaling.factor).astype(np.float32)
+
+
+def _yarn(plain: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Dimensions that turn often are kept, those that turn rarely are stretched."""
+
+    def dimension(turns: float) -> float:
+        wavelength = scaling.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    stretch = np.clip(ramp, 0.0, 1.0)
+    return (plain / scaling.factor * stretch + plain * (1 - stretch)).astype(np.float32)
+
+
+def rope_arrays(
+    head_dim: int, max_len: int, theta: float, scaling: RopeScaling | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin for positions 0 to max_len - 1, [max_len, head_dim / 2] float32."""
+    frequencies = inverse_frequencies(head_dim, theta, scaling)
+    angles = np.arange(max_len, dtype=np.float32)[:, None] * frequencies[None, :]
+    factor = np.float32(scaling.attention_factor if scaling else 1.0)
+    return (
+        (np.cos(angles) * factor).astype(np.float32),
+        (np.sin(angles) * factor).astype(np.float32),
+    )

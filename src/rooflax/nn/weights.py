@@ -1,0 +1,245 @@
+"""The weight table: one line per weight, read by everyone who handles weights.
+
+A family's table maps our name of a weight to a `Weight`: its axes, its names in a checkpoint,
+and how one becomes the other. Sharding, initialisation, loading, counting of bytes and saving
+all read that line. This module works on NumPy arrays and shapes; it knows no files and no jax.
+
+A name with "{i}" stands for every layer. In the pytree of arrays, layer weights live in
+`weights["layers"][i]["attn.qkv"]`, all others at the top: `weights["embed"]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LAYER_PREFIX = "layers.{i}."
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of a checkpoint become one of ours, and back.
+
+    The base class keeps a tensor as the checkpoint has it.
+    """
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        """Shapes of the checkpoint's tensors, in order of `Weight.hf`."""
+        return [(*in_shape, *out_shape)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """Writes the checkpoint's tensors into our array, converting its dtype on the way."""
+        out[...] = parts[0].reshape(out.shape)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        """The checkpoint's tensors from our array; the caller gives them their HF shapes."""
+        return [array]
+
+
+@dataclass(frozen=True)
+class Flat(Layout):
+    """A bias or other vector whose axes the checkpoint flattens into one."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(in_shape) * math.prod(out_shape),)]
+
+
+@dataclass(frozen=True)
+class Conv1D(Layout):
+    """GPT-2's linear layer, [in, out] in the checkpoint."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(in_shape), math.prod(out_shape))]
+
+
+@dataclass(frozen=True)
+class Linear(Layout):
+    """torch.nn.Linear, [out, in] in the checkpoint, [in, out] here."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(out_shape), math.prod(in_shape))]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        (part,) = parts
+        out.reshape(part.shape[1], part.shape[0])[...] = part.T
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array.reshape(math.prod(in_shape), -1).T]
+
+
+def _qkv_slices(group: int) -> tuple[slice, slice, slice]:
+    """Where q, k and v lie on the qkv_group axis."""
+    return slice(0, group - 2), slice(group - 2, group - 1), slice(group - 1, group)
+
+
+@dataclass(frozen=True)
+class QKV(Layout):
+    """Separate q, k, v projections, fused by key/value head.
+
+    Ours is [hidden, kv_heads, group + 2, head_dim]: for each K/V head its query heads, then k,
+    then v, so that a split over K/V heads keeps a head's queries beside it. With `bias` the
+    hidden axis is absent.
+    """
+
+    bias: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        kv_heads, group, head_dim = out_shape
+        rows = [kv_heads * (group - 2) * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        return [(r, *in_shape) for r in rows]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        kv_heads, group, head_dim = out.shape[-3:]
+        for part, where in zip(parts, _qkv_slices(group), strict=True):
+            heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
+            out[..., where, :] = heads if self.bias else np.moveaxis(heads, -1, 0)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        group = array.shape[-2]
+        parts = [array[..., where, :] for where in _qkv_slices(group)]
+        if self.bias:
+            return [part.reshape(-1) for part in parts]
+        return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
+
+
+@dataclass(frozen=True)
+class FusedConv1DQKV(Layout):
+    """GPT-2's c_attn: q, k, v side by side in thirds, [in, 3 * hidden] or a bias of 3 * hidden."""
+
+    bias: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(*in_shape, math.prod(out_shape))]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        heads, three, head_dim = out.shape[-3:]
+        thirds = parts[0].reshape(*out.shape[:-3], three, heads, head_dim)
+        out[...] = np.swapaxes(thirds, -3, -2)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [np.swapaxes(array, -3, -2)]
+
+
+@dataclass(frozen=True)
+class GateUp(Layout):
+    """Two linear layers, gate and up, fused as [hidden, 2, mlp]; with `bias` as [2, mlp]."""
+
+    bias: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        _, mlp = out_shape
+        return [(mlp, *in_shape)] * 2
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        for index, part in enumerate(parts):
+            out[..., index, :] = part.T
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array[..., index, :].T for index in range(2)]
+
+
+@dataclass(frozen=True)
+class InterleavedGateUp(Layout):
+    """GPT-OSS's experts: gate and up alternate on the last axis; ours is [..., 2, mlp]."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        *lead, two, mlp = (*in_shape, *out_shape)
+        return [(*lead, mlp * two)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        *lead, two, mlp = out.shape
+        out[...] = np.swapaxes(parts[0].reshape(*lead, mlp, two), -1, -2)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [np.swapaxes(array, -1, -2)]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One line of a family's table.
+
+    Attributes:
+        axes: names of the array's axes; "a b -> c" is a product that contracts a and b.
+        hf: the tensor's name in a Hugging Face checkpoint, or several if the layout fuses them.
+        layout: how the checkpoint's tensors become ours.
+        init: "normal", "residual" (normal, shrunk by the depth), "ones" or "zeros".
+    """
+
+    axes: str
+    hf: str | tuple[str, ...]
+    layout: Layout = Layout()
+    init: str = "normal"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(self.axes.replace("->", " ").split())
+
+    def in_out_shape(self, sizes: Mapping[str, int]) -> tuple[Shape, Shape]:
+        """Shape left and right of the arrow; without an arrow everything is on the right."""
+        left, _, right = self.axes.rpartition("->")
+        return (
+            tuple(sizes[name] for name in left.split()),
+            tuple(sizes[name] for name in right.split()),
+        )
+
+    def shape(self, sizes: Mapping[str, int]) -> Shape:
+        return tuple(sizes[name] for name in self.axis_names)
+
+    def hf_shapes(self, sizes: Mapping[str, int]) -> list[Shape]:
+        return self.layout.hf_shapes(*self.in_out_shape(sizes))
+
+    def split(self, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
+        """Our array as the checkpoint's tensors, in their shapes."""
+        parts = self.layout.split(array, self.in_out_shape(sizes)[0])
+        return [p.reshape(s) for p, s in zip(parts, self.hf_shapes(sizes), strict=True)]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of the model: its line in the table, its layer (None outside the layers)."""
+
+    key: str
+    layer: int | None
+    weight: Weight
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(name.replace("{i}", str(self.layer)) for name in self.weight.names)
+
+    @property
+    def name(self) -> str:
+        return self.key if self.layer is None else f"layers.{self.layer}.{self.key}"
+
+
+def slots(table: Mapping[str, Weight], num_layers: int) -> Iterator[Slot]:
+    """Every array of a model, the largest single ones (outside the layers) first."""
+    for name, weight in table.items():
+        if not name.startswith(LAYER_PREFIX):
+            yield Slot(name, None, weight)
+    for layer in range(num_layers):
+        for name, weight in table.items():
+            if name.startswith(LAYER_PREFIX):
+                yield Slot(name.removeprefix(LAYER_PREFIX), layer, weight)
+
+
+def assemble(num_layers: int, arrays: Iterator[tuple[Slot, Any]]) -> dict[str, Any]:
+    """The pytree of weights from (slot, leaf) pairs."""
+    layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
+    weights: dict[str, Any] = {}
+    for slot, leaf in arrays:
+        (weights if slot.layer is None else layers[slot.layer])[slot.key] = leaf
+    return weights | {"layers": tuple(layers)}
+
+
+def num_parameters(table: Mapping[str, Weight], sizes: Mapping[str, int], num_layers: int) -> int:
+    """How many numbers the weights hold."""
+    return sum(math.prod(slot.weight.shape(sizes)) for slot in slots(table, num_layers))

@@ -1,0 +1,117 @@
+"""Attention in plain JAX: K and V are never copied to the query heads, scores are materialised.
+
+The paged form gathers the rows' blocks first, which reads K and V about three times.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from rooflax.ops.attention import paging
+from rooflax.ops.dot import dot_general
+
+QUERY_CHUNK = 128
+"""Queries scored at once over whole sequences; keys behind a chunk's end are never touched."""
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    *,
+    positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    causal_order: bool,
+    repeat_kv: bool,
+) -> Float[Array, "B T N H"]:
+    if repeat_kv:
+        group = q.shape[2] // k.shape[1]
+        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    k, v, sinks = k.astype(q.dtype), v.astype(q.dtype), _per_group(sinks, k.shape[1])
+
+    def rows_of(first: int, end: int, num_keys: int) -> jax.Array:
+        ids = None if segment_ids is None else (segment_ids[:, first:end], segment_ids[:, :num_keys])
+        mask = paging.visible(
+            positions[:, first:end], key_positions[:, :num_keys], context_lens, window, ids
+        )
+        return _attend(q[:, first:end], k[:, :, :num_keys], v[:, :, :num_keys], mask, sinks, scale)
+
+    seq, num_keys = q.shape[1], k.shape[2]
+    if not causal_order:
+        return rows_of(0, seq, num_keys)
+    chunks = [(first, min(first + QUERY_CHUNK, seq)) for first in range(0, seq, QUERY_CHUNK)]
+    return jnp.concatenate([rows_of(first, end, end) for first, end in chunks], axis=1)
+
+
+def _attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+    sinks: Float[Array, "1 K 1 G 1"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    rows, seq, num_heads, head_dim = q.shape
+    grouped = q.reshape(rows, seq, k.shape[1], num_heads // k.shape[1], head_dim)
+    scores = dot_general(grouped, k, (((4,), (3,)), ((0, 2), (0, 1)))) * scale  # B K T G S
+    weights = _softmax(scores, mask[:, None, :, None], sinks).astype(q.dtype)
+    out = dot_general(weights, v, (((4,), (2,)), ((0, 1), (0, 1))))  # B K T G H
+    return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    k_pool: Float[Array, "blocks K block_size H"],
+    v_pool: Float[Array, "blocks K block_size H"],
+    *,
+    block_tables: Int[Array, "B nb"],
+    first_positions: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    repeat_kv: bool,
+) -> Float[Array, "B T N H"]:
+    k, v = paging.gather(k_pool, block_tables), paging.gather(v_pool, block_tables)
+    return attention(
+        q,
+        k,
+        v,
+        positions=positions,
+        key_positions=paging.key_positions(first_positions, k.shape[2]),
+        context_lens=context_lens,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        segment_ids=None,
+        causal_order=False,
+        repeat_kv=repeat_kv,
+    )
+
+
+def _per_group(sinks: jax.Array | None, kv_heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    return sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
+
+
+def _softmax(scores: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax over the visible keys and the sink; all zeros where nothing is visible."""
+    lowest = jnp.finfo(jnp.float32).min
+    scores = jnp.where(mask, scores, lowest)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks)
+    weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(highest)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - jax.lax.stop_gradient(highest))
+    return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

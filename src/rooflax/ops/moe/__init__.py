@@ -1,0 +1,5 @@
+"""Mixture of experts: routing and expert products."""
+
+from rooflax.ops.moe.api import experts, route
+
+__all__ = ["experts", "route"]

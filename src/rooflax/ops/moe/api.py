@@ -1,0 +1,66 @@
+"""The mixture-of-experts operation: checks and dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.dispatch import choose
+from rooflax.ops.moe import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts}
+
+
+def route(
+    router_logits: Float[Array, "tokens experts"], experts_per_token: int
+) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    """Each token's experts and their shares: the top logits, then softmax over those alone.
+
+    Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).
+    """
+    top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
+    return ids, jax.nn.softmax(top, axis=-1)
+
+
+def experts(
+    x: Float[Array, "tokens hidden"],
+    expert_ids: Int[Array, "tokens chosen"],
+    expert_weights: Float[Array, "tokens chosen"],
+    gate_up: Float[Array, "experts hidden 2 mlp"],
+    gate_up_bias: Float[Array, "experts 2 mlp"],
+    down: Float[Array, "experts mlp hidden"],
+    down_bias: Float[Array, "experts hidden"],
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    method: str = "grouped",
+    implementation: str | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """The chosen experts' outputs, summed with their shares.
+
+        out[t] = sum over j of expert_weights[t, j] * mlp[expert_ids[t, j]](x[t])
+        mlp[e](x) = activation(x @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
+
+    Products accumulate in float32, the sum over experts is float32; returns x's dtype.
+
+    Args:
+        activation: [..., 2, mlp] to [..., mlp].
+        method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
+            tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
+            experts on all tokens. They differ in speed only.
+        implementation: "reference" (always dense), "xla", or None for the platform's best.
+    """
+    compute = choose("experts", IMPLEMENTATIONS, implementation)
+    return compute(
+        x,
+        expert_ids,
+        expert_weights,
+        gate_up,
+        gate_up_bias,
+        down,
+        down_bias,
+        activation=activation,
+        method=method,
+    )

@@ -1,0 +1,33 @@
+"""Rotary position embedding: applying a table of cosines and sines, never computing one."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def apply_rope(
+    x: Float[Array, "rows seq *heads head_dim"],
+    cos: Float[Array, "max_len half"],
+    sin: Float[Array, "max_len half"],
+    positions: Int[Array, "rows seq"],
+) -> Float[Array, "rows seq *heads head_dim"]:
+    """Rotates the pairs (x[i], x[i + head_dim/2]) by the angle of their position.
+
+        out[:half] = x[:half] * cos - x[half:] * sin
+        out[half:] = x[half:] * cos + x[:half] * sin
+
+    Computed in float32, returned in x's dtype. Any axes may stand between seq and head_dim.
+
+    Args:
+        cos, sin: the table, row p for position p.
+        positions: absolute positions, below max_len.
+
+    Source: Su et al., RoFormer, 2021; the half-split layout of Hugging Face's LLaMA.
+    """
+    extra = (1,) * (x.ndim - 3)
+    shape = (*positions.shape, *extra, cos.shape[-1])
+    c, s = (t.at[positions].get(mode="clip").reshape(shape) for t in (cos, sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate((first * c - second * s, second * c + first * s), axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,245 @@
+"""Choosing the next token: penalties, temperature, top-k, top-p, min-p, and a draw by noise.
+
+A draw is the argmax of (filtered logits / temperature + Gumbel noise), and the noise is a function
+of (seed, sample index, position, token id) alone: the same request draws the same tokens in any
+slot of any batch. All rows go through one function of fixed shape; greedy rows pay for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+NUM_CANDIDATES = 256
+"""Rows whose filters keep no more than this many tokens are sampled without a full sort."""
+
+MAX_LOGIT_BIAS = 300
+MAX_LOGPROBS = 20
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """Per row, how to choose. A value that means "off" costs nothing when every row has it.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_k: keep the k most likely tokens; 0 is off.
+        top_p: keep the fewest tokens whose probability reaches p; 1 is off.
+        min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
+        seed, sample_index: of the noise.
+        repetition_penalty: divides (or multiplies, below 0) the logits of tokens seen; 1 is off.
+        presence_penalty, frequency_penalty: subtracted once, and per occurrence, for tokens that
+            were generated; 0 is off.
+        bias_ids, bias_values: added to the logits of these ids; the padding adds 0 to id 0.
+        num_logprobs: how many log-probabilities the row wants; -1 is none.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    seed: UInt32[Array, " B"]
+    sample_index: UInt32[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    presence_penalty: Float[Array, " B"]
+    frequency_penalty: Float[Array, " B"]
+    bias_ids: Int[Array, "B num_bias"]
+    bias_values: Float[Array, "B num_bias"]
+    num_logprobs: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """The chosen tokens and, where a row asked, raw log-probabilities (before any adjustment)."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]
+    top_tokens: Int[Array, "B top"]
+    top_logprobs: Float[Array, "B top"]
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+    in_prompt: Bool[Array, "B V"],
+    output_counts: Int[Array, "B V"],
+) -> Sampled:
+    """The next token of every row.
+
+    Penalties and bias, then temperature, top-k, top-p over what top-k kept, min-p, as in
+    transformers; the draw is argmax(filtered / temperature + gumbel).
+
+    Args:
+        logits: float32.
+        positions: position that the new token will have.
+        in_prompt: which ids the row's prompt holds.
+        output_counts: how often the row has generated each id.
+    """
+    adjusts = (
+        jnp.any(sampling.repetition_penalty != 1)
+        | jnp.any(sampling.presence_penalty != 0)
+        | jnp.any(sampling.frequency_penalty != 0)
+        | jnp.any(sampling.bias_values != 0)
+    )
+    adjusted = jax.lax.cond(
+        adjusts,
+        lambda: _adjust(logits, sampling, in_prompt, output_counts),
+        lambda: logits,
+    )
+    tokens = jax.lax.cond(
+        jnp.any(sampling.temperature > 0),
+        lambda: _draw(adjusted, sampling, positions),
+        lambda: _argmax(adjusted),
+    )
+    return _with_logprobs(logits, tokens, sampling)
+
+
+def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _adjust(
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    in_prompt: Bool[Array, "B V"],
+    output_counts: Int[Array, "B V"],
+) -> Float[Array, "B V"]:
+    """Penalties (Keskar et al., CTRL, 2019, and the OpenAI API) and the logit bias."""
+    generated = output_counts > 0
+    penalty = sampling.repetition_penalty[:, None]
+    penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits = jnp.where(in_prompt | generated, penalised, logits)
+    logits = logits - sampling.presence_penalty[:, None] * generated.astype(jnp.float32)
+    logits = logits - sampling.frequency_penalty[:, None] * output_counts.astype(jnp.float32)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[rows, sampling.bias_ids].add(sampling.bias_values)
+
+
+def _draw(
+    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """argmax of filtered logits / T + noise; greedy rows take the argmax."""
+    vocab = logits.shape[1]
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    scaled = logits / temperature[:, None]
+    log_total = jax.nn.logsumexp(scaled, axis=-1)
+    values, ids = jax.lax.top_k(scaled, min(NUM_CANDIDATES, vocab))
+    keep = _keep(values, log_total, sampling)
+
+    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    within = ~keep[:, -1] | ((sampling.top_k > 0) & (sampling.top_k <= values.shape[1]))
+    within = within | (sampling.temperature <= 0) | (values.shape[1] == vocab)
+
+    def from_candidates() -> jax.Array:
+        return _pick(values, ids, keep, sampling, positions)
+
+    def from_all() -> jax.Array:
+        return jax.lax.cond(jnp.any(filtered), sort_all, keep_all)
+
+    def sort_all() -> jax.Array:
+        order = jnp.argsort(-scaled, axis=-1, stable=True).astype(jnp.int32)
+        ordered = jnp.take_along_axis(scaled, order, axis=-1)
+        return _pick(ordered, order, _keep(ordered, log_total, sampling), sampling, positions)
+
+    def keep_all() -> jax.Array:
+        every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], scaled.shape)
+        return _pick(scaled, every, jnp.ones(scaled.shape, bool), sampling, positions)
+
+    drawn = jax.lax.cond(jnp.all(within), from_candidates, from_all)
+    return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
+
+
+def _keep(
+    ordered: Float[Array, "B C"], log_total: Float[Array, " B"], sampling: Sampling
+) -> Bool[Array, "B C"]:
+    """Which of the tokens, most likely first, survive top-k, top-p and min-p.
+
+    Args:
+        ordered: scaled logits, descending; the most likely C of the vocabulary.
+        log_total: logsumexp of all scaled logits.
+    """
+    rank = jnp.arange(ordered.shape[1], dtype=jnp.int32)[None]
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, jnp.iinfo(jnp.int32).max)[:, None]
+    in_top_k = rank < top_k
+    cut = (sampling.top_k > 0) & (sampling.top_k <= ordered.shape[1])
+    log_kept = jax.nn.logsumexp(jnp.where(in_top_k, ordered, LOWEST), axis=-1)
+    log_norm = jnp.where(cut, log_kept, log_total)[:, None]
+    probabilities = jnp.where(in_top_k, jnp.exp(ordered - log_norm), 0.0)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    in_top_p = (before < sampling.top_p[:, None]) | (sampling.top_p >= 1)[:, None]
+    in_min_p = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
+    return in_top_k & (in_top_p & in_min_p | (rank == 0))
+
+
+def _pick(
+    values: Float[Array, "B C"],
+    ids: Int[Array, "B C"],
+    keep: Bool[Array, "B C"],
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    noise = gumbel(sampling.seed, sampling.sample_index, positions, ids)
+    best = jnp.argmax(jnp.where(keep, values + noise, LOWEST), axis=-1)
+    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
+
+
+def gumbel(
+    seed: UInt32[Array, " B"],
+    sample_index: UInt32[Array, " B"],
+    positions: Int[Array, " B"],
+    ids: Int[Array, "B C"],
+) -> Float[Array, "B C"]:
+    """Standard Gumbel noise of each (seed, sample index, position, token id).
+
+    -log(-log(u)), where u is 23 bits of threefry2x32 with key (seed, sample index) and counter
+    (position, token id).
+    """
+    key = (seed[:, None], sample_index[:, None])
+    counter = jnp.broadcast_to(positions.astype(jnp.uint32)[:, None], ids.shape)
+    bits = _threefry2x32(key, counter, ids.astype(jnp.uint32))
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _threefry2x32(
+    key: tuple[jax.Array, jax.Array], x0: jax.Array, x1: jax.Array
+) -> UInt32[Array, "B C"]:
+    """First word of threefry2x32-20 (Salmon et al., Parallel Random Numbers, 2011)."""
+    k0, k1 = key
+    keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + k0, x1 + k1
+    for block in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[block % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(block + 1) % 3]
+        x1 = x1 + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x0
+
+
+def _with_logprobs(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], sampling: Sampling
+) -> Sampled:
+    top = min(MAX_LOGPROBS, logits.shape[1])
+
+    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        values, ids = jax.lax.top_k(logprobs, top)
+        chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        return chosen, ids, values
+
+    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows = logits.shape[0]
+        empty = jnp.zeros((rows, top), jnp.float32)
+        return jnp.zeros(rows, jnp.float32), empty.astype(jnp.int32), empty
+
+    chosen, ids, values = jax.lax.cond(jnp.any(sampling.num_logprobs >= 0), compute, nothing)
+    return Sampled(tokens, chosen, ids, values)

@@ -1,0 +1,79 @@
+"""rooflax: language models in JAX, straight from their checkpoints.
+
+Names are resolved when first used, so `import rooflax` imports no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooflax.engine.sampling_params import SamplingParams
+    from rooflax.errors import (
+        CheckpointError,
+        EngineError,
+        RequestError,
+        RooflaxError,
+        UnsupportedModelError,
+    )
+    from rooflax.llm import LLM, Completion, Delta
+    from rooflax.loading.load import from_state_dict, load
+    from rooflax.loading.save import save
+    from rooflax.models.model import Model
+    from rooflax.models.steps import decode_step, new_cache, prefill
+    from rooflax.nn.execution import ExecutionOptions, Precision
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "rooflax.llm",
+    "Completion": "rooflax.llm",
+    "Delta": "rooflax.llm",
+    "SamplingParams": "rooflax.engine.sampling_params",
+    "ExecutionOptions": "rooflax.nn.execution",
+    "Precision": "rooflax.nn.execution",
+    "Model": "rooflax.models.model",
+    "load": "rooflax.loading.load",
+    "from_state_dict": "rooflax.loading.load",
+    "save": "rooflax.loading.save",
+    "new_cache": "rooflax.models.steps",
+    "prefill": "rooflax.models.steps",
+    "decode_step": "rooflax.models.steps",
+    "RooflaxError": "rooflax.errors",
+    "UnsupportedModelError": "rooflax.errors",
+    "CheckpointError": "rooflax.errors",
+    "RequestError": "rooflax.errors",
+    "EngineError": "rooflax.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "Completion",
+    "Delta",
+    "EngineError",
+    "ExecutionOptions",
+    "Model",
+    "Precision",
+    "RequestError",
+    "RooflaxError",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "decode_step",
+    "from_state_dict",
+    "load",
+    "new_cache",
+    "prefill",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rooflax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +16,27 @@ from rooflax.nn.weights import Slot, assemble, slots
 DEVIATION = 0.02
 
 
-def random_weights(name: str, config: Any, *, seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
+def random_weights(
+    name: str,
+    config: Any,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    place: Callable[[Slot, np.ndarray], Any] | None = None,
+) -> dict[str, Any]:
     """Weights as a family's table initialises them.
 
     Normal with deviation 0.02, divided by sqrt(2 * layers) for projections onto the residual
     stream; norms are ones, biases zeros. Each array has its own generator, seeded by its name, so
     that its values depend on nothing else. Made array by array on the host.
+
+    Args:
+        place: puts a slot's host array on its device or devices; the default device otherwise.
     """
     sizes = config.axis_sizes
+    place = place or (lambda slot, array: jax.device_put(array))
     made = (
-        (slot, jax.device_put(_values(slot, slot.weight.shape(sizes), config, seed, dtype)))
+        (slot, place(slot, _values(slot, slot.weight.shape(sizes), config, seed, dtype)))
         for slot in slots(family(name).weights(config), config.num_layers)
     )
     return assemble(config.num_layers, made)

@@ -9,7 +9,6 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -44,20 +43,6 @@ class LayerGroups:
             if n % period == 0 and self.of_layer == self.of_layer[:period] * (n // period):
                 return period
         return n
-
-
-def table_length(window: int | None, max_tokens: int, new_tokens: int, block_size: int) -> int:
-    """Blocks that a row's table of a group must hold.
-
-    Args:
-        window: the group's window, None for full attention.
-        max_tokens: the longest context the table must reach.
-        new_tokens: the most tokens written before older blocks are let go of.
-    """
-    full = math.ceil(max_tokens / block_size)
-    if window is None:
-        return full
-    return min(full, math.ceil((window + new_tokens - 1) / block_size) + 1)
 
 
 @jax.tree_util.register_dataclass

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from rooflax.ops.sampling_limits import MAX_LOGPROBS
+
 NUM_CANDIDATES = 256
 """Rows whose filters keep no more than this many tokens are sampled without a full sort."""
 
-MAX_LOGIT_BIAS = 300
-MAX_LOGPROBS = 20
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -55,6 +55,37 @@ class Sampling:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenCounts:
+    """What penalties need to know of each sequence; a row is a slot, the last one is scratch."""
+
+    in_prompt: Bool[Array, "slots V"]
+    generated: Int[Array, "slots V"]
+
+    def add_prompt(
+        self,
+        slots: Int[Array, " B"],
+        fresh: Bool[Array, " B"],
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> TokenCounts:
+        """Marks prompt tokens; rows that are `fresh` forget their slot's former sequence."""
+        keep = ~fresh[:, None]
+        in_prompt = self.in_prompt.at[slots].set(self.in_prompt[slots] & keep)
+        counts = jnp.where(keep, self.generated[slots], 0)
+        row = jnp.where(valid, slots[:, None], self.in_prompt.shape[0] - 1)
+        return TokenCounts(in_prompt.at[row, tokens].set(True), self.generated.at[slots].set(counts))
+
+    def add_generated(
+        self, slots: Int[Array, " B"], tokens: Int[Array, " B"], valid: Bool[Array, " B"]
+    ) -> TokenCounts:
+        """Counts one generated token per valid row."""
+        return TokenCounts(
+            self.in_prompt, self.generated.at[slots, tokens].add(valid.astype(jnp.int32))
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Sampled:
     """The chosen tokens and, where a row asked, raw log-probabilities (before any adjustment)."""
 
@@ -68,8 +99,8 @@ def sample(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     positions: Int[Array, " B"],
-    in_prompt: Bool[Array, "B V"],
-    output_counts: Int[Array, "B V"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
 ) -> Sampled:
     """The next token of every row.
 
@@ -79,8 +110,8 @@ def sample(
     Args:
         logits: float32.
         positions: position that the new token will have.
-        in_prompt: which ids the row's prompt holds.
-        output_counts: how often the row has generated each id.
+        counts: what each slot's sequence has seen.
+        slots: each row's slot.
     """
     adjusts = (
         jnp.any(sampling.repetition_penalty != 1)
@@ -90,7 +121,7 @@ def sample(
     )
     adjusted = jax.lax.cond(
         adjusts,
-        lambda: _adjust(logits, sampling, in_prompt, output_counts),
+        lambda: _adjust(logits, sampling, counts.in_prompt[slots], counts.generated[slots]),
         lambda: logits,
     )
     tokens = jax.lax.cond(
@@ -109,15 +140,15 @@ def _adjust(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     in_prompt: Bool[Array, "B V"],
-    output_counts: Int[Array, "B V"],
+    counts: Int[Array, "B V"],
 ) -> Float[Array, "B V"]:
     """Penalties (Keskar et al., CTRL, 2019, and the OpenAI API) and the logit bias."""
-    generated = output_counts > 0
+    generated = counts > 0
     penalty = sampling.repetition_penalty[:, None]
     penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(in_prompt | generated, penalised, logits)
     logits = logits - sampling.presence_penalty[:, None] * generated.astype(jnp.float32)
-    logits = logits - sampling.frequency_penalty[:, None] * output_counts.astype(jnp.float32)
+    logits = logits - sampling.frequency_penalty[:, None] * counts.astype(jnp.float32)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[rows, sampling.bias_ids].add(sampling.bias_values)
 

@@ -1,0 +1,116 @@
+"""The persistent compile cache, and counting what was compiled.
+
+Programs are kept in the user's cache folder. The key is the program, jaxlib's version, the flags
+and the device, so another checkpoint of the same shape, a moved checkout or an edited comment
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.monitoring
+
+CACHE_VARIABLE = "ROOFLAX_CACHE_DIR"
+MISS = "/jax/compilation_cache/cache_misses"
+HIT = "/jax/compilation_cache/cache_hits"
+REQUEST = "/jax/core/compile/backend_compile_duration"
+
+
+def cache_folder() -> Path:
+    """$ROOFLAX_CACHE_DIR, else rooflax in the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rooflax"
+
+
+def enable_persistent_cache() -> Path | None:
+    """Keeps compiled programs across processes, unless the caller has configured that already.
+
+    Returns:
+        The folder; None where it cannot be written, and then nothing is kept.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = cache_folder() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+@dataclass
+class CompileCounts:
+    """What was compiled while counting.
+
+    Attributes:
+        cache_misses, cache_hits: of the persistent cache.
+        requests: every program asked of the backend, cache hits included.
+        seconds: spent on those requests.
+    """
+
+    cache_misses: int = 0
+    cache_hits: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+
+    @property
+    def compilations(self) -> int:
+        """Cache misses; every request when the cache is off."""
+        if jax.config.jax_compilation_cache_dir is None:
+            return self.requests
+        return self.cache_misses
+
+
+_active: list[CompileCounts] = []
+_listening = False
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[CompileCounts]:
+    """Counts compilations of this process until the block ends."""
+    _listen()
+    counts = CompileCounts()
+    _active.append(counts)
+    try:
+        yield counts
+    finally:
+        _active.remove(counts)
+
+
+def _listen() -> None:
+    """Registers the listeners once: jax.monitoring keeps them for the life of the process."""
+    global _listening
+    if _listening:
+        return
+    _listening = True
+    jax.monitoring.register_event_listener(_on_event)
+    jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+def _on_event(event: str, **_: object) -> None:
+    for counts in _active:
+        if event == MISS:
+            counts.cache_misses += 1
+        elif event == HIT:
+            counts.cache_hits += 1
+
+
+def _on_duration(event: str, seconds: float, **_: object) -> None:
+    if event == REQUEST:
+        for counts in _active:
+            counts.requests += 1
+            counts.seconds += seconds

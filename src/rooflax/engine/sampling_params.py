@@ -1,0 +1,125 @@
+"""`SamplingParams`: how one request wants its tokens chosen. Pure Python, no jax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    A field that is None is unset: generation_config.json decides, and after it the default named
+    below.
+
+    Attributes:
+        max_tokens: most new tokens; default: to the end of the context.
+        temperature: 0 takes the most likely token; default 1.
+        top_k: keep the k most likely tokens, 0 is off; default off.
+        top_p: keep the fewest tokens whose probability reaches p, in (0, 1]; default 1.
+        min_p: keep tokens at least this fraction as likely as the best, in [0, 1]; default 0.
+        seed: of the draws; the same seed gives the same tokens in any batch; default 0.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: ids that end the text, besides the end-of-sequence ids.
+        repetition_penalty: above 0, 1 is off; default 1.
+        presence_penalty, frequency_penalty: in [-2, 2]; default 0.
+        logit_bias: token id to a bias in [-100, 100]; at most 300 of them.
+        logprobs: log-probabilities of the chosen token and this many of the best, 0 to 20.
+        n: samples per prompt.
+        ignore_eos: go on after end-of-sequence ids.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        _whole("max_tokens", self.max_tokens, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _whole("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _whole("seed", self.seed, 0, 2**32 - 1)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _whole("n", self.n, 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
+        _check_stop(self.stop, self.stop_token_ids)
+        _check_bias(self.logit_bias)
+
+    def __hash__(self) -> int:
+        values = [getattr(self, f.name) for f in fields(self) if f.name != "logit_bias"]
+        return hash((*values, *sorted(self.logit_bias.items())))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Unset fields filled from `defaults`, then from the built-in ones."""
+        builtin = {
+            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        }  # fmt: skip
+        merged = builtin | {k: v for k, v in defaults.items() if v is not None}
+        return replace(self, **{k: v for k, v in merged.items() if getattr(self, k) is None})
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    if not fits or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} is {value!r}; it must be a whole number {limit}.")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, above_low: bool = False
+) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = number and math.isfinite(value) and low <= value <= high
+    if not fits or (above_low and value == low):
+        begin = "above" if above_low else "at least"
+        end = "" if high == math.inf else f" and at most {high:g}"
+        raise RequestError(f"{name} is {value!r}; it must be a finite number {begin} {low:g}{end}.")
+
+
+def _check_stop(stop: tuple[str, ...], ids: tuple[int, ...]) -> None:
+    for item in stop:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"stop holds {item!r}; it must hold strings that are not empty.")
+    for item in ids:
+        _whole("stop_token_ids", item, 0)
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} fit.")
+    for token, value in bias.items():
+        _whole("logit_bias token id", token, 0)
+        _number("logit_bias value", value, -100.0, 100.0)

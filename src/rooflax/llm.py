@@ -1,0 +1,441 @@
+"""`LLM`: text in, text out, over the engine.
+
+Here meet the tokenizer, the chat template, stop strings and the engine. Scheduling, shapes and
+devices are the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
+from rooflax.engine.engine import Engine, check_prompt
+from rooflax.engine.runner import bucket
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.engine.sequence import TokenLogprobs
+from rooflax.errors import RequestError
+from rooflax.loading.chat_template import encode_chat
+from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.loading.load import Description, describe, load
+from rooflax.models.memory import check_fits, estimate
+from rooflax.models.model import Model, resolve_max_model_len
+from rooflax.nn import mesh as mesh_lib
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
+from rooflax.nn.host_memory import available_bytes
+
+MAX_SLOTS = 16
+SMALLEST_ENGINE_TOKENS = 256
+SCORE_CHUNK = 512
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt gave.
+
+    Attributes:
+        text: without the stop string or the end-of-sequence token.
+        tokens: generated ids, the one that ended it included.
+        prompt_tokens: ids of the prompt.
+        finish_reason: "stop" (an id or a string ended it) or "length".
+        logprobs: per token, if asked for.
+        timings: seconds and tokens per second, the keys of `generate --json`.
+        index: which of the `n` samples this is.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a stream: new text and ids of one sample of one prompt.
+
+    `completion` is set on the last piece.
+    """
+
+    prompt: int
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    completion: Completion | None = None
+
+
+class LLM:
+    """A model with its tokenizer, ready to generate.
+
+    Args:
+        model: checkpoint folder, hub id ("owner/name"), "preset:NAME", or None for the embedded
+            default.
+        quantize: weight format; none exists yet, anything but None is refused.
+        dtype: "float32" or "bfloat16"; None is float32 on CPU and bfloat16 elsewhere.
+        kv_dtype: of the KV cache; None is dtype.
+        max_model_len: longest context; None is what the model was made for.
+        max_num_seqs: sequences that run at once.
+        options: what may change speed but never a token.
+        mesh: devices with a "tensor" axis; None is one device.
+        revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
+
+    Raises:
+        RooflaxError: one sentence that says what is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        quantize: str | None = None,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = MAX_SLOTS,
+        options: ExecutionOptions = DEFAULT_OPTIONS,
+        mesh: Mesh | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        ignore_config_keys: Sequence[str] = (),
+        check: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ):
+        if quantize is not None:
+            raise RequestError(f"quantize is {quantize!r}; this version has no quantised formats.")
+        if not isinstance(max_num_seqs, int) or max_num_seqs < 1:
+            raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
+        enable_persistent_cache()
+        started = time.perf_counter()
+        self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
+        self.precision = Precision(dtype, kv_dtype).resolve(jax.default_backend())
+        self.about = describe(
+            model, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
+        )
+        self.tokenizer = self.about.tokenizer()
+        self.defaults = self.about.generation_defaults()
+        self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
+        self._refuse_what_does_not_fit()
+        self.model = self._load(check, progress)
+        self.load_s = time.perf_counter() - started
+        self._engine: Engine | None = None
+
+    def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
+        place = None if self.mesh is None else _placer(self.about, self.mesh)
+        model = load(
+            self.about,
+            dtype=self.precision.dtype or "float32",
+            max_model_len=self.max_model_len,
+            check=check,
+            progress=progress,
+            place=place,
+        )
+        model = model.stacked() if self.options.layers == "scan" else model
+        jax.block_until_ready(model.weights)
+        return model
+
+    def _refuse_what_does_not_fit(self) -> None:
+        """The weights with the smallest cache must fit; a request's own cache is checked later."""
+        self._check_memory(1, min(SMALLEST_ENGINE_TOKENS, self.max_model_len), loaded=False)
+
+    def _check_memory(self, rows: int, tokens: int, *, loaded: bool) -> None:
+        need = estimate(
+            self.about.family,
+            self.about.config,
+            dtype=self.precision.dtype or "float32",
+            kv_dtype=self.precision.kv_dtype or "float32",
+            rows=rows,
+            tokens=tokens,
+        )
+        if loaded:
+            need = replace(need, weights=0)
+        available = available_bytes()
+        if available is not None:
+            check_fits(need, available, f"{self.about.name} with {rows} x {tokens} tokens")
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every end-of-sequence id of the checkpoint."""
+        ids = set(self.defaults.eos_token_ids)
+        if not ids and self.about.folder is not None and self.tokenizer.eos_id is not None:
+            ids.add(self.tokenizer.eos_id)
+        return frozenset(ids)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of the engine that ran last."""
+        return self._engine.kv_cache_bytes if self._engine else 0
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids; ids are taken as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """A conversation's ids, by the checkpoint's chat template.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or it refuses the messages.
+        """
+        return encode_chat(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completions of one prompt or several, in order; `n` samples of a prompt are adjacent.
+
+        Args:
+            prompts: text, or token ids, or a list of either.
+            params: one for all, or one per prompt.
+        """
+        done: dict[tuple[int, int], Completion] = {}
+        for delta in self.stream(prompts, params):
+            if delta.completion is not None:
+                done[delta.prompt, delta.index] = delta.completion
+        return [done[key] for key in sorted(done)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """As `generate`, piece by piece as the tokens come."""
+        prompt_list = _as_prompts(prompts)
+        param_list = _as_params(params, len(prompt_list))
+        samples = []
+        for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
+            samples.extend(self._samples(index, self.encode(prompt), given))
+        if samples:
+            yield from self._run(samples)
+
+    def _samples(self, prompt: int, ids: list[int], given: SamplingParams) -> list[_Sample]:
+        given = given.with_defaults(self._default_values())
+        config = self.about.config
+        bias = [i for i in given.logit_bias if i >= config.vocab_size]
+        if bias:
+            raise RequestError(
+                f"logit_bias names the token id {bias[0]}; this model knows 0 to "
+                f"{config.vocab_size - 1}."
+            )
+        check_prompt(ids, config.vocab_size, self.max_model_len)
+        stop = frozenset(given.stop_token_ids)
+        if not given.ignore_eos:
+            stop |= self.stop_ids
+        room = self.max_model_len - len(ids)
+        max_tokens = min(given.max_tokens or room, room)
+        return [
+            _Sample(
+                EngineSequence(prompt, ids, given, max_tokens, stop, sample_index=index),
+                IncrementalDecoder(self.tokenizer, ids),
+            )
+            for index in range(given.n)
+        ]
+
+    def _default_values(self) -> dict[str, Any]:
+        d = self.defaults
+        values = {
+            name: getattr(d, name)
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        }
+        if d.do_sample is False and d.temperature is None:
+            values["temperature"] = 0.0
+        return values
+
+    def _run(self, samples: list[_Sample]) -> Iterator[Delta]:
+        sequences = [sample.sequence for sample in samples]
+        engine = self._engine_for(sequences)
+        with count_compilations() as compiled:
+            engine.warm_up(sequences)
+        by_sequence = {id(sample.sequence): sample for sample in samples}
+        engine.add(sequences)
+        try:
+            while engine.has_unfinished:
+                for sequence, new in engine.step():
+                    delta = by_sequence[id(sequence)].take(new, self.load_s, compiled)
+                    if delta.completion is not None and not sequence.is_finished:
+                        engine.cancel(sequence)
+                    yield delta
+        finally:
+            for sequence in sequences:
+                engine.cancel(sequence)
+
+    def _engine_for(self, sequences: list[EngineSequence]) -> Engine:
+        """The engine at hand if it holds these sequences, else a larger one."""
+        slots = min(bucket(len(sequences)), self.max_num_seqs)
+        longest = max(s.longest for s in sequences)
+        tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
+        engine = self._engine
+        if engine and engine.num_slots == slots and engine.max_tokens >= tokens:
+            return engine
+        self._engine = None
+        self._check_memory(slots, tokens, loaded=True)
+        self._engine = Engine(
+            self.model,
+            self.options,
+            num_slots=slots,
+            max_tokens=tokens,
+            kv_dtype=self.precision.kv_dtype or "float32",
+            mesh=self.mesh,
+        )
+        return self._engine
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, float32; the first has none.
+
+        Returns:
+            Per prompt an array of len(tokens) - 1 natural logarithms.
+        """
+        scores = []
+        for prompt in _as_prompts(prompts):
+            ids = self.encode(prompt)
+            check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
+            length = min(bucket(len(ids), 16), self.max_model_len)
+            padded = np.zeros((1, length), np.int32)
+            padded[0, : len(ids)] = ids
+            logprobs = _score(self.model, padded, np.int32([len(ids)]), self.options)
+            scores.append(np.asarray(logprobs)[0, : len(ids) - 1])
+        return scores
+
+
+@dataclass
+class _Sample:
+    """One sample on its way: its sequence, and how far its text has come."""
+
+    sequence: EngineSequence
+    decoder: IncrementalDecoder
+    text: str = ""
+    emitted: int = 0
+
+    def take(self, new: list[int], load_s: float, compiled: CompileCounts) -> Delta:
+        """New ids to text, held back where a stop string may be beginning."""
+        sequence = self.sequence
+        reason = sequence.finish_reason if sequence.is_finished else None
+        before = sequence.num_output_tokens - len(new)
+        for count, token in enumerate(new, start=1):
+            is_last = reason is not None and count == len(new)
+            if not (is_last and reason == "stop"):
+                self.text += self.decoder.push(token)
+            if is_last:
+                self.text += self.decoder.flush()
+            cut = self._stop_position()
+            if cut is not None:
+                self.text, reason = self.text[:cut], "stop"
+                sequence.truncate(before + count)
+                new = new[:count]
+                break
+        ready = len(self.text) if reason else self._safe_length()
+        piece = self.text[self.emitted : ready]
+        self.emitted = max(self.emitted, ready)
+        completion = self._completion(reason, load_s, compiled) if reason else None
+        return Delta(sequence.request_id, sequence.sample_index, piece, tuple(new), completion)
+
+    def _stop_position(self) -> int | None:
+        found = [self.text.find(s, max(0, self.emitted - len(s))) for s in self.sequence.params.stop]
+        return min((f for f in found if f >= 0), default=None)
+
+    def _safe_length(self) -> int:
+        """Text that no stop string, begun at its end, could still cut."""
+        held = 0
+        for stop in self.sequence.params.stop:
+            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:length]):
+                    held = length
+                    break
+        return len(self.text) - held
+
+    def _completion(self, reason: str, load_s: float, compiled: CompileCounts) -> Completion:
+        sequence = self.sequence
+        wants = sequence.params.logprobs is not None
+        return Completion(
+            text=self.text,
+            tokens=tuple(sequence.output_tokens),
+            prompt_tokens=tuple(sequence.prompt_tokens),
+            finish_reason=reason,
+            logprobs=tuple(sequence.logprobs) if wants else None,
+            timings=_timings(sequence, load_s, compiled),
+            index=sequence.sample_index,
+        )
+
+
+def _timings(
+    sequence: EngineSequence, load_s: float, compiled: CompileCounts
+) -> dict[str, float]:
+    times = sequence.token_times_s
+    ttft = times[0] - sequence.arrival_s
+    decode_s = times[-1] - times[0]
+    return {
+        "load_s": load_s,
+        "compile_s": compiled.seconds,
+        "compilations": compiled.compilations,
+        "ttft_s": ttft,
+        "prefill_tok_per_s": sequence.num_prompt_tokens / ttft if ttft > 0 else 0.0,
+        "decode_tok_per_s": (len(times) - 1) / decode_s if decode_s > 0 else 0.0,
+    }
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one for each.")
+    return list(params)
+
+
+def _placer(about: Description, mesh: Mesh) -> Callable[..., Any]:
+    """Puts each weight where the mesh splits it, the vocabulary padded to the split."""
+    shards = mesh.shape[mesh_lib.TENSOR]
+    mesh_lib.check_split(about.config.axis_sizes, shards)
+
+    def place(slot: Any, array: np.ndarray) -> jax.Array:
+        names = slot.weight.axis_names
+        if names[0] == "vocab":
+            rows = mesh_lib.padded_vocab(array.shape[0], shards)
+            padded = np.zeros((rows, *array.shape[1:]), array.dtype)
+            padded[: array.shape[0]] = array
+            array = padded
+        return jax.device_put(array, NamedSharding(mesh, mesh_lib.weight_spec(slot.weight)))
+
+    return place
+
+
+def _score_tokens(
+    model: Model, tokens: jax.Array, lengths: jax.Array, options: ExecutionOptions
+) -> jax.Array:
+    """[rows, seq - 1] log-probability of each next token."""
+    hidden, _ = model.forward(Batch.dense(tokens, lengths=lengths), None, options=options)
+
+    def row_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(model.logits(hidden, options=options), axis=-1)
+        return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+
+    return row_chunk(hidden[:, :-1], tokens[:, 1:])
+
+
+_score = jax.jit(_score_tokens, static_argnums=3)

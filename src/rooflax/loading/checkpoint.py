@@ -1,0 +1,156 @@
+"""A checkpoint folder as one mapping from names to tensors: one file, or shards with an index.
+
+It knows Hugging Face's file names and refuses pickle files. It does not know what the tensors
+mean: names, shapes and types are checked against a model elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.safetensors import SafetensorsFile, TensorInfo, conversion_command
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin")
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder, memory-mapped; the interface of one `SafetensorsFile`.
+
+    Args:
+        folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+
+    Raises:
+        CheckpointError: the folder is missing or has no safetensors, the index is malformed or
+            names a shard that is missing or outside the folder, a shard lacks a tensor that the
+            index places there, or two shards hold the same name.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        _check_folder(self.folder)
+        if (self.folder / WEIGHTS_FILE).exists():
+            weight_map, shards = {}, [WEIGHTS_FILE]
+        elif (self.folder / INDEX_FILE).exists():
+            weight_map = _read_index(self.folder / INDEX_FILE)
+            shards = list(dict.fromkeys(weight_map.values()))
+        else:
+            raise _no_weights(self.folder)
+        self.files: list[SafetensorsFile] = []
+        self._owner: dict[str, SafetensorsFile] = {}
+        for shard in shards:
+            self._add(shard)
+        self._check_against(weight_map)
+        self.metadata = self.files[0].metadata
+
+    def _add(self, shard: str) -> None:
+        path = self.folder / shard
+        if not path.is_file():
+            raise CheckpointError(f"{self.folder / INDEX_FILE} names the shard {shard}, not there")
+        file = SafetensorsFile(path)
+        self.files.append(file)
+        for name in file.names():
+            if name in self._owner:
+                other = self._owner[name].path.name
+                raise CheckpointError(
+                    f"tensor {name!r} is in two shards of {self.folder}: {other} and {shard}"
+                )
+            self._owner[name] = file
+
+    def _check_against(self, weight_map: dict[str, str]) -> None:
+        for name, shard in weight_map.items():
+            owner = self._owner.get(name)
+            if owner is None or owner.path.name != shard:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE} places the tensor {name!r} in {shard}, "
+                    "which does not hold it"
+                )
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._owner:
+            raise CheckpointError(f"the checkpoint {self.folder} has no tensor {name!r}")
+        return self._owner[name]
+
+    def names(self) -> list[str]:
+        """The names of all tensors, file by file."""
+        return list(self._owner)
+
+    def info(self, name: str) -> TensorInfo:
+        """Type, shape and bytes of a tensor; CheckpointError if it is not there."""
+        return self._file(name).info(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of a tensor in the map; CheckpointError if it is not there."""
+        return self._file(name).read(name)
+
+    def release(self, name: str) -> None:
+        """Lets a tensor's pages go, so that what was read does not add up in memory."""
+        self._file(name).release(name)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise CheckpointError(f"no such folder: {folder}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, give the folder of the checkpoint")
+    if not any(folder.iterdir()):
+        raise CheckpointError(f"the folder {folder} is empty, a checkpoint has {WEIGHTS_FILE}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map from tensor names to files")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{path} places the tensor {name!r} in {shard!r}, not a file")
+        _check_shard_name(path, shard)
+    return weight_map
+
+
+def _check_shard_name(index: Path, shard: str) -> None:
+    # The hub's cache makes every file a link to ../../blobs, so the file may be a link; but the
+    # name itself must not lead anywhere else.
+    if shard in ("", ".", "..") or any(mark in shard for mark in "/\\\0:"):
+        raise CheckpointError(f"{index} names the shard {shard!r}, which is not in its own folder")
+    if not shard.endswith(".safetensors"):
+        raise CheckpointError(f"{index} names the shard {shard!r}, which is not a .safetensors")
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [n for n in names if n.endswith(_PICKLE_SUFFIXES) and n not in _NOT_WEIGHTS]
+    if pickles:
+        sources = [folder / name for name in pickles]
+        command = conversion_command(sources, folder / WEIGHTS_FILE)
+        return CheckpointError(
+            f"{folder} has only pickle files ({', '.join(pickles[:3])}), which can run code when "
+            f"opened and are never read here, so convert them where torch is installed, with: "
+            f"{command}"
+        )
+    indexes = [name for name in names if name.endswith(".bin.index.json")]
+    if indexes:
+        command = conversion_command(
+            [f"{shlex.quote(str(folder))}/pytorch_model-*.bin"], folder / WEIGHTS_FILE
+        )
+        return CheckpointError(
+            f"{folder} has {indexes[0]}, an index of pickle files, which are never read here, so "
+            f"put those files next to it and convert them where torch is installed, with: {command}"
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    found = f"only {', '.join(others[:3])}" if others else "none"
+    return CheckpointError(f"{folder} needs {WEIGHTS_FILE} or {INDEX_FILE}, but has {found}")

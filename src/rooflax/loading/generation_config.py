@@ -1,0 +1,156 @@
+"""A checkpoint's own defaults for generation, and every id that ends a sequence.
+
+Reads `generation_config.json`, and `eos_token_id` of `config.json` where the former is silent. It
+does not sample: what a request leaves open is filled from here elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a checkpoint recommends; None where it says nothing.
+
+    `do_sample` false or absent means greedy in transformers' `generate`. The fields here are what
+    the file says, whatever `do_sample` is: a caller who wants the reference's behaviour takes
+    `greedy`.
+
+    Attributes:
+        temperature: at least 0.
+        top_k: how many of the most probable tokens are kept; 0 keeps all.
+        top_p: share of the probability kept, in (0, 1].
+        min_p: floor relative to the most probable token, in [0, 1].
+        repetition_penalty: above 0; 1 changes nothing.
+        do_sample: None if absent.
+        eos_token_ids: every id that ends a sequence, in the file's order.
+        bos_token_id: the id that begins a sequence.
+        pad_token_id: the id that fills batches.
+        max_new_tokens: the file's limit of new tokens.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    do_sample: bool | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether transformers' `generate` would take the most probable token each time."""
+        return not self.do_sample
+
+
+def read_generation_defaults(
+    folder: str | os.PathLike[str], *, tokenizer_eos_id: int | None = None
+) -> GenerationDefaults:
+    """Reads the defaults of a checkpoint folder; files that are missing say nothing.
+
+    End-of-sequence ids are those of generation_config.json; else of config.json; else the
+    tokenizer's.
+
+    Args:
+        folder: the checkpoint.
+        tokenizer_eos_id: the tokenizer's own end of sequence.
+
+    Raises:
+        CheckpointError: a file is not a JSON object, or a value has the wrong type or range.
+    """
+    path = Path(folder) / "generation_config.json"
+    given = _Fields(path)
+    config = _Fields(Path(folder) / "config.json")
+    eos = given.ids("eos_token_id") or config.ids("eos_token_id")
+    if not eos and tokenizer_eos_id is not None:
+        eos = (tokenizer_eos_id,)
+    return GenerationDefaults(
+        temperature=given.number("temperature", low=0.0),
+        top_k=given.count("top_k"),
+        top_p=given.number("top_p", above=0.0, high=1.0),
+        min_p=given.number("min_p", low=0.0, high=1.0),
+        repetition_penalty=given.number("repetition_penalty", above=0.0),
+        do_sample=given.flag("do_sample"),
+        eos_token_ids=eos,
+        bos_token_id=given.count("bos_token_id"),
+        pad_token_id=given.count("pad_token_id"),
+        max_new_tokens=given.count("max_new_tokens"),
+    )
+
+
+class _Fields:
+    """One JSON object whose values are taken with their checks; no file has no values."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.values: dict[str, Any] = {}
+        if not path.is_file():
+            return
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            raise CheckpointError(f"{path} is not JSON") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} is not a JSON object")
+        self.values = values
+
+    def _bad(self, name: str, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {name} is {self.values[name]!r}, not {wanted}")
+
+    def number(
+        self,
+        name: str,
+        *,
+        low: float = -math.inf,
+        above: float = -math.inf,
+        high: float = math.inf,
+    ) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._bad(name, "a finite number")
+        if not (low <= value <= high and value > above):
+            least = f"at least {low:g}" if math.isfinite(low) else f"above {above:g}"
+            most = f" and at most {high:g}" if math.isfinite(high) else ""
+            raise self._bad(name, f"{least}{most}")
+        return float(value)
+
+    def count(self, name: str) -> int | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        # Some files write -1 for a pad token that does not exist.
+        if name == "pad_token_id" and value == -1:
+            return None
+        if type(value) is not int or value < 0:
+            raise self._bad(name, "a whole number of at least 0")
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self._bad(name, "true or false")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise self._bad(name, "a token id or a list of them")
+        return tuple(dict.fromkeys(ids))

@@ -1,0 +1,195 @@
+"""Where a model's folder is: a local folder, or a download from the Hugging Face hub.
+
+Downloads root-level safetensors, JSON and tokenizer files, nothing else: no pickle, no code, no
+copies in subfolders. It does not open what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import CheckpointError
+
+ALLOW_PATTERNS = (
+    "*.safetensors",
+    "*.json",
+    "tokenizer.model",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",
+)
+# In these patterns `*` matches `/` too, so subfolders need a rule of their own.
+IGNORE_PATTERNS = ("*/*",)
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
+
+
+def resolve(
+    model: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
+) -> Path:
+    """The local folder of a model, downloaded into the hub's cache if need be.
+
+    Args:
+        model: an existing folder or .gguf file, or a hub id (`owner/name`).
+        revision: branch, tag or commit of a hub id.
+        offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
+        progress: show progress bars, on stderr and only on a terminal.
+
+    Raises:
+        CheckpointError: nothing there, no such repository or revision, no access, or not cached
+            while offline.
+        OSError: the disk is full.
+    """
+    if not model:
+        raise CheckpointError("no model was named: give a folder or a hub id (owner/name)")
+    path = Path(os.path.expanduser(model))
+    # os.path.exists, unlike Path.exists, is false for names that no file can have.
+    if os.path.exists(path):
+        if revision is not None:
+            raise CheckpointError(f"a revision ({revision}) is for hub ids, but {model} is local")
+        if path.is_dir() or path.suffix == ".gguf":
+            return path
+        raise CheckpointError(f"{model} is a file, give a checkpoint's folder or a .gguf file")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"no such folder: {model} (a model on the hub is given as owner/name, such as "
+            "Qwen/Qwen2.5-0.5B)"
+        )
+    return _download(model, revision, offline, progress)
+
+
+def _download(repo_id: str, revision: str | None, offline: bool, progress: bool) -> Path:
+    import huggingface_hub
+
+    try:
+        with _progress_bars(progress):
+            folder = huggingface_hub.snapshot_download(
+                repo_id,
+                revision=revision,
+                local_files_only=offline or huggingface_hub.constants.HF_HUB_OFFLINE,
+                allow_patterns=list(ALLOW_PATTERNS),
+                ignore_patterns=list(IGNORE_PATTERNS),
+            )
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(_reason(error, repo_id, revision)) from error
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _progress_bars(wanted: bool):
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if (wanted and terminal) or are_progress_bars_disabled():
+        yield
+    else:
+        with disable_progress_bars():
+            yield
+
+
+def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    at = f" at revision {revision}" if revision else ""
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id} and log in "
+            "with `hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no folder and no hub model {repo_id} that you may read: check the name, or "
+            "log in with `hf auth login` if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo_id} has no revision {revision}"
+    if isinstance(error, errors.HFValidationError):
+        return f"{repo_id} is neither a folder nor a valid hub id (owner/name)"
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        return (
+            f"{repo_id}{at} is not (completely) in the local cache and the hub is not reached: "
+            "go online once to download it, or give a folder"
+        )
+    summary = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"downloading {repo_id}{at} failed: {summary}"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model in the hub's cache.
+
+    Attributes:
+        repo_id: `owner/name`.
+        size_bytes: on disk, all revisions together.
+        path: its folder in the cache.
+        num_revisions: how many commits of it are held.
+        last_used_s: seconds since the epoch, as the file system tells.
+    """
+
+    repo_id: str
+    size_bytes: int
+    path: Path
+    num_revisions: int
+    last_used_s: float
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the hub's cache, by name; none if there is no cache."""
+    return sorted(
+        (
+            CachedModel(
+                repo_id=repo.repo_id,
+                size_bytes=repo.size_on_disk,
+                path=Path(repo.repo_path),
+                num_revisions=len(repo.revisions),
+                last_used_s=repo.last_accessed,
+            )
+            for repo in _cached_repos()
+        ),
+        key=lambda model: model.repo_id,
+    )
+
+
+def remove(repo_id: str) -> int:
+    """Removes all revisions of a model from the hub's cache.
+
+    Args:
+        repo_id: `owner/name`.
+
+    Returns:
+        the bytes that became free.
+
+    Raises:
+        CheckpointError: the cache has no such model.
+    """
+    for repo in _cached_repos():
+        if repo.repo_id == repo_id:
+            commits = [revision.commit_hash for revision in repo.revisions]
+            strategy = _scan().delete_revisions(*commits)
+            strategy.execute()
+            return strategy.expected_freed_size
+    raise CheckpointError(f"{repo_id} is not among the downloaded models")
+
+
+def _scan() -> Any:
+    import huggingface_hub
+
+    return huggingface_hub.scan_cache_dir(huggingface_hub.constants.HF_HUB_CACHE)
+
+
+def _cached_repos() -> list[Any]:
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = _scan().repos
+    except CacheNotFound:
+        return []
+    return [repo for repo in repos if repo.repo_type == "model"]

@@ -1,0 +1,154 @@
+"""From what a user names to a model and its tokenizer.
+
+A name is a checkpoint folder, a hub id, "preset:NAME", or nothing: the embedded default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.checkpoint import Checkpoint
+from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
+from rooflax.loading.hub import resolve
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.loading.weights import ArraySource, load_weights
+from rooflax.models.initialize import random_weights
+from rooflax.models.model import Model, build
+from rooflax.models.presets import PREFIX, SEED, preset_config
+from rooflax.models.registry import read_config, read_config_json
+
+EMBEDDED_NAME = "rooflax-python-5m"
+"""The embedded default, and the name of its folder in assets/."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model before its weights are read.
+
+    Attributes:
+        name: as the user gave it; the embedded default's own name otherwise.
+        folder: of the checkpoint; None for a preset.
+        family, config: the architecture.
+        raw_config: config.json.
+    """
+
+    name: str
+    folder: Path | None
+    family: str
+    config: Any
+    raw_config: Mapping[str, Any]
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; the embedded one for a preset.
+
+        Raises:
+            CheckpointError: it has more ids than the model's embedding has rows.
+        """
+        tokenizer = Tokenizer(self.folder or embedded_folder())
+        rows = self.config.vocab_size
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"The tokenizer of {self.name} has ids up to {tokenizer.vocab_size - 1}, but the "
+                f"embedding has {rows} rows; they do not belong together."
+            )
+        return tokenizer
+
+    def generation_defaults(self) -> GenerationDefaults:
+        if self.folder is None:
+            return GenerationDefaults()
+        return read_generation_defaults(self.folder)
+
+
+def embedded_folder() -> Path:
+    """Where the embedded default lies."""
+    folder = Path(str(resources.files("rooflax") / "assets" / EMBEDDED_NAME))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"This installation has no embedded model ({folder} is missing); name a MODEL."
+        )
+    return folder
+
+
+def describe(
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+) -> Description:
+    """Finds a model (downloading it if need be) and reads its config.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, RequestError: with the reason.
+    """
+    if model is not None and str(model).startswith(PREFIX):
+        raw = preset_config(str(model))
+        name, config = read_config(raw)
+        return Description(str(model), None, name, config, raw)
+    if model is None:
+        folder, shown = embedded_folder(), EMBEDDED_NAME
+    else:
+        folder, shown = resolve(str(model), revision=revision, offline=offline), str(model)
+    raw = read_config_json(folder)
+    name, config = read_config(raw, ignore=ignore_config_keys)
+    return Description(shown, folder, name, config, raw)
+
+
+def load(
+    model: str | Path | Description | None = None,
+    *,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+    place: Callable[..., Any] | None = None,
+    **find: Any,
+) -> Model:
+    """A model with its weights on the device.
+
+    Args:
+        model: folder, hub id, "preset:NAME", None for the embedded default, or a Description.
+        dtype: of the weights, "float32" or "bfloat16".
+        max_model_len: longest context; default what the model was made for.
+        check: refuse NaN and infinite weights.
+        progress: called with the bytes of each weight loaded.
+        find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
+    """
+    about = model if isinstance(model, Description) else describe(model, **find)
+    if about.folder is None:
+        weights = random_weights(about.family, about.config, seed=SEED, dtype=dtype, place=place)
+    else:
+        weights = load_weights(
+            Checkpoint(about.folder),
+            about.family,
+            about.config,
+            dtype=dtype,
+            check=check,
+            progress=progress,
+            place=place,
+        )
+    return build(about.family, about.config, weights, max_model_len)
+
+
+def from_state_dict(
+    config: Mapping[str, Any],
+    mapping: Mapping[str, Any],
+    *,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+) -> Model:
+    """A model from tensors already in memory.
+
+    Args:
+        config: the object of a config.json (for a transformers model, `model.config.to_dict()`).
+        mapping: checkpoint names to NumPy arrays or arrays with __dlpack__ (a torch model's
+            `state_dict()` on the CPU).
+    """
+    name, parsed = read_config(config)
+    weights = load_weights(ArraySource(mapping), name, parsed, dtype=dtype)
+    return build(name, parsed, weights, max_model_len)

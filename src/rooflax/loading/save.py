@@ -1,0 +1,126 @@
+"""Writing a model as a Hugging Face folder that transformers opens.
+
+The family's table says how each of our arrays becomes the checkpoint's tensors. A folder appears
+whole or not at all; a tied head is not written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rooflax.errors import RequestError
+from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from rooflax.models.registry import family
+from rooflax.nn.weights import Slot, slots
+
+DTYPES: Mapping[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    name: str,
+    config: Any,
+    weights: dict[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> None:
+    """Writes config.json, generation_config.json and model.safetensors.
+
+    Args:
+        folder: what it shall be; an existing one is replaced once the new one is complete.
+        name: the family.
+        weights: with "layers", as the family's table describes (not stacked).
+        dtype: of the file, "bfloat16", "float32" or "float16".
+        files: further files to put into the folder (name there -> file here), such as the
+            tokenizer's.
+
+    Raises:
+        RequestError: an unknown dtype, or the folder is a file.
+        OSError: the disk is full or not writable; what was there before stays.
+    """
+    folder = Path(folder)
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; a model is saved as {', '.join(DTYPES)}.")
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"{folder} is a file; give the name of a folder to save into.")
+    ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
+    settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
+
+    def fill(new: Path) -> None:
+        _write_json(new / "config.json", settings)
+        _write_json(new / "generation_config.json", ends)
+        write_safetensors(new / "model.safetensors", tensors(name, config, weights, dtype))
+        for target, source in (files or {}).items():
+            shutil.copyfile(source, new / target)
+
+    replace_folder(folder, fill)
+
+
+def tensors(name: str, config: Any, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
+    """The checkpoint's tensors, each made when it is asked for."""
+    found = slots(family(name).weights(config), config.num_layers)
+    return [tensor for slot in found for tensor in _slot_tensors(slot, config, weights, dtype)]
+
+
+def _slot_tensors(
+    slot: Slot, config: Any, weights: dict[str, Any], dtype: str
+) -> list[TensorToWrite]:
+    sizes, target = config.axis_sizes, DTYPES[dtype]
+    array = (weights if slot.layer is None else weights["layers"][slot.layer])[slot.key]
+
+    @lru_cache(maxsize=1)
+    def parts() -> list[np.ndarray]:
+        return slot.weight.split(np.asarray(array), sizes)
+
+    def producer(index: int) -> Callable[[], np.ndarray]:
+        return lambda: parts()[index].astype(target)
+
+    shapes = slot.weight.hf_shapes(sizes)
+    return [
+        TensorToWrite(hf, dtype_name(target), tuple(shape), producer(index))
+        for index, (hf, shape) in enumerate(zip(slot.hf_names, shapes, strict=True))
+    ]
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fills a new folder beside `folder` and puts it in its place when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
+    old = new.with_suffix(".old")
+    try:
+        new.mkdir()
+        fill(new)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(new, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _one_or_many(ids: Sequence[int]) -> int | list[int] | None:
+    return (ids[0] if len(ids) == 1 else list(ids)) if ids else None
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,317 @@
+"""Text to token ids and back: a checkpoint's tokenizer, and decoding while tokens arrive.
+
+Reads `tokenizer.json`, or `vocab.json` with `merges.txt` (GPT-2's byte-level BPE), and what
+`tokenizer_config.json` and its neighbours add: special tokens, BOS and EOS, chat templates.
+It does not render chat templates and knows no model: ids go out, ids come in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.incremental import IncrementalDecoder
+
+__all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer"]
+
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder; gives the ids that transformers' AutoTokenizer gives.
+
+    Attributes:
+        special_tokens: the named ones as text, such as `{"bos_token": "<s>"}`.
+        chat_templates: template by name; a lone one is called `"default"`.
+        vocab_size: the highest id plus one, added tokens included.
+
+    Args:
+        folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`.
+
+    Raises:
+        CheckpointError: files are missing or malformed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        config = _read_json_object(self.folder / "tokenizer_config.json")
+        self._tokenizer = _load_backend(self.folder)
+        self.special_tokens = _special_tokens(self.folder, config, self._tokenizer)
+        _add_missing_tokens(self._tokenizer, config, self.special_tokens)
+        if not (self.folder / "tokenizer.json").is_file():
+            _surround(self._tokenizer, config, self.special_tokens)
+        # A file may ask for cutting or padding, which made sense for its training batches only.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.chat_templates = _chat_templates(self.folder, config)
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {id_: token.content for id_, token in added.items() if token.special}
+        self._plain: PlainTokenizer | None = None
+        self._plain_lock = threading.Lock()
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The `tokenizers.Tokenizer` underneath; not to be changed."""
+        return self._tokenizer
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that `decode` leaves out."""
+        return frozenset(self._special_ids)
+
+    @property
+    def special_token_strings(self) -> frozenset[str]:
+        """The texts that `encode` turns into one special id."""
+        return frozenset(self._special_ids.values())
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id of the beginning of a sequence, None where the tokenizer has none."""
+        return self.token_to_id(self.special_tokens.get("bos_token", ""))
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a sequence, None where the tokenizer has none."""
+        return self.token_to_id(self.special_tokens.get("eos_token", ""))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, None for a model without one."""
+        return self.chat_templates.get("default")
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one token's text, None if it is no token."""
+        return self._tokenizer.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """One token as the vocabulary spells it, None for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text in which special tokens' strings stand for these tokens.
+
+        Args:
+            text: any text.
+            add_special_tokens: also what the tokenizer puts around a text, such as BOS.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing is special: `"<s>"` is three characters."""
+        return self.plain.encode(text)
+
+    @property
+    def plain(self) -> PlainTokenizer:
+        """The same vocabulary with special tokens' strings taken as text, built when asked for."""
+        with self._plain_lock:
+            if self._plain is None:
+                self._plain = PlainTokenizer(self._tokenizer, self._special_ids)
+            return self._plain
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; an id without a token becomes `<id>`, such as `<70000>`.
+
+        Args:
+            ids: token ids.
+            skip_special_tokens: leave special tokens out.
+        """
+        pieces: list[str] = []
+        run: list[int] = []
+        for token_id in ids:
+            if self.id_to_token(token_id) is not None:
+                run.append(token_id)
+                continue
+            pieces += [self._decode_run(run, skip_special_tokens), f"<{token_id}>"]
+            run = []
+        return "".join([*pieces, self._decode_run(run, skip_special_tokens)])
+
+    def _decode_run(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
+
+
+class PlainTokenizer:
+    """A twin of a tokenizer for text in which special tokens' strings are just text.
+
+    Where a special token is really meant, the text carries `mark[string]` instead: a random string
+    that no one can guess, so no input can forge a special token.
+
+    Args:
+        backend: the tokenizer to copy.
+        special: id to text of its special tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[int, str]):
+        self._tokenizer = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = backend.get_added_tokens_decoder()
+        nonce = secrets.token_hex(8)
+        self.mark = {text: f"\U0010fffd{nonce}:{id_}\U0010fffd" for id_, text in special.items()}
+        self._tokenizer.add_tokens([_renamed(added[i], self.mark[special[i]]) for i in special])
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._real_id = {ids[self.mark[text]]: id_ for id_, text in special.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without BOS; `mark`ed strings become their special tokens."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [self._real_id.get(token_id, token_id) for token_id in ids]
+
+
+def _renamed(token: AddedToken, content: str) -> AddedToken:
+    # special=False: the twin does not look for special tokens at all.
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if path.is_file():
+            return tokenizers.Tokenizer.from_file(str(path))
+        if vocab.is_file() and merges.is_file():
+            path = vocab
+            return _gpt2_backend(vocab, merges)
+    except Exception as error:  # the Rust side raises bare Exception
+        raise CheckpointError(f"{path} is not a tokenizer that can be read: {error}") from error
+    raise CheckpointError(
+        f"{folder} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt"
+    )
+
+
+def _gpt2_backend(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    # GPT-2's only special token; its vocabulary file has it, files of its kin may not.
+    if backend.token_to_id("<|endoftext|>") is not None:
+        backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return backend
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(
+    folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
+) -> dict[str, str]:
+    legacy = _read_json_object(folder / "special_tokens_map.json")
+    found = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        text = _text_of(config.get(name)) if name in config else _text_of(legacy.get(name))
+        if text is not None:
+            found[name] = text
+    return found or _customary_special_tokens(backend)
+
+
+def _customary_special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
+    # Old folders name none: transformers takes them from the tokenizer's class, we from what the
+    # vocabulary holds.
+    for texts in (("<|endoftext|>",) * 3, ("<s>", "</s>", "<unk>")):
+        if all(backend.token_to_id(text) is not None for text in texts):
+            return dict(zip(("bos_token", "eos_token", "unk_token"), texts, strict=True))
+    return {}
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(key.isdecimal() for key in declared):
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder does not map ids")
+    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        text = _text_of(entry)
+        if text and text not in known:
+            flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+            options = {k: entry[k] for k in flags if isinstance(entry.get(k), bool)}
+            backend.add_tokens([AddedToken(text, **options)])
+            known.add(text)
+    for text in special.values():
+        if text not in known:
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+            known.add(text)
+
+
+def _surround(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    # Only where there is no tokenizer.json, whose own post-processor counts: transformers, too,
+    # ignores add_bos_token and add_eos_token next to one.
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    template = [t for t in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if t]
+    if len(template) == 1:
+        return
+    backend.post_processor = processors.TemplateProcessing(
+        single=template,
+        pair=[*template, "$B:1"],
+        special_tokens=[(text, backend.token_to_id(text)) for text in {bos, eos} if text],
+    )
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+    templates = config.get("chat_template")
+    if templates is None:
+        return {}
+    if isinstance(templates, str):
+        return {"default": templates}
+    named: dict[str, str] = {}
+    keys = ("name", "template")
+    for entry in templates if isinstance(templates, list) else [None]:
+        name, text = (entry.get(k) if isinstance(entry, dict) else None for k in keys)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'}: chat_template is neither a string nor a list "
+                "of {name, template}"
+            )
+        named[name] = text
+    return named

@@ -1,0 +1,91 @@
+"""What a model will need, counted from its table before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.models.registry import family
+from rooflax.nn.layout import blocks_needed
+from rooflax.nn.weights import num_parameters
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, by what they are for.
+
+    Attributes:
+        weights: all parameters.
+        kv_cache: blocks for `rows` sequences of `tokens` tokens.
+        workspace: the largest intermediates of one step, an upper estimate.
+    """
+
+    weights: int
+    kv_cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.workspace
+
+
+def estimate(
+    name: str,
+    config: Any,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    rows: int,
+    tokens: int,
+    prefill_chunk: int = 512,
+    block_size: int = 16,
+) -> MemoryEstimate:
+    """Counts weights, cache and workspace.
+
+    Args:
+        rows: sequences that run at once.
+        tokens: longest context of each.
+    """
+    table = family(name).weights(config)
+    parameters = num_parameters(table, config.axis_sizes, config.num_layers)
+    chunk = min(prefill_chunk, tokens)
+    per_token = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
+    groups = config.groups
+    kv_cache = sum(
+        (1 + rows * blocks_needed(groups.windows[g], tokens, chunk, block_size))
+        * block_size
+        * per_token
+        for g in groups.of_layer
+    )
+    scores = config.num_heads * chunk * tokens * 4
+    hidden = chunk * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
+    logits = 3 * config.vocab_size * 4
+    return MemoryEstimate(
+        weights=parameters * ITEM_BYTES[dtype],
+        kv_cache=kv_cache,
+        workspace=rows * (2 * scores + hidden + logits),
+    )
+
+
+def check_fits(need: MemoryEstimate, available: int, what: str) -> None:
+    """Refuses what does not fit, with the arithmetic.
+
+    Raises:
+        RequestError: more is needed than available.
+    """
+    if need.total > available:
+        raise RequestError(
+            f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
+            f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "
+            f"{gib(available)} is free; choose a smaller --max-model-len, batch or --dtype."
+        )
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for people: "1.50 GiB" or "12.3 MiB"."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,89 @@
+"""Named architectures with random weights, for measuring: `preset:NAME`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooflax.errors import RequestError
+
+PREFIX = "preset:"
+SEED = 0
+"""Of every preset's weights: the same on every run."""
+
+
+def _gpt2(width: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
+        "n_embd": width, "n_layer": layers, "n_head": heads, **more,
+    }  # fmt: skip
+
+
+def _qwen2(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict:
+    return {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": width,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
+        "rope_theta": 1_000_000.0, "tie_word_embeddings": True, **more,
+    }  # fmt: skip
+
+
+def _llama3(width: int, mlp: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": width,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0, "rope_scaling": scaling, **more,
+    }  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": experts,
+        "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072, **more,
+    }  # fmt: skip
+
+
+_LLAMA32_SCALING = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2),
+    "llama-3.2-1b": _llama3(
+        2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling=_LLAMA32_SCALING
+    ),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt2-tiny": _gpt2(128, 4, 4, vocab_size=4096),
+    "qwen2.5-tiny": _qwen2(128, 512, 4, 4, 2, vocab_size=4096),
+    "gpt-oss-tiny": _gpt_oss(
+        4, 8, vocab_size=4096, hidden_size=128, intermediate_size=128, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    ),
+}  # fmt: skip
+"""Each as the config.json of the model it is named after."""
+
+
+def preset_config(model: str) -> dict[str, Any]:
+    """The config.json of "preset:NAME".
+
+    Raises:
+        RequestError: no such preset.
+    """
+    name = model.removeprefix(PREFIX)
+    if name not in PRESETS:
+        raise RequestError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
+    return PRESETS[name]

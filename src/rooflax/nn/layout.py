@@ -1,0 +1,21 @@
+"""Arithmetic of blocks, shared by the cache's arrays and by those who hand blocks out."""
+
+from __future__ import annotations
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def blocks_needed(window: int | None, max_tokens: int, new_tokens: int, block_size: int) -> int:
+    """The most blocks of one layer group that a sequence holds at once.
+
+    Args:
+        window: the group's window, None for full attention.
+        max_tokens: the longest context of the sequence.
+        new_tokens: the most tokens written before older blocks are let go of.
+    """
+    full = ceil_div(max_tokens, block_size)
+    if window is None:
+        return full
+    return min(full, ceil_div(window + new_tokens - 1, block_size) + 1)

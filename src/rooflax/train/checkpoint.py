@@ -1,0 +1,167 @@
+"""Training checkpoints: whole or absent, and exact.
+
+A checkpoint is a folder `step-00000100` with `state.safetensors` (weights and optimizer, float32)
+and `state.json` (step, settings, position in the log). It is written under another name, flushed
+to disk and renamed, so that whenever a run is killed the newest folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.safetensors import SafetensorsFile, dtype_name, write_safetensors
+from rooflax.train.step import TrainState
+
+ARRAYS, STATE = "state.safetensors", "state.json"
+_FINISHED = re.compile(r"step-(\d{8})")
+_UNFINISHED = ".unfinished-"
+
+
+def save_checkpoint(folder: Path, state: TrainState, about: dict[str, Any], *, keep: int) -> Path:
+    """Writes the state of a step and removes older checkpoints.
+
+    Args:
+        folder: holds the run's checkpoints.
+        about: what state.json shall hold beside the step; JSON values.
+        keep: how many checkpoints stay, this one included.
+
+    Raises:
+        OSError: the disk is full or not writable; older checkpoints are untouched.
+    """
+    step = int(state.step)
+    target = folder / f"step-{step:08d}"
+    temporary = folder / f"{_UNFINISHED}{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(folder)
+    try:
+        temporary.mkdir()
+        _write_arrays(temporary / ARRAYS, state)
+        _write_synced(temporary / STATE, json.dumps({"step": step, **about}, indent=2) + "\n")
+        _sync(temporary)
+        _remove(target)
+        os.rename(temporary, target)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for old in list_checkpoints(folder)[:-keep]:
+        _remove(old)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _FINISHED.fullmatch(path.name))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Clears away what a killed run left half written."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or does not say where the run stood.
+    """
+    path = checkpoint / STATE
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(about, dict) or not {"step", "config", "log_position"} <= about.keys():
+        raise CheckpointError(f"{path} does not state step, config and log_position.")
+    return about
+
+
+def load_state(checkpoint: Path, like: TrainState) -> TrainState:
+    """The state that `save_checkpoint` wrote, bit for bit.
+
+    Args:
+        like: a state of the same model and optimizer; gives structure and shapes.
+
+    Raises:
+        CheckpointError: the arrays are not those of `like`.
+    """
+    file = SafetensorsFile(checkpoint / ARRAYS)
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    names = [_name(path) for path, _ in paths]
+    if sorted(names) != sorted(file.names()):
+        differ = sorted(set(names) ^ set(file.names()))
+        raise CheckpointError(
+            f"{checkpoint} belongs to another model or optimizer: {differ[0]} and "
+            f"{len(differ) - 1} more are only on one side; train into another folder."
+        )
+    leaves = [_read(file, name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _read(file: SafetensorsFile, name: str, like: jax.Array) -> jax.Array:
+    array = file.read(name)
+    if array.shape != like.shape or array.dtype != like.dtype:
+        raise CheckpointError(
+            f"{name} in {file.path} is {array.dtype}{list(array.shape)}, but this model needs "
+            f"{like.dtype}{list(like.shape)}; train into another folder."
+        )
+    # A copy: the step donates the state, and the file's pages are not ours to give away.
+    return jnp.array(np.array(array), copy=True)
+
+
+def _write_arrays(path: Path, state: TrainState) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    write_safetensors(
+        path,
+        [
+            (
+                _name(where),
+                dtype_name(leaf.dtype),
+                leaf.shape,
+                lambda leaf=leaf: np.asarray(leaf),
+            )
+            for where, leaf in leaves
+        ],
+        {"format": "rooflax-train"},
+    )
+
+
+def _remove(checkpoint: Path) -> None:
+    if checkpoint.exists():
+        # Renamed first: a checkpoint that is half removed must not look whole.
+        doomed = checkpoint.with_name(f"{_UNFINISHED}{checkpoint.name}")
+        os.rename(checkpoint, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems do not offer it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

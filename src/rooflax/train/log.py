@@ -1,0 +1,62 @@
+"""The run's log: one JSON object per line, cut back to the checkpoint when a run resumes.
+
+Numbers that must not depend on the machine's speed stand at the top of a line, everything that
+does stands under "time", so that two runs can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import CheckpointError
+
+
+class TrainLog:
+    """Appends lines to a file.
+
+    Args:
+        path: the file.
+        position: bytes to keep of it; what stands after them was never checkpointed.
+
+    Raises:
+        CheckpointError: the file is shorter than that.
+    """
+
+    def __init__(self, path: Path, position: int = 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab")  # noqa: SIM115
+        size = os.fstat(self._file.fileno()).st_size
+        if size < position:
+            self._file.close()
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the checkpoint was made when it had {position}; "
+                f"put the log back or train into another folder."
+            )
+        self._file.truncate(position)
+        self._file.seek(position)
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def position(self) -> int:
+        """Bytes written so far, all of them on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines without what depends on the machine's speed."""
+    return [{k: v for k, v in line.items() if k != "time"} for line in lines]

@@ -1,0 +1,274 @@
+"""The training loop: steps, log, held-out loss, checkpoints, resuming, SIGINT.
+
+Everything that a run leaves lies in one folder: `log.jsonl`, `curves.png`, `checkpoints/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.models.model import Model
+from rooflax.nn.layers import unstack_layers
+from rooflax.train.checkpoint import (
+    list_checkpoints,
+    load_state,
+    read_about,
+    remove_unfinished,
+    save_checkpoint,
+)
+from rooflax.train.config import TrainConfig
+from rooflax.train.data import Corpus, Rows
+from rooflax.train.log import TrainLog, read_log
+from rooflax.train.plot import plot_curves
+from rooflax.train.step import (
+    TrainState,
+    init_state,
+    learning_rate,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        model: with the trained float32 weights, layers unrolled.
+        step: optimizer steps done.
+        tokens: tokens seen.
+        loss: of the last step; None if there was none.
+        held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
+        interrupted: stopped by SIGINT; a checkpoint was saved.
+    """
+
+    model: Model
+    step: int
+    tokens: int
+    loss: float | None
+    held_out_loss: float | None
+    bits_per_byte: float | None
+    interrupted: bool
+
+
+def run_training(
+    model: Model,
+    config: TrainConfig,
+    training: Corpus,
+    held_out: Corpus | None,
+    folder: Path,
+    *,
+    progress: bool | None = None,
+) -> TrainResult:
+    """Trains a model, resuming from the folder's newest checkpoint if there is one.
+
+    Killed at any moment and started again with the same arguments, a run gives the same losses
+    as one that was not (bit for bit on CPU). SIGINT ends the step at hand, saves and returns.
+
+    Args:
+        model: where to start; its weights are copied. A resumed run takes only its architecture.
+        held_out: for held-out losses; None does without.
+        folder: of this run, outside of which nothing is written.
+        progress: show a bar on stderr; None shows it on a terminal.
+
+    Raises:
+        RequestError: settings that do not fit the corpus, the model or the checkpoint.
+        CheckpointError: a checkpoint of another model.
+        OSError: the disk is full; the newest checkpoint stays whole.
+    """
+    run = _Run(model, config, training, held_out, folder)
+    with _interruptible() as stop, run.bar(progress) as bar:
+        while run.step < config.num_steps and not stop():
+            run.advance(bar)
+        interrupted = run.step < config.num_steps
+        run.save()
+        held_out_loss = None if interrupted else run.evaluate(None)
+        if not interrupted:
+            run.log_held_out(held_out_loss, whole=True)
+    run.log.close()
+    return run.result(held_out_loss, interrupted)
+
+
+class _Run:
+    """A run's parts, and where it stands."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        training: Corpus,
+        held_out: Corpus | None,
+        folder: Path,
+    ):
+        self.config, self.folder, self.held_out = config, folder, held_out
+        _check_fits(model, config)
+        self.model = model.stacked() if config.layers == "scan" else model
+        self.rows = Rows(training, config.seq_len, config.seed)
+        self.held_out_rows = Rows(held_out, config.seq_len) if held_out else None
+        self.optimizer = make_optimizer(model.table, self.model.weights, config)
+        self.train_step = make_train_step(self.model, self.optimizer, config)
+        self.eval_step = make_eval_step(self.model, config)
+        self.rate = learning_rate(config)
+        self.loss: float | None = None
+        self.saved_step = -1
+        self.state, position = self._start()
+        self.step = int(self.state.step)
+        self.log = TrainLog(folder / "log.jsonl", position)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def _start(self) -> tuple[TrainState, int]:
+        """The state to go on from, and how much of the log belongs to it."""
+        state = init_state(self.model.weights, self.optimizer)
+        remove_unfinished(self.checkpoints)
+        found = list_checkpoints(self.checkpoints)
+        if not found:
+            return state, 0
+        about = read_about(found[-1])
+        self.config.check_same(about["config"])
+        self.loss, self.saved_step = about["loss"], about["step"]
+        return load_state(found[-1], state), about["log_position"]
+
+    def advance(self, bar: Any) -> None:
+        """One step, and what is due after it."""
+        started = time.perf_counter()
+        batch = self.rows.batch(self.step, self.config.batch_size)
+        lr = float(self.rate(self.step))
+        self.state, metrics = self.train_step(self.state, self.model.rope, batch)
+        self.loss = float(metrics.loss)
+        self.step += 1
+        step_s = time.perf_counter() - started
+        self.log.write(
+            {
+                "step": self.step,
+                "tokens": self.step * self.config.tokens_per_step,
+                "loss": self.loss,
+                "lr": lr,
+                "grad_norm": float(metrics.grad_norm),
+                "time": {
+                    "step_s": round(step_s, 4),
+                    "tok_per_s": round(self.config.tokens_per_step / step_s, 1),
+                },
+            }
+        )
+        bar.update(1)
+        bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
+        if self._due(self.config.eval_every):
+            self.log_held_out(self.evaluate(self.config.eval_batches), whole=False)
+        if self._due(self.config.checkpoint_every):
+            self.save()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
+
+    def evaluate(self, num_batches: int | None) -> float | None:
+        """Mean held-out loss in nats per token; None without held-out rows."""
+        if self.held_out_rows is None:
+            return None
+        total = count = 0.0
+        for batch in self.held_out_rows.spread(num_batches, self.config.batch_size):
+            loss, tokens = self.eval_step(self.state.weights, self.model.rope, batch)
+            total, count = total + float(loss), count + float(tokens)
+        return total / max(count, 1.0)
+
+    def log_held_out(self, loss: float | None, *, whole: bool) -> None:
+        if loss is None or self.held_out is None:
+            return
+        self.log.write(
+            {
+                "step": self.step,
+                "tokens": self.step * self.config.tokens_per_step,
+                "held_out_loss": loss,
+                "bits_per_byte": self.held_out.bits_per_byte(loss),
+                "whole": whole,
+            }
+        )
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self.saved_step == self.step:
+            return
+        about = {
+            "config": self.config.to_json(),
+            "loss": self.loss,
+            "log_position": self.log.position(),
+        }
+        save_checkpoint(self.checkpoints, self.state, about, keep=self.config.keep)
+        self.saved_step = self.step
+
+    def bar(self, progress: bool | None) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self.config.num_steps,
+            initial=self.step,
+            desc="training",
+            unit="step",
+            disable=not (sys.stderr.isatty() if progress is None else progress),
+        )
+
+    def result(self, held_out_loss: float | None, interrupted: bool) -> TrainResult:
+        weights = self.state.weights
+        weights = unstack_layers(weights) if self.config.layers == "scan" else weights
+        bits = None
+        if held_out_loss is not None and self.held_out is not None:
+            bits = self.held_out.bits_per_byte(held_out_loss)
+        return TrainResult(
+            model=replace(self.model, weights=weights),
+            step=self.step,
+            tokens=self.step * self.config.tokens_per_step,
+            loss=self.loss,
+            held_out_loss=held_out_loss,
+            bits_per_byte=bits,
+            interrupted=interrupted,
+        )
+
+
+def write_curves(folder: Path) -> None:
+    """Draws a run's log as `curves.png`; says so in one line where matplotlib is missing."""
+    lines = read_log(folder / "log.jsonl")
+    if lines and not plot_curves(lines, folder / "curves.png"):
+        print(
+            "no curves.png: matplotlib is not installed (pip install matplotlib)",
+            file=sys.stderr,
+        )
+
+
+def _check_fits(model: Model, config: TrainConfig) -> None:
+    if config.seq_len > model.max_model_len:
+        raise RequestError(
+            f"seq_len is {config.seq_len}, but the model takes {model.max_model_len} tokens; "
+            f"choose at most that."
+        )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """While inside, the first SIGINT only asks to stop; a second one interrupts as usual."""
+    asked = False
+
+    def ask(signum: int, frame: Any) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not the main thread: signals are someone else's
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

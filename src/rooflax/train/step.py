@@ -1,0 +1,211 @@
+"""One training step: loss, gradient, accumulation, clipping, AdamW; one jitted function.
+
+It knows a model by its `forward` and `logits` alone, and nothing of files or progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from rooflax.models.model import Model
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.rope import RopeTable
+from rooflax.nn.weights import LAYER_PREFIX, Weight
+from rooflax.train.config import TrainConfig
+from rooflax.train.data import PackedBatch
+
+Step = Callable[..., tuple["TrainState", "Metrics"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What training changes: float32 weights, the optimizer's moments, the steps done."""
+
+    weights: dict[str, Any]
+    opt_state: Any
+    step: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Metrics:
+    """Of one step: mean loss in nats per token, norm of the gradient before clipping, and how
+    many tokens were predicted."""
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    num_tokens: Float[Array, ""]
+
+
+def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
+    """The rate of step `count` (from 0): a linear rise, then half a cosine.
+
+    rise: peak * (count + 1) / warmup_steps
+    fall: peak * (r + (1 - r) * (1 + cos(pi * t)) / 2), t from 0 to 1 over the other steps
+    """
+    warmup = min(config.warmup_steps, config.num_steps)
+    fall = max(config.num_steps - warmup, 1)
+    peak, ratio = config.learning_rate, config.min_lr_ratio
+
+    def rate(count: Any) -> Any:
+        done = jnp.asarray(count, jnp.float32) + 1.0
+        t = jnp.clip((done - warmup) / fall, 0.0, 1.0)
+        cosine = peak * (ratio + (1.0 - ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * t)))
+        return jnp.where(done < warmup, peak * done / max(warmup, 1), cosine)
+
+    return rate
+
+
+def make_optimizer(
+    table: dict[str, Weight], weights: dict[str, Any], config: TrainConfig
+) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW whose decay touches matrices only.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+    """
+    adamw = optax.adamw(
+        learning_rate(config),
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=decay_mask(table, weights),
+    )
+    if config.clip_norm == 0:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def decay_mask(table: dict[str, Weight], weights: dict[str, Any]) -> dict[str, Any]:
+    """For each array of `weights`, whether it is a matrix by its line in the table.
+
+    Norms, biases and other vectors are not, stacked or not.
+    """
+
+    def matrix(name: str) -> bool:
+        line = table[name]
+        return line.init in ("normal", "residual") and len(line.axis_names) >= 2
+
+    mask: dict[str, Any] = {}
+    for name, value in weights.items():
+        if isinstance(value, tuple):
+            mask[name] = tuple({k: matrix(LAYER_PREFIX + k) for k in layer} for layer in value)
+        else:
+            mask[name] = matrix(name)
+    return mask
+
+
+def init_state(weights: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step; weights become float32 copies that may be donated."""
+    masters = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
+    return TrainState(masters, jax.jit(optimizer.init)(masters), jnp.zeros((), jnp.int32))
+
+
+def make_train_step(model: Model, optimizer: Any, config: TrainConfig) -> Step:
+    """The jitted step: (state, rope, batch) -> (state, metrics); the state is donated.
+
+    With k micro-batches the rows are computed k at a time in a loop; each part's loss is its sum
+    over tokens divided by the whole step's count, so that the gradient is that of one batch.
+
+    Args:
+        model: gives architecture and family; its arrays are not captured.
+    """
+    loss_sum = make_loss_sum(model, config)
+
+    def step(
+        state: TrainState, rope: RopeTable | None, batch: PackedBatch
+    ) -> tuple[TrainState, Metrics]:
+        total = jnp.sum(batch.mask)
+        scale = 1.0 / jnp.maximum(total, 1.0)
+        part = jax.value_and_grad(lambda w, b: loss_sum(w, rope, b) * scale)
+        loss, grads = _accumulate(part, state.weights, batch, config.micro_batches)
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
+        weights = optax.apply_updates(state.weights, updates)
+        return TrainState(weights, opt_state, state.step + 1), Metrics(loss, norm, total)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(model: Model, config: TrainConfig) -> Callable[..., tuple[Any, Any]]:
+    """The jitted function (weights, rope, batch) -> (summed loss, number of tokens)."""
+    loss_sum = make_loss_sum(model, replace(config, remat=None))
+
+    def evaluate(weights: Any, rope: Any, batch: PackedBatch) -> tuple[Any, Any]:
+        micro = _split_rows(batch, config.micro_batches)
+        sums = jax.lax.map(lambda part: loss_sum(weights, rope, part), micro)
+        return jnp.sum(sums), jnp.sum(batch.mask)
+
+    return jax.jit(evaluate)
+
+
+def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Array, ""]]:
+    """(weights, rope, batch) -> cross-entropy summed over the mask, in nats, float32.
+
+    loss = sum over tokens of mask * (logsumexp(logits) - logits[target])
+
+    Matrices are cast to the computation's dtype; norms, softmax and the loss stay float32. With
+    `loss_rows` logits exist for that many rows at a time and are computed again backwards.
+    """
+    skeleton = replace(model, weights={}, rope=None)
+    # The grouped experts loop over a dynamic count, which has no reverse derivative.
+    options = ExecutionOptions(use_cache=False, layers=config.layers, moe="dense")
+    table = model.table
+    dtype = jnp.dtype(config.dtype)
+
+    def cast(weights: dict[str, Any]) -> dict[str, Any]:
+        if dtype == jnp.float32:
+            return weights
+        mask = decay_mask(table, weights)
+        return jax.tree.map(lambda w, matrix: w.astype(dtype) if matrix else w, weights, mask)
+
+    def loss_sum(
+        weights: dict[str, Any], rope: RopeTable | None, batch: PackedBatch
+    ) -> Float[Array, ""]:
+        computed = replace(skeleton, weights=cast(weights), rope=rope)
+        tokens = Batch.dense(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+        hidden, _ = computed.forward(tokens, None, options=options, remat=config.remat)
+
+        def rows_loss(rows: tuple[Any, Any, Any]) -> Float[Array, ""]:
+            return _cross_entropy_sum(computed.logits(rows[0], options=options), rows[1], rows[2])
+
+        rows = (hidden, batch.targets, batch.mask)
+        if config.loss_rows is None or config.loss_rows == hidden.shape[0]:
+            return rows_loss(rows)
+        chunks = _split_rows(rows, hidden.shape[0] // config.loss_rows)
+        return jnp.sum(jax.lax.map(jax.checkpoint(rows_loss), chunks))
+
+    return loss_sum
+
+
+def _cross_entropy_sum(
+    logits: Float[Array, "rows seq vocab"],
+    targets: Array,
+    mask: Float[Array, "rows seq"],
+) -> Float[Array, ""]:
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(mask * (jax.nn.logsumexp(logits, axis=-1) - chosen))
+
+
+def _split_rows(tree: Any, parts: int) -> Any:
+    return jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), tree)
+
+
+def _accumulate(part: Callable, weights: Any, batch: PackedBatch, parts: int) -> tuple[Any, Any]:
+    """Sum of (loss, gradient) over the micro-batches."""
+    if parts == 1:
+        return part(weights, batch)
+
+    def body(carry: Any, micro: PackedBatch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, carry, part(weights, micro)), None
+
+    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, weights))
+    return jax.lax.scan(body, zeros, _split_rows(batch, parts))[0]

@@ -36,7 +36,6 @@ from rooflax.nn.host_memory import available_bytes
 
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
-SCORE_CHUNK = 512
 
 Prompt = str | Sequence[int]
 
@@ -306,7 +305,7 @@ class LLM:
             length = min(bucket(len(ids), 16), self.max_model_len)
             padded = np.zeros((1, length), np.int32)
             padded[0, : len(ids)] = ids
-            logprobs = _score(self.model, padded, np.int32([len(ids)]), self.options)
+            logprobs = _score(self.model, padded, np.array([len(ids)], np.int32), self.options)
             scores.append(np.asarray(logprobs)[0, : len(ids) - 1])
         return scores
 
@@ -344,7 +343,9 @@ class _Sample:
         return Delta(sequence.request_id, sequence.sample_index, piece, tuple(new), completion)
 
     def _stop_position(self) -> int | None:
-        found = [self.text.find(s, max(0, self.emitted - len(s))) for s in self.sequence.params.stop]
+        found = [
+            self.text.find(s, max(0, self.emitted - len(s))) for s in self.sequence.params.stop
+        ]
         return min((f for f in found if f >= 0), default=None)
 
     def _safe_length(self) -> int:
@@ -371,9 +372,7 @@ class _Sample:
         )
 
 
-def _timings(
-    sequence: EngineSequence, load_s: float, compiled: CompileCounts
-) -> dict[str, float]:
+def _timings(sequence: EngineSequence, load_s: float, compiled: CompileCounts) -> dict[str, float]:
     times = sequence.token_times_s
     ttft = times[0] - sequence.arrival_s
     decode_s = times[-1] - times[0]

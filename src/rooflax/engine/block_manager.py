@@ -15,7 +15,9 @@ from rooflax.nn.layout import blocks_needed
 class BlockManager:
     """Hands out blocks of every group and takes them back."""
 
-    def __init__(self, windows: tuple[int | None, ...], num_blocks: tuple[int, ...], block_size: int):
+    def __init__(
+        self, windows: tuple[int | None, ...], num_blocks: tuple[int, ...], block_size: int
+    ):
         self.windows = windows
         self.num_blocks = num_blocks
         self.block_size = block_size

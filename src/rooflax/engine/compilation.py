@@ -37,8 +37,8 @@ def enable_persistent_cache() -> Path | None:
     Returns:
         The folder; None where it cannot be written, and then nothing is kept.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if _configured_folder() is not None:
+        return _configured_folder()
     folder = cache_folder() / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -50,6 +50,16 @@ def enable_persistent_cache() -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def persistent_cache_is_on() -> bool:
+    """Whether compiled programs are kept."""
+    return bool(jax.config.values["jax_enable_compilation_cache"]) and bool(_configured_folder())
+
+
+def _configured_folder() -> Path | None:
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return Path(folder) if folder else None
 
 
 @dataclass
@@ -70,9 +80,7 @@ class CompileCounts:
     @property
     def compilations(self) -> int:
         """Cache misses; every request when the cache is off."""
-        if jax.config.jax_compilation_cache_dir is None:
-            return self.requests
-        return self.cache_misses
+        return self.cache_misses if persistent_cache_is_on() else self.requests
 
 
 _active: list[CompileCounts] = []
@@ -109,8 +117,8 @@ def _on_event(event: str, **_: object) -> None:
             counts.cache_hits += 1
 
 
-def _on_duration(event: str, seconds: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == REQUEST:
         for counts in _active:
             counts.requests += 1
-            counts.seconds += seconds
+            counts.seconds += duration_secs

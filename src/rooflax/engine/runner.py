@@ -220,9 +220,9 @@ class Runner:
             return {(True, rows, c, c) for rows in prefill_rows for c in prefill_contexts} | {
                 (False, self.num_slots, c, c) for c in decode_contexts
             }
-        return {(True, rows, self.prefill_seq, c) for rows in prefill_rows for c in prefill_contexts} | {
-            (False, self.num_slots, 1, c) for c in decode_contexts
-        }
+        return {
+            (True, rows, self.prefill_seq, c) for rows in prefill_rows for c in prefill_contexts
+        } | {(False, self.num_slots, 1, c) for c in decode_contexts}
 
     def _context_buckets(self, shortest: int, longest: int) -> set[int]:
         return {self._context_bucket(n) for n in range(shortest, longest + 1)}

@@ -96,9 +96,7 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
         raise RequestError(f"{name} is {value!r}; it must be a whole number {limit}.")
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, above_low: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
     if value is None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)

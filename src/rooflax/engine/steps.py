@@ -96,7 +96,9 @@ def decode(
 
     cache, counts = carry
     rows = step.slots.shape[0]
-    shapes = jax.eval_shape(partial(_run, options=options, shards=shards), model, cache, counts, step)
+    shapes = jax.eval_shape(
+        partial(_run, options=options, shards=shards), model, cache, counts, step
+    )
     out = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes[0])
     assert shapes[0].tokens.shape == (rows,)
     start = (step.batch, cache, counts, out)

@@ -20,7 +20,9 @@ import numpy as np
 
 from rooflax.errors import RequestError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from rooflax.models.model import Model
 from rooflax.models.registry import family
+from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot, slots
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -28,6 +30,19 @@ DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+
+def save(model: Model, folder: str | os.PathLike[str], *, dtype: str = "bfloat16") -> None:
+    """Writes a Model as a Hugging Face folder; `save_model` says more.
+
+    Args:
+        model: with its layers unrolled or stacked.
+        dtype: of the file, "bfloat16", "float32" or "float16".
+    """
+    weights = model.weights
+    if "stacked_layers" in weights:
+        weights = unstack_layers(weights)
+    save_model(folder, model.family, model.config, weights, dtype=dtype)
 
 
 def save_model(

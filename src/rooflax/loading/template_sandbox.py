@@ -503,13 +503,52 @@ _FILTER_GUARDS: dict[str, Callable[..., None]] = {
     "truncate": _check_numbers,
 }
 _STRING_METHODS = frozenset(
-    "capitalize casefold center count endswith find format format_map index isalnum isalpha "
-    "isascii isdecimal isdigit islower isnumeric isspace istitle isupper join ljust lower lstrip "
-    "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip "
-    "split splitlines startswith strip swapcase title upper zfill".split()
+    [
+        "capitalize",
+        "casefold",
+        "center",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "format_map",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "islower",
+        "isnumeric",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "ljust",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rjust",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+        "zfill",
+    ]
 )
-_CONTAINER_METHODS = frozenset("copy count get index items keys values".split())
-_HELPER_METHODS = frozenset("changed current cycle next reset".split())
+_CONTAINER_METHODS = frozenset(["copy", "count", "get", "index", "items", "keys", "values"])
+_HELPER_METHODS = frozenset(["changed", "current", "cycle", "next", "reset"])
 
 
 class _Bounding(NodeTransformer):

@@ -216,7 +216,8 @@ class ConfigReader:
         if left:
             raise UnsupportedModelError(
                 f"config.json has {', '.join(map(repr, left[:10]))}, which rooflax does not read "
-                f"for {self.model_type}; if it changes no logit, pass --ignore-config-key {left[0]}."
+                f"for {self.model_type}; if that changes no logit, pass "
+                f"--ignore-config-key {left[0]}."
             )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rooflax.errors import CheckpointError

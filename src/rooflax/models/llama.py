@@ -3,7 +3,8 @@
 The architecture and nothing else: no files, dtypes, kernels or sampling. Refused: partial
 rotary dimensions, activations other than those of ops.activation.
 
-Source: transformers, models/llama/modeling_llama.py; Touvron et al., 2023; Grattafiori et al., 2024.
+Source: transformers, models/llama/modeling_llama.py; Touvron et al., LLaMA 2, 2023; Grattafiori et
+al., The Llama 3 Herd of Models, 2024.
 """
 
 from __future__ import annotations

@@ -117,4 +117,3 @@ def build(name: str, config: Any, weights: dict[str, Any], max_model_len: int | 
     """A Model from parts already on the device."""
     length = resolve_max_model_len(config, max_model_len)
     return Model(weights, make_rope(config, length), name, config, length)
-

@@ -53,7 +53,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
             for w in config.layer_windows or (None,) * config.num_layers
         ],
     }
-    return llama.base_config_to_hf(config) | sliding | {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-    }
+    return (
+        llama.base_config_to_hf(config)
+        | sliding
+        | {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+        }
+    )

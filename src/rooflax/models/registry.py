@@ -22,7 +22,9 @@ class Family(Protocol):
     def config_from_hf(self, reader: ConfigReader) -> Any: ...
     def config_to_hf(self, config: Any) -> dict[str, Any]: ...
     def weights(self, config: Any) -> dict[str, Weight]: ...
-    def forward(self, config: Any, weights: Any, rope: Any, batch: Any, cache: Any, **kw: Any) -> Any: ...
+    def forward(
+        self, config: Any, weights: Any, rope: Any, batch: Any, cache: Any, **kw: Any
+    ) -> Any: ...
     def logits(self, config: Any, weights: Any, hidden: Any, **kw: Any) -> Any: ...
 
 
@@ -35,9 +37,7 @@ def family(name: str) -> Family:
     return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
 
 
-def read_config(
-    raw: Mapping[str, Any], *, ignore: Sequence[str] = ()
-) -> tuple[str, Any]:
+def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[str, Any]:
     """The family's name and its config, from the object in config.json.
 
     Args:

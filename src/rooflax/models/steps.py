@@ -6,6 +6,8 @@ blocks, one after the other; sharing blocks between requests is the engine's bus
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,9 +65,9 @@ def prefill(
         lengths = jnp.full((rows,), seq, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
     batch = _batch(cache, tokens, positions, lengths, lengths)
-    hidden, cache = model.forward(batch, cache, options=options)
+    hidden, new = model.forward(batch, cache, options=options)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return model.logits(last, options=options), cache
+    return model.logits(last, options=options), cast(KVCache, new)
 
 
 def decode_step(
@@ -87,8 +89,8 @@ def decode_step(
     """
     ones = jnp.ones_like(positions)
     batch = _batch(cache, tokens[:, None], positions[:, None], ones, positions + 1)
-    hidden, cache = model.forward(batch, cache, options=options)
-    return model.logits(hidden[:, 0], options=options), cache
+    hidden, new = model.forward(batch, cache, options=options)
+    return model.logits(hidden[:, 0], options=options), cast(KVCache, new)
 
 
 def _batch(

@@ -52,8 +52,12 @@ class ExecutionOptions:
         _check_choice("moe", self.moe, ("grouped", "per_token", "dense"))
         _check_choice("kernels", self.kernels, (None, *KERNELS))
         steps = self.decode_steps
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise RequestError(f"decode_steps is {steps!r}; it must be a whole number of at least 1.")
+        if steps is not None and (
+            not isinstance(steps, int) or isinstance(steps, bool) or steps < 1
+        ):
+            raise RequestError(
+                f"decode_steps is {steps!r}; it must be a whole number of at least 1."
+            )
 
     def describe(self) -> str:
         """The switches that differ from the default, as "name=value, ..."."""

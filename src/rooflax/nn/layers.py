@@ -148,15 +148,18 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        batch, common = self.batch, {
-            "positions": self.batch.positions,
-            "context_lens": self.batch.context_lens,
-            "scale": scale,
-            "window": self.window,
-            "sinks": sinks,
-            "repeat_kv": self.options.gqa == "repeat",
-            "implementation": self.options.kernels,
-        }
+        batch, common = (
+            self.batch,
+            {
+                "positions": self.batch.positions,
+                "context_lens": self.batch.context_lens,
+                "scale": scale,
+                "window": self.window,
+                "sinks": sinks,
+                "repeat_kv": self.options.gqa == "repeat",
+                "implementation": self.options.kernels,
+            },
+        )
         if self.pools is None:
             return attention(
                 q,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,10 @@ def all_reduce(x: Float[Array, "*shape"], shards: Shards | None) -> Float[Array,
     return x if shards is None else jax.lax.psum(x, shards.axis)
 
 
+@overload
+def once(bias: None, shards: Shards | None) -> None: ...
+@overload
+def once(bias: Array, shards: Shards | None) -> Array: ...
 def once(
     bias: Float[Array, "*shape"] | None, shards: Shards | None
 ) -> Float[Array, "*shape"] | None:

@@ -18,5 +18,5 @@ def choose(operation: str, implementations: Mapping[str, F], name: str | None) -
         return list(implementations.values())[-1]
     if name not in implementations:
         have = ", ".join(implementations)
-        raise NotImplementedError(f"{operation} has no {name!r} implementation here; it has {have}.")
+        raise NotImplementedError(f"{operation} has no {name!r} implementation; it has {have}.")
     return implementations[name]

@@ -73,7 +73,8 @@ class TokenCounts:
         in_prompt = self.in_prompt.at[slots].set(self.in_prompt[slots] & keep)
         counts = jnp.where(keep, self.generated[slots], 0)
         row = jnp.where(valid, slots[:, None], self.in_prompt.shape[0] - 1)
-        return TokenCounts(in_prompt.at[row, tokens].set(True), self.generated.at[slots].set(counts))
+        generated = self.generated.at[slots].set(counts)
+        return TokenCounts(in_prompt.at[row, tokens].set(True), generated)
 
     def add_generated(
         self, slots: Int[Array, " B"], tokens: Int[Array, " B"], valid: Bool[Array, " B"]

@@ -239,10 +239,7 @@ def write_curves(folder: Path) -> None:
     """Draws a run's log as `curves.png`; says so in one line where matplotlib is missing."""
     lines = read_log(folder / "log.jsonl")
     if lines and not plot_curves(lines, folder / "curves.png"):
-        print(
-            "no curves.png: matplotlib is not installed (pip install matplotlib)",
-            file=sys.stderr,
-        )
+        sys.stderr.write("no curves.png: matplotlib is not installed (pip install matplotlib)\n")
 
 
 def _check_fits(model: Model, config: TrainConfig) -> None:

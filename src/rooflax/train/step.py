@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def make_train_step(model: Model, optimizer: Any, config: TrainConfig) -> Step:
         loss, grads = _accumulate(part, state.weights, batch, config.micro_batches)
         norm = optax.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
-        weights = optax.apply_updates(state.weights, updates)
+        weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
         return TrainState(weights, opt_state, state.step + 1), Metrics(loss, norm, total)
 
     return jax.jit(step, donate_argnums=0)

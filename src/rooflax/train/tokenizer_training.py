@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKEN_LENGTH = 32  # characters; longer merges are banners and rulers
 
-PATTERN = "|".join(  # noqa: FLY002
+PATTERN = "|".join(
     (
         r"(?:\r?\n)+[ \t]*",  # line breaks with the indentation that follows
         r" ?[\p{L}_]+",  # names

@@ -16,9 +16,7 @@ def gather(
     return blocks.swapaxes(1, 2).reshape(rows, kv_heads, nb * block_size, head_dim)
 
 
-def key_positions(
-    first_positions: Int[Array, " B"], num_slots: int
-) -> Int[Array, "B num_slots"]:
+def key_positions(first_positions: Int[Array, " B"], num_slots: int) -> Int[Array, "B num_slots"]:
     """Absolute position of every slot of the rows' tables."""
     return first_positions[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None, :]
 

@@ -37,15 +37,12 @@ def attention(
     mask = paging.visible(positions, key_positions, context_lens, window, segments)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
 
-    highest = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32)[None, :, None, None]
-        highest = jnp.maximum(highest, sink)
+    no_sinks = jnp.full(q.shape[2], -jnp.inf)
+    sink = (no_sinks if sinks is None else sinks.astype(jnp.float32))[None, :, None, None]
+    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     weights = jnp.exp(scores - highest)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
     weights = weights / jnp.where(total == 0, 1.0, total)
 
     out = jnp.einsum("bnts,bnsh->btnh", weights, v32, precision=HIGHEST)

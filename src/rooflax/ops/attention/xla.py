@@ -37,7 +37,9 @@ def attention(
     k, v, sinks = k.astype(q.dtype), v.astype(q.dtype), _per_group(sinks, k.shape[1])
 
     def rows_of(first: int, end: int, num_keys: int) -> jax.Array:
-        ids = None if segment_ids is None else (segment_ids[:, first:end], segment_ids[:, :num_keys])
+        ids = (
+            None if segment_ids is None else (segment_ids[:, first:end], segment_ids[:, :num_keys])
+        )
         mask = paging.visible(
             positions[:, first:end], key_positions[:, :num_keys], context_lens, window, ids
         )

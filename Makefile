@@ -1,0 +1,52 @@
+# Everything a fresh machine needs: `make demo` runs the main job, `make test` the tests.
+# PYTHON=... chooses the interpreter, VENV=... the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PROMPT = def read_config(path):
+PYPROJECT = pyproject.toml
+
+# Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
+# versions the tests compare with the committed golden logits.
+TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
+
+.PHONY: demo test test-all lint goldens docs clean
+
+demo: $(VENV)/.installed
+	$(BIN)/rooflax generate --prompt "$(PROMPT)" --max-tokens 160 --temperature 0.7 --top-p 0.9 --seed 1
+
+test: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+goldens: $(VENV)/.installed-test
+	$(BIN)/python -m tests.goldens
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m rooflax.cli.docs > docs/cli.md
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python $(PYPROJECT)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# torch first: what comes after it then takes that build instead of the newest.
+$(VENV)/.installed-test: $(VENV)/.installed
+	@if [ -n "$(TORCH)" ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

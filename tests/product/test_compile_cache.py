@@ -1,0 +1,74 @@
+"""What the persistent compile cache shares, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.product.snippets import ROOT
+
+SCRIPT = """
+import json, os, sys
+import rooflax.models.initialize as initialize
+initialize.DEVIATION = float(os.environ.get("DEVIATION", "0.02"))
+if "JAXLIB" in os.environ:
+    import jax._src.cache_key as cache_key
+    cache_key.jaxlib_version_str = os.environ["JAXLIB"]
+import rooflax
+llm = rooflax.LLM("preset:gpt2-tiny")
+(done,) = llm.generate([[5, 6, 7]], rooflax.SamplingParams(max_tokens=20, temperature=0))
+print(json.dumps({"compilations": done.timings["compilations"], "tokens": done.tokens,
+                  "home": rooflax.__file__}))
+"""
+
+
+def run(source: Path, cache: Path, **env: str) -> dict:
+    """Generates in a new process, with the package taken from `source`."""
+    full = {**os.environ, "PYTHONPATH": str(source), "ROOFLAX_CACHE_DIR": str(cache), **env}
+    full.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=full, capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout)
+    assert Path(result["home"]).is_relative_to(source)
+    return result
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one run of the checkout has filled."""
+    folder = tmp_path_factory.mktemp("cache")
+    first = run(ROOT / "src", folder)
+    assert 1 <= first["compilations"] <= 4
+    return folder
+
+
+def test_second_process_compiles_nothing(cache: Path) -> None:
+    assert run(ROOT / "src", cache)["compilations"] == 0
+
+
+def test_moved_checkout_edited_comments_and_other_weights_compile_nothing(
+    cache: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(ROOT / "src", moved, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in moved.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        first_import = text.find("\nimport ")
+        if first_import >= 0:
+            text = text[:first_import] + "\n# a comment\n\n" + text[first_import:]
+        path.write_text(text, encoding="utf-8")
+    again = run(moved, cache, DEVIATION="0.05")
+    assert again["compilations"] == 0
+
+
+@pytest.mark.parametrize(
+    "env", [{"JAXLIB": "0.0.1"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}]
+)
+def test_another_jaxlib_or_flag_compiles_again(cache: Path, env: dict[str, str]) -> None:
+    assert run(ROOT / "src", cache, **env)["compilations"] >= 1

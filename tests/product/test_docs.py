@@ -1,0 +1,66 @@
+"""The documents do what they say: every Python block in them is run."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from tests.product.snippets import ROOT, Snippet, snippets
+
+
+def run_all(path: str) -> int:
+    """Runs a file's Python blocks one after the other in one namespace."""
+    namespace: dict = {}
+    count = 0
+    for snippet in snippets(path, "python"):
+        if snippet.code.startswith("# not run:"):
+            continue
+        run(path, snippet, namespace)
+        count += 1
+    return count
+
+
+def run(path: str, snippet: Snippet, namespace: dict) -> None:
+    code = compile(snippet.code, f"{path}:{snippet.line}", "exec")
+    if snippet.raises is None:
+        exec(code, namespace)
+        return
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its name is checked below
+        exec(code, namespace)
+    names = [cls.__name__ for cls in type(caught.value).__mro__]
+    assert snippet.raises in names, f"{path}:{snippet.line} raised {names[0]}"
+
+
+def test_pitfalls_are_as_described() -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert run_all("docs/jax-pitfalls.md") == 13
+
+
+def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all("README.md") == 2
+    out = capsys.readouterr().out
+    assert "def add(a, b):" in out
+
+
+def test_readme_shell_commands_exist() -> None:
+    """Every verb and flag in the README's shell block is one that the command line knows."""
+    from rooflax.cli.main import build_parser
+
+    parser = build_parser()
+    import shlex
+
+    (block,) = [s for s in snippets("README.md", "") if "rooflax generate" in s.code]
+    lines = [line for line in block.code.splitlines() if line.startswith("rooflax ")]
+    assert len(lines) >= 8
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        parser.parse_args(words)
+
+
+def test_readme_tree_names_what_exists() -> None:
+    (block,) = [s for s in snippets("README.md", "") if s.code.startswith("src/rooflax/")]
+    inside = [line.split()[0] for line in block.code.splitlines() if line.startswith("  ")]
+    outside = [line.split()[0] for line in block.code.splitlines() if not line.startswith("  ")]
+    for name in inside:
+        assert (ROOT / "src" / "rooflax" / name).exists(), name
+    for name in outside:
+        assert (ROOT / name).exists(), name

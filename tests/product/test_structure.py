@@ -1,0 +1,40 @@
+"""The house stays as drawn: few dependencies, no pickle, no remote code, no stray torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from tests.product.snippets import ROOT
+
+SOURCES = sorted((ROOT / "src" / "rooflax").rglob("*.py"))
+
+
+def test_at_most_twelve_dependencies_each_with_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]]
+    assert len(names) <= 12
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for name in names:
+        assert f"| {name} |" in contributing, name
+
+
+def test_size_in_lines() -> None:
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES) <= 14_000
+
+
+def test_no_pickle_and_no_code_from_checkpoints() -> None:
+    forbidden = re.compile(r"^\s*(import pickle|from pickle|import dill|import joblib)|\bexec\(")
+    for path in SOURCES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not forbidden.search(line), f"{path}: {line}"
+
+
+def test_torch_and_transformers_are_imported_by_verify_alone() -> None:
+    pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
+    allowed = {Path("cli/verify.py")}
+    for path in SOURCES:
+        inside = path.relative_to(ROOT / "src" / "rooflax")
+        if inside not in allowed:
+            assert not pattern.search(path.read_text(encoding="utf-8")), inside

@@ -82,7 +82,7 @@ class LLM:
 
     Args:
         model: checkpoint folder, hub id ("owner/name"), "preset:NAME", or None for the embedded
-            default.
+            default; or what `describe` found.
         quantize: weight format; none exists yet, anything but None is refused.
         dtype: "float32" or "bfloat16"; None is float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of the KV cache; None is dtype.
@@ -98,7 +98,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Description | None = None,
         *,
         quantize: str | None = None,
         dtype: str | None = None,
@@ -121,13 +121,16 @@ class LLM:
         started = time.perf_counter()
         self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
         self.precision = Precision(dtype, kv_dtype).resolve(jax.default_backend())
-        self.about = describe(
-            model, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
+        self.about = (
+            model
+            if isinstance(model, Description)
+            else describe(
+                model, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
+            )
         )
         self.tokenizer = self.about.tokenizer()
         self.defaults = self.about.generation_defaults()
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
-        self._refuse_what_does_not_fit()
         self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
@@ -146,11 +149,8 @@ class LLM:
         jax.block_until_ready(model.weights)
         return model
 
-    def _refuse_what_does_not_fit(self) -> None:
-        """The weights with the smallest cache must fit; a request's own cache is checked later."""
-        self._check_memory(1, min(SMALLEST_ENGINE_TOKENS, self.max_model_len), loaded=False)
-
-    def _check_memory(self, rows: int, tokens: int, *, loaded: bool) -> None:
+    def _check_memory(self, rows: int, tokens: int) -> None:
+        """Refuses a KV cache that does not fit; the weights are there already."""
         need = estimate(
             self.about.family,
             self.about.config,
@@ -159,11 +159,8 @@ class LLM:
             rows=rows,
             tokens=tokens,
         )
-        if loaded:
-            need = replace(need, weights=0)
-        available = available_bytes()
-        if available is not None:
-            check_fits(need, available, f"{self.about.name} with {rows} x {tokens} tokens")
+        what = f"{self.about.name} with {rows} x {tokens} tokens"
+        check_fits(replace(need, weights=0), available_bytes(), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -281,7 +278,7 @@ class LLM:
         if engine and engine.num_slots == slots and engine.max_tokens >= tokens:
             return engine
         self._engine = None
-        self._check_memory(slots, tokens, loaded=True)
+        self._check_memory(slots, tokens)
         self._engine = Engine(
             self.model,
             self.options,

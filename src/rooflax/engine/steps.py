@@ -21,6 +21,7 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache
 from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
 from rooflax.nn.weights import assemble, slots
+from rooflax.ops.control import fori_loop
 from rooflax.ops.sampling import Sampled, Sampling, TokenCounts, sample
 
 
@@ -102,7 +103,7 @@ def decode(
     out = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes[0])
     assert shapes[0].tokens.shape == (rows,)
     start = (step.batch, cache, counts, out)
-    _, cache, counts, out = jax.lax.fori_loop(0, num_steps, one, start)
+    _, cache, counts, out = fori_loop(0, num_steps, one, start)
     return out, (cache, counts)
 
 

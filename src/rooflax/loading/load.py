@@ -18,9 +18,11 @@ from rooflax.loading.hub import resolve
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import ArraySource, load_weights
 from rooflax.models.initialize import random_weights
-from rooflax.models.model import Model, build
+from rooflax.models.memory import check_fits, estimate
+from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
+from rooflax.nn.host_memory import available_bytes
 
 EMBEDDED_NAME = "rooflax-python-5m"
 """The embedded default, and the name of its folder in assets/."""
@@ -120,6 +122,7 @@ def load(
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
+    _check_fits(about, dtype, resolve_max_model_len(about.config, max_model_len))
     if about.folder is None:
         weights = random_weights(about.family, about.config, seed=SEED, dtype=dtype, place=place)
     else:
@@ -133,6 +136,20 @@ def load(
             place=place,
         )
     return build(about.family, about.config, weights, max_model_len)
+
+
+def _check_fits(about: Description, dtype: str, max_model_len: int) -> None:
+    """The weights with a small cache must fit; a request's own cache is checked when it comes."""
+    need = estimate(
+        about.family,
+        about.config,
+        dtype=dtype,
+        kv_dtype=dtype,
+        rows=1,
+        tokens=min(256, max_model_len),
+        max_model_len=max_model_len,
+    )
+    check_fits(need, available_bytes(), about.name)
 
 
 def from_state_dict(

@@ -232,14 +232,14 @@ def forward(
 
 
 def logits(
-    config: Config,
+    config: Any,
     weights: dict[str, Any],
     hidden: Float[Array, "*batch D"],
     *,
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
 ) -> Float[Array, "*batch vocab"]:
-    """Next-token logits in float32."""
+    """Next-token logits in float32; `config` is a descendant's too."""
     head = weights["embed"] if config.tied_embeddings else weights["lm_head"]
     parts = unembed(hidden, head, implementation=options.kernels)
     return mesh.gather_vocab(parts, config.vocab_size, shards)

@@ -18,7 +18,7 @@ class MemoryEstimate:
     """Bytes, by what they are for.
 
     Attributes:
-        weights: all parameters.
+        weights: all parameters, and the RoPE table.
         kv_cache: blocks for `rows` sequences of `tokens` tokens.
         workspace: the largest intermediates of one step, an upper estimate.
     """
@@ -40,6 +40,7 @@ def estimate(
     kv_dtype: str,
     rows: int,
     tokens: int,
+    max_model_len: int | None = None,
     prefill_chunk: int = 512,
     block_size: int = 16,
 ) -> MemoryEstimate:
@@ -48,6 +49,7 @@ def estimate(
     Args:
         rows: sequences that run at once.
         tokens: longest context of each.
+        max_model_len: rows of the RoPE table; the model's own by default.
     """
     table = family(name).weights(config)
     parameters = num_parameters(table, config.axis_sizes, config.num_layers)
@@ -63,20 +65,23 @@ def estimate(
     scores = config.num_heads * chunk * tokens * 4
     hidden = chunk * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
     logits = 3 * config.vocab_size * 4
+    rope = 0
+    if hasattr(config, "rope_theta"):
+        rope = (max_model_len or config.max_position) * config.head_dim * 4
     return MemoryEstimate(
-        weights=parameters * ITEM_BYTES[dtype],
+        weights=parameters * ITEM_BYTES[dtype] + rope,
         kv_cache=kv_cache,
         workspace=rows * (2 * scores + hidden + logits),
     )
 
 
-def check_fits(need: MemoryEstimate, available: int, what: str) -> None:
-    """Refuses what does not fit, with the arithmetic.
+def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
+    """Refuses what does not fit, with the arithmetic; where nothing is known, nothing is refused.
 
     Raises:
         RequestError: more is needed than available.
     """
-    if need.total > available:
+    if available is not None and need.total > available:
         raise RequestError(
             f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
             f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "

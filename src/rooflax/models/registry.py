@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
@@ -16,6 +16,7 @@ FAMILIES = ("gpt2", "llama", "qwen2", "gpt_oss")
 READ_QUANTIZATION = ("mxfp4",)
 
 
+@runtime_checkable
 class Family(Protocol):
     """What a family module offers. `Config` is its own; arrays are as its table says."""
 

@@ -16,6 +16,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, with_pools, write
 from rooflax.ops.attention import attention, paged_attention
+from rooflax.ops.control import scan
 
 LayerWeights = dict[str, Array]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -99,7 +100,7 @@ def _scan(
 
     carry = (x, cache.k, cache.v) if cache else (x, (), ())
     xs = (jnp.arange(repeats, dtype=jnp.int32), stacked)
-    (x, k, v), _ = jax.lax.scan(_checkpointed(body, remat), carry, xs)
+    (x, k, v), _ = scan(_checkpointed(body, remat), carry, xs)
     return x, with_pools(cache, list(k), list(v)) if cache else None
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from rooflax.ops.control import cond
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
 NUM_CANDIDATES = 256
@@ -120,12 +121,12 @@ def sample(
         | jnp.any(sampling.frequency_penalty != 0)
         | jnp.any(sampling.bias_values != 0)
     )
-    adjusted = jax.lax.cond(
+    adjusted = cond(
         adjusts,
         lambda: _adjust(logits, sampling, counts.in_prompt[slots], counts.generated[slots]),
         lambda: logits,
     )
-    tokens = jax.lax.cond(
+    tokens = cond(
         jnp.any(sampling.temperature > 0),
         lambda: _draw(adjusted, sampling, positions),
         lambda: _argmax(adjusted),
@@ -173,7 +174,7 @@ def _draw(
         return _pick(values, ids, keep, sampling, positions)
 
     def from_all() -> jax.Array:
-        return jax.lax.cond(jnp.any(filtered), sort_all, keep_all)
+        return cond(jnp.any(filtered), sort_all, keep_all)
 
     def sort_all() -> jax.Array:
         order = jnp.argsort(-scaled, axis=-1, stable=True).astype(jnp.int32)
@@ -184,7 +185,7 @@ def _draw(
         every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], scaled.shape)
         return _pick(scaled, every, jnp.ones(scaled.shape, bool), sampling, positions)
 
-    drawn = jax.lax.cond(jnp.all(within), from_candidates, from_all)
+    drawn = cond(jnp.all(within), from_candidates, from_all)
     return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
 
 
@@ -273,5 +274,5 @@ def _with_logprobs(
         empty = jnp.zeros((rows, top), jnp.float32)
         return jnp.zeros(rows, jnp.float32), empty.astype(jnp.int32), empty
 
-    chosen, ids, values = jax.lax.cond(jnp.any(sampling.num_logprobs >= 0), compute, nothing)
+    chosen, ids, values = cond(jnp.any(sampling.num_logprobs >= 0), compute, nothing)
     return Sampled(tokens, chosen, ids, values)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.control import fori_loop
 from rooflax.ops.linear import xla as linear
 from rooflax.ops.moe import reference
 
@@ -105,4 +106,4 @@ def _run_tiles(
         return jax.lax.dynamic_update_slice_in_dim(out, y, index * tile, axis=0)
 
     empty = jnp.zeros((num_slots, hidden), jnp.float32)
-    return jax.lax.fori_loop(0, num_tiles, run_tile, empty)
+    return fori_loop(0, num_tiles, run_tile, empty)

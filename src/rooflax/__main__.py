@@ -1,4 +1,4 @@
-"""`python -m rooflax` is the command line."""
+"""`python -m rooflax`."""
 
 from rooflax.cli.main import entry
 

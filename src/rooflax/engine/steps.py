@@ -154,8 +154,13 @@ def _compiled(function: Callable, jit: bool, mesh: Mesh | None, **static: Any) -
         bound = _named(function, static)
         if mesh is not None:
             bound = _sharded(bound, mesh)
-        _JITTED[key] = jax.jit(bound, donate_argnums=1) if jit else bound
+        _JITTED[key] = jax.jit(bound, donate_argnums=1) if jit else _eager(bound)
     return _JITTED[key]
+
+
+def _eager(function: Callable) -> Callable:
+    """Host arrays go to the device first, as jit would see to."""
+    return lambda *args: function(*jax.device_put(args))
 
 
 def _named(function: Callable, static: dict[str, Any]) -> Callable:

@@ -64,12 +64,15 @@ class ConfigReader:
             return default
         return value
 
-    def size(self, key: str, default: Any = MISSING, *, most: int = 2**31 - 1) -> int:
-        """A whole number from 1 to `most`."""
+    def size(
+        self, key: str, default: Any = MISSING, *, least: int = 1, most: int = 2**31 - 1
+    ) -> int:
+        """A whole number from `least` to `most`."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise CheckpointError(
-                f"config.json has {key} = {value!r}; it must be a whole number from 1 to {most}."
+                f"config.json has {key} = {value!r}; it must be a whole number from {least} "
+                f"to {most}."
             )
         return value
 
@@ -182,14 +185,24 @@ class ConfigReader:
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
             return RopeScaling("llama3", factor, original, low, high)
+        truncate = rope.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise CheckpointError(
+                f"config.json has rope_scaling.truncate = {truncate!r}; it must be true or false."
+            )
+        given = {
+            key: number(key)
+            for key in ("attention_factor", "mscale", "mscale_all_dim")
+            if rope.get(key) is not None
+        }
         return RopeScaling(
             "yarn",
             factor,
             original,
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
-            truncate=bool(rope.get("truncate", True)),
-            attention_factor=_yarn_attention_factor(factor, rope),
+            truncate=truncate,
+            attention_factor=_yarn_attention_factor(factor, given),
         )
 
     def _positive(self, key: str, value: Any) -> float:
@@ -234,15 +247,14 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
-def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
+def _yarn_attention_factor(factor: float, given: Mapping[str, float]) -> float:
     """0.1 ln(factor) + 1, or what the config gives (transformers, modeling_rope_utils.py)."""
-    given = rope.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if "attention_factor" in given:
+        return given["attention_factor"]
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    if "mscale" in given and "mscale_all_dim" in given:
+        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
     return mscale(1.0)

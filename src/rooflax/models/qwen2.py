@@ -33,7 +33,7 @@ def config_from_hf(reader: ConfigReader) -> Config:
 def _layer_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """`layer_types` if given, else the layers from `max_window_layers` on."""
     reader.get("sliding_window", None)
-    first = reader.get("max_window_layers", 28)
+    first = reader.size("max_window_layers", 28, least=0)
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     types = reader.layer_types(num_layers, default)
     if not reader.flag("use_sliding_window", False):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def is_traced(*values: Any) -> bool:
@@ -29,7 +30,7 @@ def fori_loop(start: int, stop: Any, body: Callable[[Any, Any], Any], init: Any)
     if is_traced(stop, init):
         return jax.lax.fori_loop(start, stop, body, init)
     for index in range(start, int(stop)):
-        init = body(index, init)
+        init = body(jnp.int32(index), init)
     return init
 
 

@@ -12,12 +12,12 @@ Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tup
 def dot_general(
     a: Float[Array, "*a"], b: Float[Array, "*b"], dimension_numbers: Dims
 ) -> Float[Array, "*result"]:
-    """lax.dot_general with float32 sums and a float32 result; operands meet in the wider dtype.
+    """lax.dot_general with float32 sums and a float32 result; unlike operands meet in float32.
 
     float32 operands are multiplied as float32, not as TF32 or bfloat16. XLA's CPU backend has no
     bfloat16 product for every layout, so there narrower operands are widened first.
     """
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
     if dtype == jnp.float32:
         return jax.lax.dot_general(a, b, dimension_numbers, jax.lax.Precision.HIGHEST)

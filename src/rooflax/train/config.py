@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -80,8 +81,8 @@ class TrainConfig:
         self._check_number("min_lr_ratio", 0.0, 1.0)
         self._check_number("weight_decay", 0.0, math.inf)
         self._check_number("clip_norm", 0.0, math.inf)
-        for name in ("beta1", "beta2"):
-            self._check_number(name, 0.0, 1.0)
+        for name in ("beta1", "beta2"):  # at 1 the moments stay 0 and the step is 0 / 0
+            self._check_number(name, 0.0, 1.0, below=True)
         self._check_choice("dtype", COMPUTE_DTYPES)
         self._check_choice("remat", REMAT)
         self._check_choice("layers", LAYERS)
@@ -123,13 +124,18 @@ class TrainConfig:
         if type(value) is not int or value < least:
             raise RequestError(f"{name} is {value!r}; it must be a whole number from {least} up.")
 
-    def _check_number(self, name: str, least: float, most: float, above: bool = False) -> None:
+    def _check_number(
+        self, name: str, least: float, most: float, *, above: bool = False, below: bool = False
+    ) -> None:
         value = getattr(self, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not least <= value <= most:
+        # Not math.isfinite: it fails at whole numbers that no float can hold.
+        if not number or not least <= value <= min(most, sys.float_info.max):
             raise RequestError(f"{name} is {value!r}; it must be a number from {least} to {most}.")
         if above and value == least:
             raise RequestError(f"{name} is {value!r}; it must be above {least}.")
+        if below and value == most:
+            raise RequestError(f"{name} is {value!r}; it must be below {most}.")
 
     def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)

@@ -27,7 +27,7 @@ SKIPPED_FOLDERS = frozenset(
     }
 )
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-HELD_OUT_SHARE = 10
+HELD_OUT_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def file_documents(paths: Sequence[Path], *, field: str = "text") -> Iterator[Do
     """
     for path in paths:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8")  # read_text would change line ends
         except OSError as error:
             raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
         except UnicodeDecodeError:
@@ -99,20 +99,24 @@ def python_stdlib_documents(include_tests: bool) -> Iterator[Document]:
     yield from folder_documents(folder, "*.py", skip=() if include_tests else TEST_FOLDERS)
 
 
-def is_held_out(name: str) -> bool:
-    """Whether a document belongs to the held-out tenth; decided by its name alone."""
+def is_held_out(name: str, fraction: float = HELD_OUT_FRACTION) -> bool:
+    """Whether a document is among the held-out fraction; decided by its name alone.
+
+    A document of a smaller fraction also belongs to every larger one.
+    """
     digest = hashlib.sha256(name.encode("utf-8")).digest()
-    return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
+    tenths, rest = int.from_bytes(digest[:8], "big") % 10, int.from_bytes(digest[8:12], "big")
+    return (tenths + rest / 2**32) / 10 < fraction
 
 
 def split_held_out(
-    documents: Iterable[Document],
+    documents: Iterable[Document], fraction: float = HELD_OUT_FRACTION
 ) -> tuple[list[Document], list[Document]]:
     """(training, held-out) documents, each in the given order."""
     training: list[Document] = []
     held_out: list[Document] = []
     for document in documents:
-        (held_out if is_held_out(document.name) else training).append(document)
+        (held_out if is_held_out(document.name, fraction) else training).append(document)
     return training, held_out
 
 
@@ -131,9 +135,18 @@ def _jsonl_documents(path: Path, text: str, field: str) -> Iterator[Document]:
             value = json.loads(line)[field]
         except (ValueError, KeyError, TypeError, RecursionError):
             value = None
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not _is_unicode(value):
             raise RequestError(
                 f"line {number} of {path} is not a JSON object with a string under {field!r}."
             )
         if value:
             yield Document(f"{path.name}:{number}", value)
+
+
+def _is_unicode(text: str) -> bool:
+    """False where JSON spelled half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -20,6 +20,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, RequestError
 
 ENCODE_AT_ONCE = 256  # documents
+DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def open_corpus(path: Path) -> Corpus:
     """
     try:
         info = CorpusInfo(**json.loads(_info_path(path).read_text(encoding="utf-8")))
+        if info.dtype not in DTYPES:
+            raise ValueError(f"its dtype is {info.dtype!r}, not one of {', '.join(DTYPES)}")
         tokens = np.memmap(path, np.dtype(info.dtype), "r")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot open the token file {path}: {error}.") from None
     if tokens.size != info.num_tokens:
         raise CheckpointError(

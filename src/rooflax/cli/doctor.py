@@ -1,0 +1,173 @@
+"""`rooflax doctor`: what is here to run on, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform as python_platform
+from typing import Any
+
+from rooflax import __version__
+from rooflax.cli import flags, platform, terminal
+from rooflax.cli.parser import Parser
+
+SUMMARY = "devices, kernels, caches and versions"
+TAKES_MODEL = False
+DEPENDENCIES = (
+    "jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "jinja2", "huggingface_hub", "optax",
+    "tqdm",
+)  # fmt: skip
+OPTIONAL = ("transformers", "torch", "matplotlib")
+NOT_BUILT = {"native": "this version has none", "pallas": "this version has none"}
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_device(parser)
+    flags.add_output(parser, progress=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings."""
+    platform.start_jax(args)
+    found = {
+        "versions": versions(),
+        "devices": devices(),
+        "host": host(),
+        "kernels": kernels(),
+        "compile_cache": compile_cache(),
+        "hub": hub(),
+    }
+    if args.json:
+        terminal.print_json(found)
+    else:
+        _print(found)
+    return 0
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, rooflax and what it uses; None for what is not installed."""
+    found: dict[str, str | None] = {
+        "python": python_platform.python_version(),
+        "rooflax": __version__,
+    }
+    for name in (*DEPENDENCIES, *OPTIONAL):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """JAX's devices; memory in bytes where the runtime says."""
+    import jax
+
+    found = []
+    for device in jax.devices():
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        found.append(
+            {"platform": device.platform, "kind": device.device_kind, "memory_bytes": limit}
+        )
+    return found
+
+
+def host() -> dict[str, Any]:
+    """Threads and memory."""
+    from rooflax.nn.host_memory import available_bytes
+
+    given = os.environ.get(platform.THREADS_VARIABLE)
+    return {
+        "cores": os.cpu_count(),
+        "threads": int(given) if given and given.isdigit() else None,
+        "available_bytes": available_bytes(),
+    }
+
+
+def kernels() -> dict[str, dict[str, str]]:
+    """Per operation, each implementation: "used", "available", or why it is not there."""
+    from rooflax.nn.execution import KERNELS
+    from rooflax.ops.attention import api as attention
+    from rooflax.ops.linear import api as linear
+    from rooflax.ops.moe import api as moe
+
+    operations = {
+        "linear": linear.IMPLEMENTATIONS,
+        "attention": attention.PAGED_IMPLEMENTATIONS,
+        "moe": moe.IMPLEMENTATIONS,
+    }
+    found = {}
+    for operation, known in operations.items():
+        best = list(known)[-1]
+        states = {name: "used" if name == best else "available" for name in known}
+        missing = {n: f"not built: {NOT_BUILT[n]}" for n in KERNELS if n not in known}
+        found[operation] = states | missing
+    return found
+
+
+def compile_cache() -> dict[str, Any]:
+    """Where compiled programs are kept, and whether a tiny one was found there."""
+    import jax
+    import numpy as np
+
+    from rooflax.engine.compilation import count_compilations, enable_persistent_cache
+
+    folder = enable_persistent_cache()
+
+    def doctors_program(x: Any) -> Any:
+        return x * 2 + 1
+
+    with count_compilations() as counts:
+        jax.jit(doctors_program)(np.arange(3, dtype=np.float32)).block_until_ready()
+    state = "hit" if counts.cache_hits else "miss" if counts.cache_misses else "off"
+    return {"folder": str(folder) if folder else None, "tiny_program": state}
+
+
+def hub() -> dict[str, Any]:
+    """The hub's cache folder, and whether the hub may be reached."""
+    from huggingface_hub import constants
+
+    return {"folder": str(constants.HF_HUB_CACHE), "offline": bool(constants.HF_HUB_OFFLINE)}
+
+
+def _print(found: dict[str, Any]) -> None:
+    _section("versions", [(n, v or "not installed") for n, v in found["versions"].items()])
+    rows = [(d["platform"], d["kind"], _size(d["memory_bytes"])) for d in found["devices"]]
+    _section("devices", rows)
+    host = found["host"]
+    threads = f"{host['threads'] or 'as many as JAX likes'}"
+    _section(
+        "host",
+        [
+            ("threads", f"{threads} of {host['cores']} cores"),
+            ("memory", f"{_size(host['available_bytes'])} free"),
+        ],
+    )
+    rows = []
+    for operation, states in found["kernels"].items():
+        for name, state in states.items():
+            rows.append((operation, name, state))
+            operation = ""
+    _section("kernels", rows)
+    cache, offline = found["compile_cache"], "yes" if found["hub"]["offline"] else "no"
+    _section(
+        "caches",
+        [
+            ("compiled programs", cache["folder"] or "cannot be kept: the folder is not writable"),
+            ("a tiny program", cache["tiny_program"]),
+            ("downloaded models", found["hub"]["folder"]),
+            ("HF_HUB_OFFLINE", offline),
+        ],
+    )
+
+
+def _section(title: str, rows: list[tuple[str, ...]]) -> None:
+    print(title)
+    for line in terminal.table(rows):
+        print(f"  {line}")
+
+
+def _size(count: int | None) -> str:
+    from rooflax.models.memory import gib
+
+    return "" if count is None else gib(count)

@@ -1,0 +1,211 @@
+"""Flags that several verbs share, and what they become: the values that Python takes.
+
+The same name means the same on the command line and in Python. This module imports no jax, so
+that a wrong value is refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import RequestError
+from rooflax.models.presets import PREFIX
+from rooflax.nn.execution import ExecutionOptions, Precision
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+def add_model(parser: Parser) -> None:
+    """MODEL, and how it is found and read."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="checkpoint folder, hub id or preset:NAME; default: the embedded model",
+    )
+    group = parser.group("finding the model")
+    group.add_argument("--revision", metavar="REF", help="branch, tag or commit of a hub id")
+    group.add_argument("--offline", action="store_true", help="use downloaded models only")
+    group.add_argument(
+        "--ignore-config-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="pass over a key of config.json that is not known (repeatable)",
+    )
+
+
+def add_check(parser: Parser) -> None:
+    parser.group("finding the model").add_argument(
+        "--check", action="store_true", help="refuse weights that hold NaN or infinity"
+    )
+
+
+def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
+    """How tokens are chosen, and when to stop.
+
+    Args:
+        max_tokens: the verb's default.
+        samples: offer what makes sense for one prompt only.
+    """
+    group = parser.group("choosing tokens")
+    add = group.add_argument
+    add(
+        "-n", "--max-tokens", metavar="N", type=whole, default=max_tokens,
+        help=f"most new tokens; default {max_tokens}, or what the context has room for",
+    )  # fmt: skip
+    add("--temperature", "--temp", metavar="T", type=number, help="0 is greedy; default 1")
+    add("--top-k", metavar="K", type=whole, help="choose among the k most likely")
+    add("--top-p", metavar="P", type=number, help="choose among those that make up p")
+    add("--min-p", metavar="P", type=number, help="drop those below p times the best")
+    add("--seed", metavar="N", type=whole, help="of the draws; default 0")
+    add("--repetition-penalty", metavar="X", type=number, help="above 1 repeats less")
+    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, once per token used")
+    add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")
+    add(
+        "--logit-bias", metavar="ID=VALUE", type=bias, action="append", default=[],
+        help="add to a token's logit, -100 to 100 (repeatable)",
+    )  # fmt: skip
+    add("--stop", metavar="TEXT", action="append", default=[], help="end at TEXT (repeatable)")
+    add(
+        "--stop-token-ids", metavar="ID,ID", type=token_ids, action="append", default=[],
+        help="end at these token ids",
+    )  # fmt: skip
+    add("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
+    if samples:
+        add("--samples", metavar="N", type=whole, default=1, help="answers to draw; default 1")
+        add("--logprobs", metavar="N", type=whole, help="show log-probabilities, and N others")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling flags as what they become in Python.
+
+    Raises:
+        RequestError: a value that cannot be.
+    """
+    repeated = {token for token, _ in args.logit_bias}
+    if len(repeated) != len(args.logit_bias):
+        raise RequestError("--logit-bias names a token id twice; give each once.")
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(token for ids in args.stop_token_ids for token in ids),
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias),
+        logprobs=getattr(args, "logprobs", None),
+        n=getattr(args, "samples", 1),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def add_max_model_len(parser: Parser, text: str) -> None:
+    parser.group("memory and precision").add_argument(
+        "-c", "--max-model-len", "--ctx-size", metavar="N", type=whole, help=text
+    )
+
+
+def add_precision(parser: Parser, *, kv: bool = True, quantize: bool = True) -> None:
+    """Widths, which may change tokens."""
+    add = parser.group("memory and precision").add_argument
+    add("--dtype", metavar="TYPE", help="float32 or bfloat16; default float32 on CPU")
+    if kv:
+        add("--kv-dtype", metavar="TYPE", help="of the KV cache; default as --dtype")
+    if quantize:
+        add("-q", "--quantize", metavar="FORMAT", help="refused: no format exists yet")
+
+
+def check_precision(args: argparse.Namespace) -> Precision:
+    """The widths as they were asked for; RequestError for one that is not known."""
+    return Precision(args.dtype, getattr(args, "kv_dtype", None))
+
+
+def add_execution(parser: Parser, *, cached: bool = True) -> None:
+    """Switches that change speed, never a token.
+
+    Args:
+        cached: the verb decodes with a KV cache, step by step.
+    """
+    add = parser.group("speed, never tokens").add_argument
+    if cached:
+        add("--no-cache", action="store_true", help="run the whole sequence for every token")
+        add("--no-jit", action="store_true", help="dispatch every operation by itself")
+    add("--layers", metavar="HOW", default="unrolled", help="unrolled (default) or scan")
+    add("--gqa", metavar="HOW", default="grouped", help="grouped (default) or repeat")
+    add("--moe", metavar="HOW", default="grouped", help="grouped (default), per_token, dense")
+    add("--kernels", metavar="NAME", help="reference, xla, native, pallas; default the best")
+    if cached:
+        add("--decode-steps", metavar="N", type=whole, help="tokens per dispatch")
+
+
+def execution_options(args: argparse.Namespace) -> ExecutionOptions:
+    """The switches as what they become in Python; RequestError for a wrong value."""
+    if getattr(args, "no_cache", False) and args.decode_steps is not None:
+        raise RequestError("--decode-steps needs the cache, and --no-cache is given; drop one.")
+    return ExecutionOptions(
+        use_cache=not getattr(args, "no_cache", False),
+        jit=not getattr(args, "no_jit", False),
+        layers=args.layers,
+        gqa=args.gqa,
+        moe=args.moe,
+        kernels=args.kernels,
+        decode_steps=getattr(args, "decode_steps", None),
+    )
+
+
+def add_device(parser: Parser, *, mesh: bool = False) -> None:
+    """Where to run."""
+    add = parser.group("where to run").add_argument
+    add("--platform", metavar="NAME", help="cpu, gpu or tpu; default the best that is here")
+    add(
+        "-t", "--threads", metavar="N", type=at_least_one,
+        help="CPU threads; default the cores this process may use",
+    )  # fmt: skip
+    if mesh:
+        add("--mesh", metavar="tensor=N", help="split the model over N devices")
+
+
+def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:
+    """What is printed. Comes last, so that every help ends alike.
+
+    Args:
+        json: the verb has a JSON document to give.
+        progress: the verb loads or computes, so it shows progress and can say what it uses.
+    """
+    add = parser.group("output").add_argument
+    if json:
+        add("--json", action="store_true", help="one JSON document on stdout")
+    if progress:
+        add("--quiet", action="store_true", help="no progress and no statistics")
+        add("--verbose", action="store_true", help="say what is used; show where faults are")
+    add("-h", "--help", action="store_true", help="print this")
+
+
+def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """MODEL's flags as arguments of `describe`.
+
+    Raises:
+        RequestError: a flag that has no meaning for this MODEL.
+    """
+    made_here = args.model is None or args.model.startswith(PREFIX)
+    for flag, given in (
+        ("--revision", args.revision),
+        ("--ignore-config-key", args.ignore_config_key),
+    ):
+        if made_here and given:
+            name = args.model or "the embedded model"
+            raise RequestError(f"{flag} is for checkpoints, and {name} is none; drop it.")
+    return {
+        "revision": args.revision,
+        "offline": args.offline,
+        "ignore_config_keys": args.ignore_config_key,
+    }

@@ -1,0 +1,155 @@
+"""`rooflax generate`: one prompt to stdout, streaming; statistics on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli import flags, statistics, terminal
+from rooflax.cli.parser import Parser
+from rooflax.cli.session import open_llm
+from rooflax.errors import RequestError
+
+if TYPE_CHECKING:
+    from rooflax.engine.sampling_params import SamplingParams
+    from rooflax.llm import LLM, Completion, Delta
+
+SUMMARY = "continue a prompt, streaming to stdout"
+DEFAULT_MAX_TOKENS = 256
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser)
+    flags.add_check(parser)
+    parser.group("the prompt").add_argument(
+        "-p", "--prompt", metavar="TEXT",
+        help="text to continue; default: stdin, without its last line break",
+    )  # fmt: skip
+    flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
+    flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
+    flags.add_precision(parser)
+    flags.add_execution(parser)
+    flags.add_device(parser, mesh=True)
+    flags.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates, and prints text or JSON."""
+    params = flags.sampling_params(args)
+    prompt = args.prompt if args.prompt is not None else _prompt_from_stdin()
+    if not prompt:
+        raise RequestError("The prompt is empty; give text with --prompt or on stdin.")
+    llm = open_llm(args)
+    completions = _generate(llm, prompt, params, args)
+    if args.json:
+        terminal.print_json(document(llm, completions))
+    elif not args.quiet:
+        statistics.say_statistics(llm, completions)
+    return 0
+
+
+def _prompt_from_stdin() -> str:
+    if terminal.is_terminal(sys.stdin):
+        raise RequestError(
+            'no prompt was given: say --prompt "def fibonacci(n):", or give text on stdin.'
+        )
+    return terminal.read_stdin().removesuffix("\n").removesuffix("\r")
+
+
+def _generate(
+    llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace
+) -> list[Completion]:
+    deltas = first_delta_awaited(llm.stream(prompt, params), "compiling and reading", args.quiet)
+    if args.json:
+        return _completions(deltas)
+    if params.n > 1:
+        completions = _completions(deltas)
+        for completion in completions:
+            terminal.write(f"--- sample {completion.index + 1} of {params.n}\n{completion.text}\n")
+    else:
+        completions = _stream(deltas, prompt, args)
+    for completion in completions:
+        if completion.logprobs is not None:
+            _say_logprobs(llm, completion)
+    return completions
+
+
+def first_delta_awaited(deltas: Iterator[Delta], text: str, quiet: bool) -> Iterator[Delta]:
+    """The same deltas; a status line stands while the first one is on its way."""
+    with terminal.status(text, quiet):
+        first = next(deltas, None)
+    if first is not None:
+        yield first
+        yield from deltas
+
+
+def _completions(deltas: Iterator[Delta]) -> list[Completion]:
+    done = [delta.completion for delta in deltas if delta.completion is not None]
+    return sorted(done, key=lambda completion: completion.index)
+
+
+def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> list[Completion]:
+    """Writes text as it comes. Where all goes to one terminal, the prompt stands before it."""
+    on_terminal = terminal.is_terminal(sys.stdout)
+    echo = on_terminal and terminal.is_terminal(sys.stderr) and not args.quiet
+    done, begun = [], False
+    for delta in deltas:
+        if echo and not begun:
+            shown = terminal.dim(terminal.harmless(prompt), sys.stderr)
+            print(shown, end="", file=sys.stderr, flush=True)
+        begun = True
+        if delta.text:
+            terminal.write(delta.text)
+        if delta.completion is not None:
+            done.append(delta.completion)
+    if on_terminal:
+        terminal.write("\n")
+        if not args.quiet:
+            terminal.say()
+    return done
+
+
+def _say_logprobs(llm: LLM, completion: Completion) -> None:
+    """One line per token on stderr: its log-probability, then the best others."""
+    rows = []
+    for token, entry in zip(completion.tokens, completion.logprobs or (), strict=True):
+        others = (f"{_spelled(llm, i)} {value:.3f}" for i, value in entry.top)
+        rows.append((str(token), _spelled(llm, token), f"{entry.logprob:.3f}", ", ".join(others)))
+    for line in terminal.table([("id", "token", "logprob", "likeliest"), *rows], right=(0, 2)):
+        terminal.say(line)
+
+
+def _spelled(llm: LLM, token: int) -> str:
+    return ascii(llm.tokenizer.decode([token], skip_special_tokens=False))
+
+
+def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
+    """The JSON of `generate`: the first sample, and all of them if several were asked for."""
+    first = completions[0]
+    found: dict[str, Any] = {
+        "model": llm.about.name,
+        "prompt_tokens": list(first.prompt_tokens),
+        **_sample(first),
+        "timings": dict(first.timings),
+        "memory": statistics.memory(llm),
+        "devices": statistics.num_devices(llm),
+    }
+    if len(completions) > 1:
+        found["samples"] = [_sample(completion) for completion in completions]
+    return found
+
+
+def _sample(completion: Completion) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tokens": list(completion.tokens),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        found["logprobs"] = [
+            {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+            for entry in completion.logprobs
+        ]
+    return found

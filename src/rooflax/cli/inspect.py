@@ -1,0 +1,250 @@
+"""`rooflax inspect`: architecture, weights and the memory a model will take, without loading it.
+
+Only config.json and the headers of the weight files are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli import flags, platform, terminal
+from rooflax.cli.models import billions
+from rooflax.cli.parser import Parser, at_least_one
+
+if TYPE_CHECKING:
+    from rooflax.loading.load import Description
+
+SUMMARY = "architecture, weights, and the memory it will take"
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser)
+    flags.add_max_model_len(parser, "tokens per sequence to plan for; default the model's longest")
+    flags.add_precision(parser, quantize=False)
+    parser.group("memory and precision").add_argument(
+        "--batch", metavar="N", type=at_least_one, default=1, help="sequences at once; default 1"
+    )
+    flags.add_device(parser)
+    flags.add_output(parser, progress=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is known before loading."""
+    flags.check_precision(args)
+    platform.start_jax(args)
+    from rooflax.loading.load import describe
+
+    about = describe(args.model, **flags.find_arguments(args))
+    found = document(about, args)
+    if args.json:
+        terminal.print_json(found)
+    else:
+        for line in lines(found):
+            print(line)
+    return 0
+
+
+def document(about: Description, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as `--json` prints it."""
+    return {
+        "model": about.name,
+        "family": about.family,
+        "folder": str(about.folder) if about.folder else None,
+        "architecture": architecture(about.config),
+        "weights": weights(about),
+        "memory": memory(about, args),
+    }
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """The fields of a family's Config, layer windows counted."""
+    found = {f.name: getattr(config, f.name) for f in fields(config)}
+    windows = found.pop("layer_windows", None)
+    if windows:
+        found["layer_windows"] = dict(Counter(_window_name(w) for w in windows))
+    scaling = found.get("rope_scaling")
+    if scaling is not None:
+        found["rope_scaling"] = scaling.to_hf()
+    return found
+
+
+def _window_name(window: int | None) -> str:
+    return "full" if window is None else f"window {window}"
+
+
+def weights(about: Description) -> dict[str, Any]:
+    """Parameters by part, and the formats of the files."""
+    from rooflax.models.registry import family
+    from rooflax.nn.weights import slots
+
+    config = about.config
+    parts: Counter[str] = Counter()
+    for slot in slots(family(about.family).weights(config), config.num_layers):
+        parts[_part(slot.key)] += math.prod(slot.weight.shape(config.axis_sizes))
+    return {
+        "parameters": sum(parts.values()),
+        "parameters_by_part": dict(parts.most_common()),
+        "formats": None if about.folder is None else formats(about),
+    }
+
+
+def _part(key: str) -> str:
+    """What a weight belongs to, by its name in the table."""
+    if "norm" in key:
+        return "norms"
+    for part in ("attn", "router", "experts", "mlp"):
+        if part in key:
+            return {"attn": "attention"}.get(part, part)
+    return key
+
+
+def formats(about: Description) -> list[dict[str, Any]]:
+    """Tensors and bytes in the files by format, from their headers."""
+    from rooflax.loading.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(about.folder or "")
+    names = set(checkpoint.names())
+    tensors: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for name in names:
+        info = checkpoint.info(name)
+        kind = "MXFP4" if _is_mxfp4(name, names) else info.dtype
+        tensors[kind] += 1
+        sizes[kind] += info.nbytes
+    return [
+        {"format": kind, "tensors": tensors[kind], "bytes": size}
+        for kind, size in sizes.most_common()
+    ]
+
+
+def _is_mxfp4(name: str, names: set[str]) -> bool:
+    for end, other in (("_blocks", "_scales"), ("_scales", "_blocks")):
+        if name.endswith(end):
+            return name.removesuffix(end) + other in names
+    return False
+
+
+def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
+    """The arithmetic of what running it will take, and whether that is free."""
+    import jax
+
+    from rooflax.models.memory import estimate
+    from rooflax.models.model import resolve_max_model_len
+    from rooflax.nn.execution import Precision
+    from rooflax.nn.host_memory import available_bytes
+
+    backend = jax.default_backend()
+    precision = Precision(args.dtype, args.kv_dtype).resolve(backend)
+    tokens = resolve_max_model_len(about.config, args.max_model_len)
+    need = estimate(
+        about.family,
+        about.config,
+        dtype=precision.dtype or "float32",
+        kv_dtype=precision.kv_dtype or "float32",
+        rows=args.batch,
+        tokens=tokens,
+    )
+    free = available_bytes() if backend == "cpu" else _device_free_bytes()
+    return {
+        "batch": args.batch,
+        "tokens": tokens,
+        "dtype": precision.dtype,
+        "kv_dtype": precision.kv_dtype,
+        "weights_bytes": need.weights,
+        "kv_cache_bytes": need.kv_cache,
+        "workspace_bytes": need.workspace,
+        "total_bytes": need.total,
+        "free_bytes": free,
+        "fits": None if free is None else need.total <= free,
+    }
+
+
+def _device_free_bytes() -> int | None:
+    """Of the first device; None where its runtime does not say."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The document for people."""
+    title = f"{found['model']}  ({found['family']})"
+    return [
+        title,
+        "",
+        *_section("architecture", _architecture_rows(found["architecture"])),
+        *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
+        *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
+        _verdict(found["memory"]),
+    ]
+
+
+def _section(title: str, rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    return [title, *(f"  {line}" for line in terminal.table(rows, right=right)), ""]
+
+
+def _architecture_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, value in known.items():
+        if name == "layer_windows" and value:
+            value = ", ".join(f"{count} x {kind}" for kind, count in value.items())
+        elif name == "rope_scaling" and value:
+            value = f"{value['rope_type']}, factor {value.get('factor', 1):g}"
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        elif value is None:
+            value = "none"
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        if value != ():
+            rows.append((name, str(value)))
+    return rows
+
+
+def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
+    from rooflax.models.memory import gib
+
+    total = known["parameters"]
+    rows = [("parameters", billions(total), "")]
+    for part, count in known["parameters_by_part"].items():
+        rows.append((f"  {part}", billions(count), f"{100 * count / total:.1f}%"))
+    for entry in known["formats"] or ():
+        tensors = f"{entry['tensors']} tensors"
+        rows.append((f"in the file: {entry['format']}", gib(entry["bytes"]), tensors))
+    if known["formats"] is None:
+        rows.append(("in the file: none", "random", ""))
+    return rows
+
+
+def _memory_title(known: dict[str, Any]) -> str:
+    sequences = "1 sequence" if known["batch"] == 1 else f"{known['batch']} sequences"
+    return f"memory for {sequences} of {known['tokens']:,} tokens"
+
+
+def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
+    from rooflax.models.memory import gib
+
+    rows = [
+        ("weights", gib(known["weights_bytes"]), known["dtype"]),
+        ("KV cache", gib(known["kv_cache_bytes"]), known["kv_dtype"]),
+        ("workspace", gib(known["workspace_bytes"]), "at most, of one step"),
+        ("together", gib(known["total_bytes"]), ""),
+    ]
+    if known["free_bytes"] is not None:
+        rows.append(("free now", gib(known["free_bytes"]), ""))
+    return rows
+
+
+def _verdict(known: dict[str, Any]) -> str:
+    if known["fits"] is None:
+        return "Whether that is free, this device does not say."
+    if known["fits"]:
+        return "It fits."
+    return "It does not fit: choose a smaller --max-model-len, --batch or --dtype."

@@ -1,0 +1,169 @@
+"""`rooflax VERB [MODEL] [flags]`: finds the verb, runs it, turns what went wrong into an exit code.
+
+0 done, 1 it failed at work, 2 the request was wrong, 130 interrupted. A verb is a module with
+`SUMMARY`, `add_flags(parser)` and `run(args) -> int`; it is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from rooflax import __version__
+from rooflax.cli.parser import Parser, see_help
+from rooflax.errors import EngineError, RequestError, RooflaxError
+
+VERBS = ("generate", "chat", "train", "inspect", "verify", "perplexity", "models", "doctor")
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command and returns its exit code; the reason of a failure goes to stderr."""
+    args = None
+    try:
+        try:
+            command = parse(argv)
+            if command is None:
+                return _flushed(DONE)
+            module, args = command
+            return _flushed(module.run(args))
+        except BaseException as error:
+            return _exit_code(error, verbose=getattr(args, "verbose", False))
+    except KeyboardInterrupt:  # a second one, while the first was being dealt with
+        return INTERRUPTED
+
+
+def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
+    """The verb's module and its arguments; None if help or the version was asked for and printed.
+
+    Raises:
+        RequestError: no such verb or flag, or a value of the wrong kind.
+    """
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help"):
+        print(overview())
+        return None
+    if first == "--version":
+        print(f"rooflax {__version__}")
+        return None
+    if first not in VERBS:
+        what = "flag" if first.startswith("-") else "verb"
+        raise RequestError(
+            f"there is no {what} {first!r}; the verbs are {', '.join(VERBS)} (see rooflax --help)"
+        )
+    _refuse_broken_text(argv, first)
+    parser = parser_of(first)
+    if {"-h", "--help"} & set(argv[1:]):
+        print(parser.format_help(), end="")
+        return None
+    return verb_module(first), parser.parse_args(argv[1:])
+
+
+def verb_module(verb: str) -> ModuleType:
+    """The module of a verb; importing it imports no jax."""
+    return importlib.import_module(f"rooflax.cli.{verb}")
+
+
+def parser_of(verb: str) -> Parser:
+    """The parser of one verb's flags."""
+    module = verb_module(verb)
+    parser = Parser(verb, module.SUMMARY, takes_model=getattr(module, "TAKES_MODEL", True))
+    module.add_flags(parser)
+    return parser
+
+
+def overview() -> str:
+    """What `rooflax --help` prints."""
+    lines = [
+        "rooflax runs, measures and trains language models in JAX, straight from their",
+        "checkpoints.",
+        "",
+        "usage: rooflax VERB [MODEL] [flags]",
+        "",
+        *(f"  {verb:<12}{verb_module(verb).SUMMARY}" for verb in VERBS),
+        "",
+        "MODEL is a checkpoint folder, a hub id (owner/name), preset:NAME (a known",
+        "architecture with random weights), or is left out: then the embedded model.",
+        "",
+        "rooflax VERB --help lists a verb's flags; rooflax --version prints the version.",
+    ]
+    return "\n".join(lines)
+
+
+def _refuse_broken_text(argv: Sequence[str], verb: str) -> None:
+    for value in argv:
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise RequestError(f"the argument {value!a} is not UTF-8; {see_help(verb)}")
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once everything is written: a full disk or closed pipe shows only now."""
+    sys.stdout.flush()
+    return code
+
+
+def _exit_code(error: BaseException, *, verbose: bool) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED
+    if isinstance(error, BrokenPipeError):
+        _let_go_of_stdout()
+        return DONE
+    if isinstance(error, KeyboardInterrupt):
+        _drop_output()
+        return INTERRUPTED
+    code, sentence = _explain(error)
+    if verbose and code == FAILED:
+        traceback.print_exception(error)
+    _say(f"rooflax: {sentence}")
+    _drop_output()
+    return code
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the sentence of an error."""
+    text = " ".join(str(error).split())
+    if isinstance(error, EngineError):
+        return FAILED, text
+    if isinstance(error, RooflaxError | NotImplementedError):
+        return WRONG, text
+    if isinstance(error, OSError):
+        reason = error.strerror or text or type(error).__name__
+        return FAILED, f"{reason}: {error.filename}" if error.filename else reason
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return FAILED, f"out of memory: {text[:300] or 'nothing is left to allocate'}"
+    return FAILED, (
+        f"{type(error).__name__}: {text[:300]} (this is a fault of rooflax; --verbose shows where)"
+    )
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """Writes what is still buffered; if that fails too, nothing more is tried at exit."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _let_go_of_stdout()
+
+
+def _let_go_of_stdout() -> None:
+    """Points stdout at nothing, so that the interpreter's last flush cannot fail."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,113 @@
+"""argparse with our manners: one sentence for a mistake, help of one shape on every Python."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from rooflax.errors import RequestError
+
+WIDTH = 80
+FLAG_COLUMN = 29
+
+
+def see_help(verb: str) -> str:
+    """Where to read on."""
+    return f"see rooflax {verb} --help"
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of one verb."""
+
+    def __init__(self, verb: str, summary: str, *, takes_model: bool):
+        self.verb = verb
+        super().__init__(
+            prog=f"rooflax {verb}",
+            usage=f"rooflax {verb} {'[MODEL] ' if takes_model else ''}[flags]",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self._positionals.title = "the model"
+        self.color = False  # from Python 3.14 on; help is the same text everywhere
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the arguments in one sentence, without printing the usage."""
+        raise RequestError(f"{_in_our_words(message)}; {see_help(self.verb)}")
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As argparse does; and refuses --quiet together with --verbose."""
+        found = super().parse_args(*args, **kwargs)
+        if getattr(found, "quiet", False) and found.verbose:
+            self.error("--quiet and --verbose contradict each other")
+        return found
+
+    def group(self, title: str) -> Any:
+        """A titled group of flags, made at its first use."""
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Flags as "-p, --prompt TEXT" on every Python, in eighty columns."""
+
+    def __init__(self, prog: str, **kwargs: Any):
+        kwargs |= {"width": WIDTH, "max_help_position": FLAG_COLUMN}
+        super().__init__(prog, **kwargs)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return str(action.metavar or action.dest)
+        flags = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return flags
+        return f"{flags} {self._format_args(action, action.dest.upper())}"
+
+
+def _in_our_words(message: str) -> str:
+    if message.startswith("unrecognized arguments: "):
+        return f"unknown: {message.removeprefix('unrecognized arguments: ')}"
+    message = message.removeprefix("argument ")
+    if message.endswith("expected one argument"):
+        return f"{message} (one that begins with - is given as --flag=VALUE)"
+    return message
+
+
+def whole(text: str) -> int:
+    """A whole number, for `type=`."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """A number, for `type=`; what it may be is checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def token_ids(text: str) -> list[int]:
+    """"1,2,3" as ids, for `type=`."""
+    return [whole(part.strip()) for part in text.split(",")]
+
+
+def bias(text: str) -> tuple[int, float]:
+    """"ID=VALUE", for `type=`."""
+    token, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 13=-5")
+    return whole(token), number(value)
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 up, for `type=`."""
+    value = whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value

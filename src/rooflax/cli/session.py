@@ -1,0 +1,88 @@
+"""Opening a model for a verb: JAX started, progress shown, settings said."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli import flags, platform, terminal
+
+if TYPE_CHECKING:
+    from rooflax.llm import LLM
+
+
+def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
+    """The model that the flags name, loaded.
+
+    Flags are checked before JAX is imported, and the model's config before its weights are read.
+
+    Args:
+        settings: further arguments of `LLM`, in place of what the flags say.
+
+    Raises:
+        RooflaxError: with the reason.
+    """
+    options = settings.pop("options", None) or flags.execution_options(args)
+    precision = flags.check_precision(args) if "dtype" not in settings else None
+    mesh_text = getattr(args, "mesh", None)
+    platform.parse_mesh(mesh_text)
+    where = flags.find_arguments(args)
+    with terminal.status("starting JAX", args.quiet):
+        platform.start_jax(args)
+        from rooflax.llm import LLM
+        from rooflax.loading.load import describe
+
+    given = {
+        "quantize": getattr(args, "quantize", None),
+        "dtype": precision.dtype if precision else None,
+        "kv_dtype": precision.kv_dtype if precision else None,
+        "max_model_len": getattr(args, "max_model_len", None),
+        "check": getattr(args, "check", False),
+        "mesh": platform.make_mesh(mesh_text),
+    }
+    about = describe(args.model, **where)
+    with (
+        terminal.status(f"loading {about.name}", args.quiet or about.folder is not None),
+        terminal.byte_progress(f"loading {about.name}", _bytes(about, given), args.quiet) as bar,
+    ):
+        llm = LLM(about, options=options, progress=bar.update, **(given | settings))
+    if args.verbose:
+        say_settings(llm)
+    return llm
+
+
+def _bytes(about: Any, given: dict[str, Any]) -> int:
+    """What loading will read into memory, for the bar's end."""
+    import jax
+
+    from rooflax.models.memory import ITEM_BYTES
+    from rooflax.models.registry import family
+    from rooflax.nn.execution import Precision
+    from rooflax.nn.weights import num_parameters
+
+    table, config = family(about.family).weights(about.config), about.config
+    count = num_parameters(table, config.axis_sizes, config.num_layers)
+    dtype = Precision(given["dtype"]).resolve(jax.default_backend()).dtype or "float32"
+    return count * ITEM_BYTES[dtype]
+
+
+def say_settings(llm: LLM) -> None:
+    """What --verbose says: device, widths, switches, caches."""
+    import os
+
+    import jax
+
+    device = jax.devices()[0]
+    count = 1 if llm.mesh is None else llm.mesh.size
+    rows = [
+        ("model", f"{llm.about.name} ({llm.about.family})"),
+        ("folder", str(llm.about.folder or "none, random weights")),
+        ("device", f"{count} x {device.device_kind} ({device.platform})"),
+        ("threads", os.environ.get(platform.THREADS_VARIABLE, "JAX's choice")),
+        ("dtype", f"{llm.precision.dtype}, KV cache {llm.precision.kv_dtype}"),
+        ("options", llm.options.describe()),
+        ("context", f"{llm.max_model_len} tokens"),
+        ("compile cache", str(jax.config.jax_compilation_cache_dir or "off")),
+    ]
+    for line in terminal.table(rows):
+        terminal.say(line)

@@ -1,0 +1,78 @@
+"""What `generate` says of a run: its timings and memory, as JSON and for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli.terminal import dim, say, seconds
+
+if TYPE_CHECKING:
+    from rooflax.llm import LLM, Completion
+
+
+def memory(llm: LLM) -> dict[str, int | None]:
+    """The "memory" of `generate --json`."""
+    from rooflax.nn.host_memory import peak_rss_bytes
+
+    return {
+        "peak_rss_bytes": peak_rss_bytes(),
+        "weights_bytes": llm.model.weights_bytes,
+        "weights_bytes_per_device": bytes_per_device(llm.model.weights),
+        "kv_cache_bytes": llm.kv_cache_bytes,
+    }
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """The most bytes that any one device holds of these arrays."""
+    import jax
+
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(arrays):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values(), default=0)
+
+
+def num_devices(llm: LLM) -> int:
+    return 1 if llm.mesh is None else llm.mesh.size
+
+
+def say_statistics(llm: LLM, completions: Sequence[Completion]) -> None:
+    """A small table on stderr; fits eighty columns."""
+    for line in lines(completions, memory(llm), num_devices(llm)):
+        say(dim(line, sys.stderr))
+
+
+def lines(
+    completions: Sequence[Completion], used: Mapping[str, int | None], devices: int
+) -> list[str]:
+    """The table's lines."""
+    from rooflax.models.memory import gib
+
+    first = completions[0]
+    times = first.timings
+    count = sum(len(c.tokens) for c in completions)
+    compiled = _counted(int(times["compilations"]), "compilation")
+    prompt = _counted(len(first.prompt_tokens), "token")
+    first_token = seconds(times["ttft_s"])
+    rate = times["decode_tok_per_s"] * len(completions)
+    speed = f"{rate:,.1f} tok/s" if rate else "one step only"
+    several = f" in {len(completions)} samples" if len(completions) > 1 else ""
+    where = f" on each of {devices} devices" if devices > 1 else ""
+    peak = used["peak_rss_bytes"]
+    peak_text = "" if peak is None else f", peak {gib(peak)}"
+    weights = gib(used["weights_bytes_per_device"] or 0)
+    kv_cache = gib(used["kv_cache_bytes"] or 0)
+    return [
+        f"load     {seconds(times['load_s'])}",
+        f"compile  {seconds(times['compile_s'])} ({compiled})",
+        f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
+        f"decode   {_counted(count, 'token')}{several}, {speed}",
+        f"memory   weights {weights}{where}, KV cache {kv_cache}{peak_text}",
+    ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

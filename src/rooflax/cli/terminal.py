@@ -1,0 +1,125 @@
+"""Terminal manners: what goes where, progress only for people, text that cannot move the cursor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rooflax.errors import RequestError
+
+DIM, PLAIN, CLEAR_LINE = "\033[2m", "\033[0m", "\r\033[K"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def say(line: str = "") -> None:
+    """A line for people, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def write(text: str) -> None:
+    """Text of a model to stdout at once; on a terminal, control characters are shown as ?.
+
+    What the terminal's encoding lacks becomes ?, so that a text never ends in an error.
+    """
+    out = sys.stdout
+    if is_terminal(out):
+        text = harmless(text)
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    out.write(text.encode(encoding, "replace").decode(encoding))
+    out.flush()
+
+
+def harmless(text: str) -> str:
+    """Text without what could move a cursor or recolour a terminal."""
+    return _CONTROL.sub("?", text)
+
+
+def dim(text: str, stream: Any) -> str:
+    """Text in faint letters where `stream` is a terminal."""
+    return f"{DIM}{text}{PLAIN}" if is_terminal(stream) and text else text
+
+
+def print_json(document: Any) -> None:
+    """The one JSON document of a command."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@contextlib.contextmanager
+def status(text: str, quiet: bool) -> Iterator[None]:
+    """Shows a faint line on stderr while something lasts; on a terminal only."""
+    shown = not quiet and is_terminal(sys.stderr)
+    if shown:
+        print(f"{DIM}{text} ...{PLAIN}", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
+def byte_progress(text: str, total: int, quiet: bool) -> Any:
+    """A tqdm bar of bytes on stderr; on a terminal only, and gone when it is done."""
+    from tqdm import tqdm
+
+    return tqdm(
+        desc=text,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        leave=False,
+        delay=0.5,
+        ncols=79,
+        disable=quiet or not is_terminal(sys.stderr),
+    )
+
+
+def read_stdin() -> str:
+    """All of stdin as text.
+
+    Raises:
+        RequestError: it is not UTF-8.
+    """
+    return decode(sys.stdin.buffer.read(), "stdin")
+
+
+def decode(data: bytes, name: str) -> str:
+    """UTF-8 as text; RequestError, with the position, if it is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name} is not UTF-8 (byte {error.start}: {error.reason}); convert it first."
+        ) from None
+
+
+def seconds(value: float) -> str:
+    """Seconds for people: "1.25 s", "12.3 ms"."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows as aligned lines with two spaces between columns.
+
+    Args:
+        right: columns that are aligned at their right end.
+    """
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,326 @@
+"""`rooflax train`: from scratch or from a checkpoint, full parameters; resumes where it was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli import flags, platform, terminal
+from rooflax.cli.parser import Parser, number, whole
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.train.config import REMAT, TrainConfig
+
+if TYPE_CHECKING:
+    from rooflax.loading.tokenizer import Tokenizer
+    from rooflax.models.model import Model
+    from rooflax.train.data import Corpus
+    from rooflax.train.loop import TrainResult
+
+SUMMARY = "train from scratch or from a checkpoint"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser)
+    flags.add_check(parser)
+    add = parser.group("what to train").add_argument
+    add(
+        "--data", metavar="PATH", nargs="+", required=True,
+        help="a folder, or text and .jsonl files",
+    )  # fmt: skip
+    add("--glob", metavar="GLOB", help="files to take from a folder; default *.txt")
+    add("--text-field", metavar="KEY", help="of the text in a .jsonl line; default text")
+    add(
+        "--held-out-fraction", metavar="X", type=number, default=0.1,
+        help="of the documents, for the held-out loss; default 0.1",
+    )  # fmt: skip
+    add("--out", metavar="FOLDER", required=True, help="of the run; the same command resumes")
+    add("--config", metavar="FILE", help="a config.json to start from random weights")
+    add("--tokenizer", metavar="FOLDER", help="that has a tokenizer; default MODEL's own")
+    add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
+    _add_settings(parser)
+    flags.add_device(parser)
+    flags.add_output(parser)
+
+
+def _add_settings(parser: Parser) -> None:
+    """One flag per field of TrainConfig."""
+
+    def add(name: str, metavar: str, kind: Any, text: str, *aliases: str) -> None:
+        field = {"batch": "batch_size"}.get(name.replace("-", "_"), name.replace("-", "_"))
+        default = DEFAULTS[field]
+        shown = "" if default is None else f"; default {default}"
+        parser.group("training").add_argument(
+            f"--{name}", *aliases, metavar=metavar, type=kind, default=default, dest=field,
+            help=text + shown,
+        )  # fmt: skip
+
+    add("steps", "N", whole, "optimizer steps; or give --tokens")
+    add("tokens", "N", whole, "tokens to see in all")
+    add("batch", "N", whole, "rows per step")
+    add("seq-len", "N", whole, "tokens per row")
+    add("micro-batches", "N", whole, "parts in which a step is computed")
+    add("learning-rate", "X", number, "at its highest", "--lr")
+    add("min-lr-ratio", "X", number, "what is left of it in the end")
+    add("warmup-steps", "N", whole, "steps of linear rise")
+    add("weight-decay", "X", number, "of matrices")
+    add("clip-norm", "X", number, "largest gradient norm, 0 does not clip")
+    add("beta1", "X", number, "AdamW's")
+    add("beta2", "X", number, "AdamW's")
+    add("seed", "N", whole, "of the order of rows, and of new weights")
+    add("dtype", "TYPE", str, "float32 or bfloat16 of the computation; weights are float32")
+    policies = ", ".join(str(policy) for policy in REMAT if policy)
+    add("remat", "POLICY", str, f"keep less for the backward pass: {policies}")
+    add("layers", "HOW", str, "unrolled or scan")
+    add("loss-rows", "N", whole, "rows whose logits exist at a time")
+    add("eval-every", "N", whole, "steps between held-out losses")
+    add("eval-batches", "N", whole, "held-out batches in each")
+    add("checkpoint-every", "N", whole, "steps between checkpoints")
+    add("keep", "N", whole, "checkpoints to keep")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; 130 if it was interrupted (and saved)."""
+    config = TrainConfig(**{field.name: getattr(args, field.name) for field in fields(TrainConfig)})
+    _check_flags(args)
+    out = Path(args.out)
+    platform.start_jax(args)
+    from rooflax.engine.compilation import enable_persistent_cache
+    from rooflax.train.loop import run_training, write_curves
+
+    enable_persistent_cache()
+    start = _Start(args)
+    training, held_out = prepare(args, start, out)
+    model = start.model(config.seed)
+    if not args.quiet:
+        terminal.say(
+            f"{model.num_parameters:,} parameters, {config.num_steps:,} steps of "
+            f"{config.tokens_per_step:,} tokens; the text has {training.info.num_tokens:,}"
+        )
+    if args.verbose:
+        terminal.say(f"settings: {json.dumps(config.to_json())}")
+    result = run_training(
+        model, config, training, held_out, out, progress=False if args.quiet else None
+    )
+    if result.interrupted:
+        terminal.say(f"interrupted after step {result.step}; the same command goes on from there.")
+        return 130
+    write_curves(out)
+    folder = _save(out, start, result)
+    _report(args, result, folder)
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuses what does not go together, before anything is read."""
+    if args.config is not None and args.model is not None:
+        raise RequestError("--config begins with new weights and MODEL goes on; give one of them.")
+    if args.config is None and args.vocab_size is not None:
+        raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
+    if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):
+        raise RequestError("--config needs a tokenizer: give --tokenizer or --vocab-size.")
+    if args.vocab_size is not None and args.vocab_size < 257:
+        raise RequestError(f"--vocab-size is {args.vocab_size}; it must be at least 257.")
+    if args.config is not None and (args.revision or args.offline or args.check):
+        raise RequestError("--revision, --offline and --check are for MODEL, not for --config.")
+    if not 0.0 <= args.held_out_fraction < 1.0:
+        raise RequestError(
+            f"--held-out-fraction is {args.held_out_fraction}; it must be from 0 to below 1."
+        )
+    paths = [Path(path) for path in args.data]
+    if args.glob is not None and not any(path.is_dir() for path in paths):
+        raise RequestError("--glob is for folders, and --data names none.")
+    if args.text_field is not None and not any(path.suffix == ".jsonl" for path in paths):
+        raise RequestError("--text-field is for .jsonl files, and --data names none.")
+    if Path(args.out).exists() and not Path(args.out).is_dir():
+        raise RequestError(f"--out {args.out} is a file; give the name of a folder.")
+
+
+class _Start:
+    """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
+
+    def __init__(self, args: argparse.Namespace):
+        from rooflax.loading.load import describe
+        from rooflax.models.registry import read_config
+
+        where = flags.find_arguments(args) if args.config is None else {}
+        self.check = args.check
+        self.about = None
+        self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
+        if args.config is not None:
+            raw = _read_config_file(Path(args.config))
+            self.family, self.config = read_config(raw, ignore=args.ignore_config_key)
+            return
+        self.about = describe(args.model, **where)
+        self.family, self.config = self.about.family, self.about.config
+        if self.tokenizer_folder is None:
+            self.tokenizer_folder = self.about.tokenizer().folder
+
+    def model(self, seed: int) -> Model:
+        """The model with float32 weights."""
+        from rooflax.loading.load import load
+        from rooflax.models.initialize import random_weights
+        from rooflax.models.model import build
+
+        if self.about is not None:
+            return load(self.about, dtype="float32", check=self.check)
+        weights = random_weights(self.family, self.config, seed=seed)
+        return build(self.family, self.config, weights, None)
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON.") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}; it must be a JSON object.")
+    return raw
+
+
+def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus, Corpus | None]:
+    """The tokenizer and the two token files, made once; a resumed run opens them.
+
+    Raises:
+        RequestError: the folder holds a run on other data, or there is no text.
+    """
+    from rooflax.train.data import open_corpus
+
+    about = _data_settings(args)
+    note = out / "data.json"
+    if note.exists():
+        if json.loads(note.read_text(encoding="utf-8")) != about:
+            raise RequestError(
+                f"{out} holds a run on other data or another tokenizer; give the same flags to "
+                f"go on, or another --out."
+            )
+    else:
+        _encode(args, start, out)
+        note.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    if args.vocab_size is not None:
+        start.tokenizer_folder = out / "tokenizer"
+    held_out = open_corpus(out / "held_out.bin") if (out / "held_out.bin").stat().st_size else None
+    return open_corpus(out / "training.bin"), held_out
+
+
+def _data_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the token files depend on."""
+    names = ("glob", "text_field", "held_out_fraction", "tokenizer", "vocab_size", "model")
+    return {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
+
+
+def _encode(args: argparse.Namespace, start: _Start, out: Path) -> None:
+    from rooflax.train.corpus import split_held_out
+    from rooflax.train.data import write_corpus
+
+    training, held_out = split_held_out(_documents(args), args.held_out_fraction)
+    if held_out and not training:
+        raise RequestError(
+            f"all {len(held_out)} documents are held out; give more, or less to "
+            f"--held-out-fraction."
+        )
+    if not training:
+        raise RequestError(
+            f"--data {' '.join(args.data)} holds no text to train on; see --glob and --text-field."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    if not args.quiet:
+        terminal.say(f"{len(training)} documents to train on, {len(held_out)} held out")
+    if args.vocab_size is not None:
+        with terminal.status("training the tokenizer", args.quiet):
+            _train_tokenizer(training, args.vocab_size, start, out)
+    tokenizer = _tokenizer(start)
+    separator = tokenizer.eos_id
+    if separator is None:
+        raise RequestError(
+            f"the tokenizer in {start.tokenizer_folder} has no end-of-sequence token to put "
+            f"between documents; name one as eos_token in its tokenizer_config.json."
+        )
+    with terminal.status("encoding", args.quiet):
+        for name, part in (("training.bin", training), ("held_out.bin", held_out)):
+            texts = (document.text for document in part)
+            write_corpus(out / name, texts, tokenizer.backend, separator)
+
+
+def _documents(args: argparse.Namespace) -> Any:
+    from rooflax.train.corpus import file_documents, folder_documents
+
+    for path in map(Path, args.data):
+        if path.is_dir():
+            yield from folder_documents(path, args.glob or "*.txt")
+        else:
+            yield from file_documents([path], field=args.text_field or "text")
+
+
+def _train_tokenizer(documents: list[Any], size: int, start: _Start, out: Path) -> None:
+    from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
+
+    tokenizer = train_tokenizer((document.text for document in documents), size)
+    start.tokenizer_folder = out / "tokenizer"
+    longest = start.config.max_position
+    save_tokenizer(tokenizer, start.tokenizer_folder, model_max_length=longest)
+
+
+def _tokenizer(start: _Start) -> Tokenizer:
+    """The tokenizer, checked to fit the embedding."""
+    from rooflax.loading.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(start.tokenizer_folder or "")
+    rows = start.config.vocab_size
+    if tokenizer.vocab_size > rows:
+        raise RequestError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding {rows} rows; "
+            f"choose a vocab_size of at least {tokenizer.vocab_size}."
+        )
+    return tokenizer
+
+
+def _save(out: Path, start: _Start, result: TrainResult) -> Path:
+    """The trained model as a Hugging Face folder, in bfloat16, with its tokenizer."""
+    from rooflax.loading.save import save_model
+
+    source = start.tokenizer_folder or out
+    files = {n: source / n for n in TOKENIZER_FILES if (source / n).is_file()}
+    tokenizer = _tokenizer(start)
+    ends = start.about.generation_defaults().eos_token_ids if start.about else ()
+    eos = tokenizer.eos_id
+    save_model(
+        out / "model",
+        start.family,
+        start.config,
+        result.model.weights,
+        eos_token_ids=ends or (() if eos is None else (eos,)),
+        bos_token_id=tokenizer.bos_id,
+        files=files,
+    )
+    return out / "model"
+
+
+def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None:
+    if args.json:
+        terminal.print_json(
+            {
+                "model": str(folder),
+                "steps": result.step,
+                "tokens": result.tokens,
+                "loss": result.loss,
+                "held_out_loss": result.held_out_loss,
+                "bits_per_byte": result.bits_per_byte,
+            }
+        )
+        return
+    held_out = ""
+    if result.held_out_loss is not None:
+        held_out = f", held out {result.held_out_loss:.4f} ({result.bits_per_byte:.4f} bits/byte)"
+    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+    print(f"{result.step:,} steps, {result.tokens:,} tokens{loss}{held_out}")
+    print(f"the model is in {folder}")

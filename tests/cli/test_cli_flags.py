@@ -1,0 +1,275 @@
+"""Every flag of every verb has its effect or is refused; none is accepted and ignored.
+
+A command is run without and with a flag. What can be observed (the exit code, both outputs, what
+the model, the trainer and the files were asked for, the environment JAX starts in) must differ; or
+the flag must be refused in the words given here.
+"""
+
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rooflax.cli import isolate, terminal
+from rooflax.cli.main import VERBS, parser_of
+from rooflax.engine import compilation
+from rooflax.llm import LLM
+from rooflax.loading import hub, load
+from rooflax.train.loop import TrainResult
+
+TINY = "preset:qwen2.5-tiny"
+PROMPT = ("-p", "def f(")
+NO_CHECKPOINT = "is for checkpoints"
+
+FINDING = {
+    "--revision": (["main"], NO_CHECKPOINT),
+    "--offline": [],
+    "--ignore-config-key": (["x"], NO_CHECKPOINT),
+    "MODEL": ["preset:gpt2-tiny"],
+}
+SAMPLING = {
+    "--max-tokens": ["2"],
+    "--temperature": ["0.5"],
+    "--top-k": ["3"],
+    "--top-p": ["0.5"],
+    "--min-p": ["0.5"],
+    "--seed": ["7"],
+    "--repetition-penalty": ["1.5"],
+    "--presence-penalty": ["-1"],
+    "--frequency-penalty": ["1"],
+    "--logit-bias": ["5=50"],
+    "--stop": ["e"],
+    "--stop-token-ids": ["1,2"],
+    "--ignore-eos": [],
+}
+LAYERS = {
+    "--layers": ["scan"],
+    "--gqa": ["repeat"],
+    "--moe": ["dense"],
+    "--kernels": ["reference"],
+}
+EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]}
+PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
+QUANTIZE = {"--quantize": (["int8"], "no quantised formats")}
+DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
+OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
+CHECK = {"--check": []}
+LENGTH = {"--max-model-len": ["100"]}
+
+COMMANDS = {
+    "generate": (
+        [TINY, "-n", "3"],
+        FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
+        | {"--prompt": ["for x in"], "--samples": ["2"], "--logprobs": ["1"],
+           "--mesh": ["tensor=2"]},
+    ),
+    "chat": (
+        [TINY, "-n", "3"],
+        FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
+        | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
+           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None},
+    ),
+    "train": (
+        [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",
+         "--data", "DOCS", "--glob", "*.md"],
+        FINDING | CHECK | DEVICE | OUTPUT | {
+            "--data": ["MORE"],
+            "--glob": ["*.rst"],
+            "--text-field": (["body"], "is for .jsonl files"),
+            "--held-out-fraction": ["0.5"],
+            "--out": ["ANOTHER"],
+            "--config": (["x.json"], "give one of them"),
+            "--tokenizer": ["TOKENIZER"],
+            "--vocab-size": (["300"], "is for new weights"),
+            "--steps": ["2"],
+            "--tokens": (["100"], "give exactly one of the two"),
+            "--batch": ["4"],
+            "--seq-len": ["8"],
+            "--micro-batches": ["2"],
+            "--learning-rate": ["0.5"],
+            "--min-lr-ratio": ["0.5"],
+            "--warmup-steps": ["3"],
+            "--weight-decay": ["0"],
+            "--clip-norm": ["2"],
+            "--beta1": ["0.5"],
+            "--beta2": ["0.5"],
+            "--seed": ["3"],
+            "--dtype": ["bfloat16"],
+            "--remat": ["dots"],
+            "--layers": ["scan"],
+            "--loss-rows": ["1"],
+            "--eval-every": ["1"],
+            "--eval-batches": ["2"],
+            "--checkpoint-every": ["5"],
+            "--keep": ["5"],
+        },
+    ),
+    "inspect": (
+        [TINY],
+        FINDING | LENGTH | PRECISION | DEVICE
+        | {"--batch": ["3"], "--json": [], "--help": []},
+    ),
+    "verify": (
+        [TINY, "--isolate", "-n", "2"],
+        FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
+        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None},  # the base has it; tests of verify compare without
+    ),
+    "perplexity": (
+        [TINY],
+        FINDING | CHECK | LENGTH | QUANTIZE | LAYERS | DEVICE | OUTPUT
+        | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
+           "--max-model-len": ["12"]},
+    ),
+    "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
+    "doctor": ([], DEVICE | {"--json": [], "--help": []}),
+}  # fmt: skip
+del COMMANDS["chat"][1]["--json"]
+
+
+def flags_of(verb):
+    for action in parser_of(verb)._actions:
+        longs = [name for name in action.option_strings if name.startswith("--")]
+        yield longs[0] if longs else action.metavar
+
+
+def test_the_tables_name_every_flag_of_every_verb():
+    assert set(COMMANDS) == set(VERBS)
+    for verb in VERBS:
+        assert set(flags_of(verb)) == set(COMMANDS[verb][1]), verb
+
+
+@pytest.fixture
+def seen(monkeypatch, tmp_path):
+    """What the parts below the command line were asked for."""
+    asked = []
+
+    class Spy(LLM):
+        def __init__(self, about, **kwargs):
+            kwargs.pop("progress")
+            given = {"quantize": kwargs.get("quantize"), "max_model_len": kwargs["max_model_len"]}
+            asked.append(("LLM", about.name, {k: str(v) for k, v in kwargs.items()}))
+            super().__init__(about, **given)
+
+        def stream(self, prompts, params=None):
+            asked.append(("stream", prompts, params))
+            return super().stream(prompts, params)
+
+    def find(model, **kwargs):
+        asked.append(("describe", model, kwargs))
+        return load_describe(model, **kwargs)
+
+    def train(model, config, training, held_out, folder, *, progress=None):
+        numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
+        asked.append(("train", config, numbers, folder, model.config, progress))
+        return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False)
+
+    def load_model(about, **kwargs):
+        asked.append(("load", kwargs))
+        return load_load(about, **kwargs)
+
+    load_describe, load_load = load.describe, load.load
+    monkeypatch.setattr("rooflax.llm.LLM", Spy)
+    monkeypatch.setattr(load, "describe", find)
+    monkeypatch.setattr(load, "load", load_model)
+    monkeypatch.setattr("rooflax.train.loop.run_training", train)
+    monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)
+    monkeypatch.setattr(isolate, "reference_task", lambda *args: asked.append(("task", *args[1:])))
+    report = {"settings": [], "equal": True, "first_difference": None}
+    monkeypatch.setattr(
+        isolate, "isolate", lambda m, target, t, quiet: asked.append((target, quiet)) or report
+    )
+    monkeypatch.setattr(hub, "remove", lambda name: asked.append(("remove", name)) or 1)
+    monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
+    return asked
+
+
+@pytest.fixture
+def observe(rooflax, seen, tmp_path, monkeypatch):
+    """Runs one command in a fresh folder and returns all that can be seen of it."""
+    runs = iter(range(1000))
+
+    def run(verb, *argv):
+        folder = tmp_path / str(next(runs))
+        folder.mkdir()
+        _write_files(folder)
+        monkeypatch.chdir(folder)
+        seen.clear()
+        before = dict(os.environ)
+        if "--prompt" not in argv and verb == "generate":
+            argv = (*argv, *PROMPT)
+        text = b"import os\nimport sys\n\ndef main():\n    return os.sep\n"
+        ran = rooflax(verb, *argv, stdin=b"hello\n" if verb == "chat" else text)
+        changed = {k: v for k, v in os.environ.items() if k in ("JAX_PLATFORMS", "PJRT_NPROC")}
+        os.environ.clear()
+        os.environ.update(before)
+        made = sorted(path.name for path in folder.iterdir())
+        err = re.sub(r"[\d.,]+ (ms|s|tok/s|MiB|GiB|compilations?)\b", "#", ran.err)
+        return SimpleNamespace(
+            code=ran.code, out=_steady(ran.out), err=err, asked=repr(seen), env=changed, made=made
+        )
+
+    return run
+
+
+def _steady(out):
+    """The output without what no two runs have in common."""
+    keys = r'"(\w+_s|\w+_per_s|compilations|peak_rss_bytes|free_bytes|available_bytes)": [^,\n]+'
+    return re.sub(r"(free now|memory) +[\d.]+ GiB.*", "", re.sub(keys, "", out))
+
+
+def _write_files(folder):
+    (folder / "DOCS").mkdir()
+    (folder / "MORE").mkdir()
+    for number in range(8):
+        (folder / f"DOCS/{number}.md").write_text("A short text about nothing.\n" * 8)
+        (folder / f"DOCS/{number}.rst").write_text("Another text, somewhat longer.\n" * 9)
+        (folder / f"MORE/{number}.md").write_text("More of it.\n" * 30)
+    (folder / "TEXT").write_text("for x in range(3):\n    print(x)\n")
+    (folder / "TOKENIZER").symlink_to(load.embedded_folder())
+    (folder / "x.json").write_text("{}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_has_its_effect_or_is_refused(observe, verb):
+    base, table = COMMANDS[verb]
+    plain, again = observe(verb, *base), observe(verb, *base)
+    assert plain.code == 0, plain.err
+    assert vars(plain) == vars(again), "two equal commands look different"
+    for flag, wanted in table.items():
+        if wanted is None:
+            continue
+        values, refusal = wanted if isinstance(wanted, tuple) else (wanted, None)
+        argv = [*base, flag, *values] if flag != "MODEL" else [*values, *_without_model(base)]
+        ran, other = observe(verb, *argv), plain
+        if flag == "--quiet":  # what it hides is shown to people only
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(terminal, "is_terminal", lambda stream: stream is sys.stderr)
+                ran, other = observe(verb, *argv), observe(verb, *base)
+        if refusal is not None:
+            assert (ran.code, ran.out) == (2, ""), (flag, ran)
+            assert refusal in ran.err, (flag, ran.err)
+        else:
+            assert ran.code == 0, (flag, ran.err)
+            assert vars(ran) != vars(other), f"{verb} {flag} {values} changes nothing"
+
+
+def _without_model(base):
+    return base[1:] if base and base[0] == TINY else base
+
+
+def test_short_and_other_names_mean_the_same():
+    parse = parser_of("generate").parse_args
+    pairs = [
+        (["-p", "x"], ["--prompt", "x"]),
+        (["-n", "3"], ["--max-tokens", "3"]),
+        (["--temp", "0"], ["--temperature", "0"]),
+        (["-c", "64"], ["--max-model-len", "64"]),
+        (["--ctx-size", "64"], ["--max-model-len", "64"]),
+        (["-q", "int8"], ["--quantize", "int8"]),
+        (["-t", "2"], ["--threads", "2"]),
+    ]
+    for short, long in pairs:
+        assert parse(short) == parse(long) != parse([])
+    assert parse(["-n", "3", TINY]) == parse([TINY, "-n", "3"])

@@ -1,0 +1,140 @@
+"""`rooflax generate`: text, streams, JSON, statistics."""
+
+import json
+
+import pytest
+
+from rooflax import LLM, SamplingParams
+from rooflax.cli import statistics, terminal
+
+TINY = "preset:qwen2.5-tiny"
+PROMPT = "def f(x):"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(TINY)
+
+
+def test_stdout_is_the_continuation_and_nothing_else(rooflax, llm):
+    (wanted,) = llm.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0))
+    given = rooflax("generate", TINY, "-p", PROMPT, "-n", 9, "--temp", 0)
+    piped = rooflax("generate", TINY, "-n", 9, "--temp", 0, stdin=f"{PROMPT}\n".encode())
+    assert (given.code, given.out) == (piped.code, piped.out) == (0, wanted.text)
+
+
+def test_json_has_exactly_the_contracts_keys(rooflax, llm):
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 5, "--json")
+    found = json.loads(ran.out)
+    assert list(found) == [
+        "model", "prompt_tokens", "tokens", "text", "finish_reason", "timings", "memory", "devices",
+    ]  # fmt: skip
+    assert list(found["timings"]) == [
+        "load_s", "compile_s", "compilations", "ttft_s", "prefill_tok_per_s", "decode_tok_per_s",
+    ]  # fmt: skip
+    assert (found["model"], found["devices"], found["finish_reason"]) == (TINY, 1, "length")
+    assert found["prompt_tokens"] == llm.encode(PROMPT)
+    assert len(found["tokens"]) == 5
+    weights = llm.model.weights_bytes
+    memory = found["memory"]
+    assert memory.pop("peak_rss_bytes") > weights
+    assert memory.pop("kv_cache_bytes") > 0
+    assert memory == {"weights_bytes": weights, "weights_bytes_per_device": weights}
+    assert ran.err == ""
+
+
+def test_a_mesh_splits_the_weights_and_keeps_the_tokens(rooflax):
+    flags = ("generate", TINY, "-p", PROMPT, "-n", 4, "--temp", 0, "--json")
+    one, two = (json.loads(rooflax(*flags, *m).out) for m in ((), ("--mesh", "tensor=2")))
+    assert two["tokens"] == one["tokens"]
+    assert two["devices"] == 2
+    share = two["memory"]["weights_bytes_per_device"] / one["memory"]["weights_bytes"]
+    assert 0.45 < share < 0.6
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("4", "it must be tensor=N"),
+        ("tensor=x", "it must be tensor=N"),
+        ("data=2", "it must be tensor=N"),
+        ("tensor=0", "at least 1"),
+        ("tensor=2,tensor=2", "twice"),
+        ("tensor=64", "needs 64 devices, here: 2"),
+    ],
+)
+def test_wrong_meshes_are_refused(rooflax, mesh, said):
+    ran = rooflax("generate", TINY, "-p", "x", "--mesh", mesh)
+    assert ran.code == 2
+    assert said in ran.err
+
+
+def test_samples_are_told_apart(rooflax):
+    flags = ("generate", TINY, "-p", PROMPT, "-n", 4, "--samples", 3, "--seed", 1)
+    ran = rooflax(*flags)
+    assert [line for line in ran.out.splitlines() if line.startswith("--- ")] == [
+        f"--- sample {i} of 3" for i in (1, 2, 3)
+    ]
+    samples = json.loads(rooflax(*flags, "--json").out)["samples"]
+    assert len({tuple(sample["tokens"]) for sample in samples}) == 3
+    assert "decode   12 tokens in 3 samples" in ran.err
+
+
+def test_logprobs_are_a_table_on_stderr(rooflax):
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 3, "--temp", 0, "--logprobs", 2, "--quiet")
+    head, *rows = ran.err.splitlines()
+    assert head.split() == ["id", "token", "logprob", "likeliest"]
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"),
+    [
+        (b"", "The prompt is empty"),
+        (b"\n", "The prompt is empty"),
+        (b"def \xff", "stdin is not UTF-8 (byte 4: invalid start byte)"),
+    ],
+)
+def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
+    ran = rooflax("generate", TINY, stdin=stdin)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--temp", "nan"), "temperature is nan"),
+        (("--top-p", "0"), "top_p is 0.0"),
+        (("--logit-bias", "5=1", "--logit-bias", "5=2"), "names a token id twice"),
+        (("--logit-bias", "99999=1"), "99999"),
+        (("--no-cache", "--decode-steps", "2"), "--decode-steps needs the cache"),
+        (("-c", "3"), "context holds 3"),
+        (("-c", "0"), "max_model_len is 0"),
+        (("--kernels", "native"), "no 'native' implementation"),
+        (("--layers", "folded"), "layers is 'folded'"),
+        (("--dtype", "int4"), "dtype is 'int4'"),
+        (("--platform", "abacus"), "--platform is 'abacus'"),
+        (("-t", "0"), "0 is below 1"),
+    ],
+)
+def test_wrong_values_are_one_sentence(rooflax, flags, said):
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", "2", *flags)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert said in ran.err
+
+
+def test_statistics_fit_eighty_columns(llm):
+    (completion,) = llm.generate(PROMPT, SamplingParams(max_tokens=2))
+    used = {
+        "peak_rss_bytes": 123 << 30,
+        "weights_bytes_per_device": 110 << 30,
+        "kv_cache_bytes": 10 << 30,
+    }
+    lines = statistics.lines([completion], used, 1)
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines] == ["load", "compile", "prefill", "decode", "memory"]
+
+
+def test_a_terminal_gets_no_control_characters():
+    assert terminal.harmless("a\x1b[2Jb\tc\nd\r\x07\x9b") == "a?[2Jb\tc\nd???"

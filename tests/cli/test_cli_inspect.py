@@ -1,0 +1,114 @@
+"""`rooflax inspect`, `models` and `doctor`: what is said before anything is loaded."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rooflax.loading import hub, load, weights
+from rooflax.loading.safetensors import TensorToWrite, write_safetensors
+from rooflax.loading.save import save_model
+from rooflax.models.initialize import random_weights
+from rooflax.models.presets import PRESETS
+from rooflax.models.registry import read_config
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were made or read")
+
+    monkeypatch.setattr(load, "random_weights", refuse)
+    monkeypatch.setattr(weights, "load_weights", refuse)
+
+
+def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):
+    ran = rooflax("inspect", "preset:llama-3.1-70b", "--batch", 2, "-c", 4096, "--json")
+    found = json.loads(ran.out)
+    assert found["weights"]["parameters"] == 70_553_706_496
+    memory = found["memory"]
+    assert memory["weights_bytes"] == 4 * 70_553_706_496
+    parts = ("weights_bytes", "kv_cache_bytes", "workspace_bytes")
+    assert memory["total_bytes"] == sum(memory[part] for part in parts)
+    assert memory["fits"] == (memory["total_bytes"] <= memory["free_bytes"])
+    text = rooflax("inspect", "preset:llama-3.1-70b").out
+    assert "70.55 B" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_batch_length_and_width_change_the_estimate(rooflax):
+    def memory(*flags):
+        return json.loads(rooflax("inspect", "preset:gpt2-tiny", *flags, "--json").out)["memory"]
+
+    plain = memory()
+    assert memory("--dtype", "bfloat16")["weights_bytes"] * 2 == plain["weights_bytes"]
+    assert memory("--kv-dtype", "bfloat16")["kv_cache_bytes"] * 2 == plain["kv_cache_bytes"]
+    assert memory("--batch", 3)["kv_cache_bytes"] > 2 * plain["kv_cache_bytes"]
+    assert memory("-c", 64)["kv_cache_bytes"] < plain["kv_cache_bytes"]
+    assert rooflax("inspect", "preset:gpt2-tiny", "-c", 9999).code == 2
+    assert rooflax("inspect", "preset:gpt2-tiny", "--batch", 0).code == 2
+
+
+def test_formats_of_a_folder_come_from_its_headers(rooflax, tmp_path, nothing_loads):
+    name, config = read_config(PRESETS["gpt2-tiny"])
+    save_model(tmp_path / "m", name, config, random_weights(name, config), dtype="bfloat16")
+    found = json.loads(rooflax("inspect", tmp_path / "m", "--json").out)
+    (entry,) = found["weights"]["formats"]
+    assert entry["format"] == "BF16"
+    assert entry["bytes"] == 2 * found["weights"]["parameters"]
+
+
+def test_mxfp4_is_called_so(rooflax, tmp_path):
+    raw = PRESETS["gpt-oss-tiny"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    blocks, scales = np.zeros((2, 64, 4, 16), np.uint8), np.zeros((2, 64, 4), np.uint8)
+    tensors = [
+        TensorToWrite("mlp.experts.gate_up_proj_blocks", "U8", blocks.shape, lambda: blocks),
+        TensorToWrite("mlp.experts.gate_up_proj_scales", "U8", scales.shape, lambda: scales),
+    ]
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    found = json.loads(rooflax("inspect", tmp_path, "--json").out)
+    assert found["weights"]["formats"] == [
+        {"format": "MXFP4", "tensors": 2, "bytes": blocks.nbytes + scales.nbytes}
+    ]
+    assert found["architecture"]["layer_windows"] == {"window 128": 2, "full": 2}
+    assert "in the file: MXFP4" in rooflax("inspect", tmp_path).out
+
+
+@pytest.mark.parametrize("broken", ["nowhere/at/all", "preset:nope"])
+def test_what_is_not_there_is_one_sentence(rooflax, broken):
+    ran = rooflax("inspect", broken)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+
+
+def test_models_lists_downloads_and_presets(rooflax, monkeypatch, tmp_path):
+    held = hub.CachedModel("owner/name", 3 << 30, tmp_path, 2, 0.0)
+    monkeypatch.setattr(hub, "cached_models", lambda: [held])
+    ran = rooflax("models")
+    assert "  owner/name  3.00 GiB\n" in ran.out
+    assert all(f"preset:{name} " in ran.out for name in PRESETS)
+    found = json.loads(rooflax("models", "--json").out)
+    assert found["downloaded"] == [{"model": "owner/name", "bytes": 3 << 30, "revisions": 2}]
+    assert {entry["model"]: entry["parameters"] for entry in found["presets"]}[
+        "preset:gpt2"
+    ] == 124_439_808
+
+
+def test_models_removes(rooflax, monkeypatch):
+    ran = rooflax("models", "--remove", "nobody/nothing")
+    assert (ran.code, ran.out) == (2, "")
+    monkeypatch.setattr(hub, "remove", lambda name: 5 << 20)
+    assert rooflax("models", "--remove", "a/b").out == "removed a/b, 5.0 MiB free again\n"
+
+
+def test_doctor_says_what_is_here(rooflax):
+    rooflax("doctor")
+    found = json.loads(rooflax("doctor", "--json", "-t", 3).out)
+    assert list(found) == ["versions", "devices", "host", "kernels", "compile_cache", "hub"]
+    assert found["host"]["threads"] == 3
+    assert found["compile_cache"]["tiny_program"] == "hit"
+    assert list(found["kernels"]) == ["linear", "attention", "moe"]
+    assert found["kernels"]["attention"]["xla"] == "used"
+    assert found["kernels"]["attention"]["native"] == "not built: this version has none"
+    assert {device["platform"] for device in found["devices"]} == {"cpu"}
+    assert max(map(len, rooflax("doctor").out.splitlines())) <= 100

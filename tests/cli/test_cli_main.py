@@ -1,0 +1,137 @@
+"""Exit codes, help without jax, and what happens when the outside world goes away."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rooflax.cli import main as main_module
+from rooflax.cli import models
+from rooflax.cli.main import VERBS, main
+from rooflax.errors import CheckpointError, EngineError, RequestError
+
+COMMAND = [sys.executable, "-m", "rooflax"]
+DIRECT = "import sys; from rooflax.cli.main import main; "
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RequestError("that is wrong."), 2, "rooflax: that is wrong.\n"),
+        (CheckpointError("the file\nis broken"), 2, "rooflax: the file is broken\n"),
+        (NotImplementedError("no such kernel"), 2, "rooflax: no such kernel\n"),
+        (EngineError("it broke"), 1, "rooflax: it broke\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "No space left on device: x"),
+        (MemoryError(), 1, "out of memory"),
+        (ZeroDivisionError("division"), 1, "ZeroDivisionError: division (this is a fault"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(3), 3, ""),
+    ],
+)
+def test_every_failure_has_its_code_and_at_most_one_sentence(rooflax, monkeypatch, error, code, said):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(models, "run", fail)
+    ran = rooflax("models")
+    assert ran.code == code
+    assert said in ran.err
+    assert ran.err.count("\n") <= 1
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["frob"], "there is no verb 'frob'"),
+        (["--frob"], "there is no flag '--frob'"),
+        (["generate", "--frob"], "unknown: --frob; see rooflax generate --help"),
+        (["generate", "-n"], "expected one argument"),
+        (["generate", "-n", "many"], "'many' is not a whole number"),
+        (["generate", "--temp", "hot"], "'hot' is not a number"),
+        (["generate", "--logit-bias", "5"], "'5' is not ID=VALUE"),
+        (["generate", "--max"], "unknown: --max"),
+        (["generate", "a", "b"], "unknown: b"),
+        (["generate", "-p", "x\udcff"], "is not UTF-8"),
+        (["generate", "-p", "x", "--quiet", "--verbose"], "contradict"),
+        (["train"], "required: --data, --out"),
+        (["models", "somewhere"], "unknown: somewhere"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence_and_code_2(rooflax, argv, said):
+    ran = rooflax(*argv)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert said in ran.err
+
+
+def test_help_and_version(rooflax):
+    assert rooflax().out == rooflax("--help").out == rooflax("-h").out
+    assert rooflax("--version").out.startswith("rooflax 0.")
+    for verb in VERBS:
+        ran = rooflax(verb, "--help")
+        assert ran.code == 0
+        assert ran.out.startswith(f"usage: rooflax {verb} ")
+        assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_help_imports_no_jax():
+    loop = f"[main(a) for v in {VERBS} for a in (['--help'], [v, '--help'])]; "
+    check = "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), 'imported'"
+    subprocess.run(
+        [sys.executable, "-c", DIRECT + loop + check], check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def test_help_takes_less_than_0_3_seconds():
+    def cpu_s():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    times = []
+    for _ in range(3):
+        before = cpu_s()
+        subprocess.run([*COMMAND, "--help"], check=True, stdout=subprocess.DEVNULL)
+        times.append(cpu_s() - before)
+    assert min(times) < 0.3
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    for argv in (["--help"], ["models"]):
+        with subprocess.Popen(
+            [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_code_1():
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run([*COMMAND, "--help"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr == b"rooflax: No space left on device\n"
+
+
+def test_sigint_ends_generate_with_130_and_no_traceback():
+    argv = ["generate", "preset:gpt2-tiny", "-p", "x", "-c", "256", "--decode-steps", "1"]
+    with subprocess.Popen(
+        [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == b""
+
+
+def test_the_console_script_is_entry(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rooflax", "frob"])
+    with pytest.raises(SystemExit) as ended:
+        main_module.entry()
+    assert ended.value.code == 2
+    assert main(["--version"]) == 0

@@ -1,0 +1,116 @@
+"""`rooflax train`: from a config, from a checkpoint, interrupted, resumed, refused."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from rooflax.loading.load import load
+from rooflax.train import loop
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+QUICK = ("--steps", 4, "--batch", 2, "--seq-len", 16, "--warmup-steps", 1)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A folder with texts and a config; it is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / f"texts/{number}.txt").write_text(f"line {number} of this text\n" * 5)
+    return tmp_path
+
+
+def train(rooflax, *flags, data="texts", out="run"):
+    return rooflax("train", "--data", data, "--out", out, *QUICK, *flags)
+
+
+NEW = ("--config", "config.json", "--vocab-size", 300)
+
+
+def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypatch):
+    whole = train(rooflax, *NEW, "--json", out="whole")
+    assert whole.code == 0, whole.err
+    wanted = json.loads(whole.out)
+    assert wanted["steps"] == 4
+    assert wanted["held_out_loss"] > 0
+
+    advance = loop._Run.advance
+
+    def interrupted(self, bar):
+        advance(self, bar)
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "advance", interrupted)
+        ran = train(rooflax, *NEW)
+    assert (ran.code, ran.out) == (130, "")
+    assert "interrupted after step 2; the same command goes on" in ran.err
+    resumed = json.loads(train(rooflax, *NEW, "--json").out)
+    assert {**resumed, "model": 0} == {**wanted, "model": 0}
+
+    made = sorted(path.name for path in (data / "run/model").iterdir())
+    assert made == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert load(data / "run/model").num_parameters == load(data / "whole/model").num_parameters
+    ran = train(rooflax, "run/model", "--lr", "1e-4", out="tuned")
+    assert ran.code == 0, ran.err
+    assert "4 steps, 128 tokens, loss " in ran.out
+    assert "the model is in tuned/model" in ran.out
+
+
+def test_jsonl_and_a_given_tokenizer(rooflax, data):
+    lines = [json.dumps({"body": f"text number {i} " * 20}) for i in range(20)]
+    (data / "texts.jsonl").write_text("\n".join(lines))
+    assert train(rooflax, *NEW, "--held-out-fraction", 0).code == 0
+    flags = ("--config", "config.json", "--tokenizer", "run/tokenizer", "--text-field", "body")
+    ran = train(rooflax, *flags, "--quiet", data="texts.jsonl", out="second")
+    assert (ran.code, ran.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((*NEW, "somewhere"), "give one of them"),
+        (("--config", "config.json"), "needs a tokenizer"),
+        (("--vocab-size", 300), "is for new weights"),
+        (("--config", "config.json", "--vocab-size", 20), "at least 257"),
+        (("--config", "config.json", "--vocab-size", 400), "400 tokens and the embedding 320"),
+        (("--config", "nowhere.json", "--vocab-size", 300), "cannot read nowhere.json"),
+        (("--config", "texts/1.txt", "--vocab-size", 300), "is not JSON"),
+        ((*NEW, "--steps", "0"), "steps is 0"),
+        ((*NEW, "--tokens", "5"), "give exactly one of the two"),
+        ((*NEW, "--lr", "nan"), "learning_rate is nan"),
+        ((*NEW, "--remat", "some"), "remat is 'some'"),
+        ((*NEW, "--glob", "*.rst"), "holds no text to train on"),
+        ((*NEW, "--held-out-fraction", "1"), "from 0 to below 1"),
+        ((*NEW, "--held-out-fraction", "0.9999999"), "documents are held out"),
+        ((*NEW, "--seq-len", "64"), "the model takes 32 tokens"),
+        ((*NEW, "--text-field", "body"), "is for .jsonl files"),
+        ((*NEW, "--check"), "are for MODEL"),
+        ((*NEW, "--out", "config.json"), "is a file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(rooflax, data, flags, said):
+    if "400" in map(str, flags):  # needs a text with that many tokens in it
+        (data / "texts/x.txt").write_text(" ".join(f"w{i}{chr(97 + i % 26)}ab" for i in range(900)))
+    ran = train(rooflax, *flags)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err.splitlines()[-1]
+
+
+def test_other_data_in_the_same_folder_is_refused(rooflax, data):
+    assert train(rooflax, *NEW).code == 0
+    ran = train(rooflax, *NEW, "--held-out-fraction", 0.5)
+    assert ran.code == 2
+    assert "a run on other data" in ran.err

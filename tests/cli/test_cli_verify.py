@@ -1,0 +1,144 @@
+"""`rooflax verify`: against transformers, and against itself with a fault put in."""
+
+import json
+import shutil
+import sys
+
+import jax
+import pytest
+
+from rooflax.cli import isolate, verify
+from rooflax.engine import steps
+from rooflax.loading.load import embedded_folder, load
+from rooflax.loading.save import save_model
+from rooflax.models.initialize import random_weights
+from rooflax.models.presets import PRESETS
+from rooflax.models.registry import read_config
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.ops.attention import api as attention_api
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Qwen 2.5 with a tokenizer, as a checkpoint folder."""
+    path = tmp_path_factory.mktemp("verify") / "model"
+    name, config = read_config(PRESETS["qwen2.5-tiny"])
+    save_model(path, name, config, random_weights(name, config, seed=3), dtype="float32")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_folder() / file, path / file)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_equals_transformers(rooflax, folder):
+    ran = rooflax("verify", folder, "-n", 5, "--json")
+    found = json.loads(ran.out)
+    assert ran.code == 0, ran.err
+    assert found["equal"]
+    assert found["max_relative_error"] < 1e-4
+    assert len({row["prompt_tokens"] for row in found["prompts"]}) > 2
+    assert all(row["new_tokens"] == 5 for row in found["prompts"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_differs_is_code_1(rooflax, folder, monkeypatch):
+    exact = verify._Reference._run
+
+    def wrong(self, torch, prompt, count):
+        exact(self, torch, prompt, count)
+        self.logits[-1] = self.logits[-1] + 0.01
+        self.tokens[-1][1] += 1
+
+    monkeypatch.setattr(verify._Reference, "_run", wrong)
+    ran = rooflax("verify", folder, "-n", 2, "-p", "x = 1")
+    assert ran.code == 1
+    assert "differ at 1" in ran.out
+    assert "NOT equal" in ran.out
+
+
+def test_without_transformers_it_says_what_to_install(rooflax, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    ran = rooflax("verify", "preset:gpt2-tiny")
+    assert (ran.code, ran.out) == (2, "")
+    assert "pip install transformers torch" in ran.err
+    assert "--isolate" in ran.err
+
+
+def test_a_preset_has_nothing_for_transformers(rooflax, monkeypatch):
+    monkeypatch.setattr(verify, "_import_transformers", lambda: None)
+    ran = rooflax("verify", "preset:gpt2-tiny")
+    assert ran.code == 2
+    assert "use --isolate" in ran.err
+
+
+def test_isolate_finds_no_difference_and_needs_no_transformers(rooflax, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    flags = ("-n", 2, "-p", "x = 1", "-p", "def f(", "--layers", "scan")
+    ran = rooflax("verify", "preset:gpt-oss-tiny", "--isolate", *flags)
+    assert ran.code == 0, ran.out + ran.err
+    assert "Equal: no option changes a token." in ran.out
+    names = ("jit", "kernels", "gqa", "moe", "layers", "use_cache", "decode_steps")
+    lines = [line.split("=")[0] for line in ran.out.splitlines() if "=" in line]
+    assert lines == list(names)
+
+
+@pytest.fixture
+def jitted_reference(monkeypatch):
+    """The reference compiled: these tests are about finding a fault, not about the slow way."""
+    options = ExecutionOptions(
+        use_cache=False, kernels="reference", gqa="repeat", moe="dense", decode_steps=1
+    )
+    monkeypatch.setattr(isolate, "REFERENCE", options)
+    monkeypatch.setattr(steps, "_JITTED", {})
+
+
+def faulty(compute, first_position):
+    """Attention that is wrong in layers without a window, from a position on."""
+
+    def attention(q, *args, positions, window=None, **kwargs):
+        out = compute(q, *args, positions=positions, window=window, **kwargs)
+        wrong = (positions >= first_position)[..., None, None] & (window is None)
+        return jax.numpy.where(wrong, out * 3.0, out)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("implementations", "option", "position"),
+    [
+        (attention_api.IMPLEMENTATIONS, "kernels=default", 3),
+        (attention_api.PAGED_IMPLEMENTATIONS, "use_cache=True", 6),
+    ],
+)
+def test_isolate_names_option_layer_and_token_of_a_fault(
+    monkeypatch, jitted_reference, implementations, option, position
+):
+    model = load("preset:gpt-oss-tiny", max_model_len=64)
+    task = isolate.reference_task(model, [[5, 9, 2, 7, 1], [3, 8]], 3)
+    monkeypatch.setitem(implementations, "xla", faulty(implementations["xla"], position))
+    found = isolate.isolate(model, ExecutionOptions(), task)
+    fault = found["first_difference"]
+    assert not found["equal"]
+    assert fault["option"] == option
+    assert fault["layer"] == 1  # windows: 128, none, 128, none
+    assert fault["position"] == position
+    assert fault["error"] > isolate.TOLERANCE
+    text = isolate.lines({"model": "m", **found})
+    assert text[-1].startswith(f"NOT equal: {option} differs in layer 1, first at position")
+
+
+def test_a_fault_of_the_engine_alone_is_no_layers(monkeypatch, jitted_reference):
+    model = load("preset:gpt2-tiny", max_model_len=64)
+    task = isolate.reference_task(model, [[5, 9, 2]], 3)
+    monkeypatch.setattr(isolate, "greedy_tokens", lambda *_: [[*task.greedy[0][:2], -1]])
+    fault = isolate.isolate(model, ExecutionOptions(), task)["first_difference"]
+    assert (fault["option"], fault["layer"]) == ("kernels=default", None)
+    assert fault["position"] == 5
+    assert "scheduling" in fault["where"]
+
+
+def test_a_truncated_model_is_its_first_layers():
+    model = load("preset:gpt-oss-tiny", max_model_len=64)
+    short = isolate.truncated(model, 3)
+    assert len(short.weights["layers"]) == short.config.num_layers == 3
+    assert short.config.layer_windows == model.config.layer_windows[:3]

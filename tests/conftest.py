@@ -1,0 +1,42 @@
+"""What every test runs under: strict numerics, checked shapes, two CPU devices, no network.
+
+Set before jax starts, and before rooflax is imported: the hook checks the shapes that functions
+declare, in these packages and in tests only.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+CACHE = Path(tempfile.gettempdir()) / f"rooflax-tests-{os.getuid()}"
+os.environ.setdefault("ROOFLAX_CACHE_DIR", str(CACHE))
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+import tests.shapes  # noqa: E402, F401
+
+install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from rooflax.engine.compilation import enable_persistent_cache  # noqa: E402
+
+enable_persistent_cache()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: full products of settings, for `make test-all`")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs map memory, of which a process may have only so many pieces."""
+    yield
+    jax.clear_caches()

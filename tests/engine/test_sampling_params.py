@@ -1,0 +1,103 @@
+"""SamplingParams: each field has its range, and nothing outside of it is accepted."""
+
+import dataclasses
+import math
+
+import pytest
+
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import RequestError
+from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+NOT_NUMBERS = (math.nan, math.inf, -math.inf, True, "1", [1])
+NOT_WHOLE = (*NOT_NUMBERS, 1.5, 2.0)
+
+GOOD = {
+    "max_tokens": (1, 10**6, None),
+    "temperature": (0, 0.0, 0.7, 5, None),
+    "top_k": (0, 1, 10**6, None),
+    "top_p": (1e-6, 0.5, 1, 1.0, None),
+    "min_p": (0, 0.5, 1, None),
+    "seed": (0, 2**32 - 1, None),
+    "stop": ((), "a", ["a", "b"], ("\n\n",)),
+    "stop_token_ids": ((), [3], (0, 5)),
+    "repetition_penalty": (1e-3, 1, 2.5, None),
+    "presence_penalty": (-2, 0, 2.0, None),
+    "frequency_penalty": (-2, 0, 2.0, None),
+    "logit_bias": ({}, {3: 1.5, 0: -100, 7: 100.0}),
+    "logprobs": (0, MAX_LOGPROBS, None),
+    "n": (1, 7),
+    "ignore_eos": (True, False),
+}
+BAD = {
+    "max_tokens": (0, -1, *NOT_WHOLE),
+    "temperature": (-1e-9, -1, *NOT_NUMBERS),
+    "top_k": (-1, *NOT_WHOLE),
+    "top_p": (0, 0.0, -0.1, 1.0001, *NOT_NUMBERS),
+    "min_p": (-0.1, 1.1, *NOT_NUMBERS),
+    "seed": (-1, 2**32, *NOT_WHOLE),
+    "stop": ("", ["a", ""], [3]),
+    "stop_token_ids": ([-1], [True], [1.5], ["a"]),
+    "repetition_penalty": (0, -1, *NOT_NUMBERS),
+    "presence_penalty": (-2.1, 2.1, *NOT_NUMBERS),
+    "frequency_penalty": (-2.1, 2.1, *NOT_NUMBERS),
+    "logit_bias": (
+        {-1: 1.0}, {True: 1.0}, {"a": 1.0}, {1: math.nan}, {1: 101}, {1: "x"},
+        {i: 0.5 for i in range(MAX_LOGIT_BIAS + 1)},
+    ),
+    "logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
+    "n": (0, -1, None, *NOT_WHOLE),
+    "ignore_eos": (1, 0, None, "yes"),
+}  # fmt: skip
+
+
+def test_the_tables_here_name_every_field():
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(GOOD) == set(BAD) == names
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+def test_values_in_range(name):
+    for value in GOOD[name]:
+        params = SamplingParams(**{name: value})
+        assert hash(params) == hash(SamplingParams(**{name: value}))
+        assert params == SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_values_out_of_range_are_refused_by_name(name):
+    for value in BAD[name]:
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop", 3), ("stop", None), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("logit_bias", 3)],
+)
+def test_values_of_another_kind_are_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_a_stop_string_alone_is_not_taken_letter_by_letter():
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
+def test_params_are_frozen_and_keep_no_reference_to_what_they_were_given():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[5] = 1.0
+    assert params.logit_bias == {1: 2.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 3
+
+
+def test_what_is_given_wins_over_the_checkpoints_defaults_and_these_over_ours():
+    given = SamplingParams(temperature=0.0, top_k=0)
+    merged = given.with_defaults({"temperature": 0.6, "top_k": 40, "top_p": 0.9, "min_p": None})
+    assert (merged.temperature, merged.top_k, merged.top_p, merged.min_p) == (0.0, 0, 0.9, 0.0)
+    assert (merged.seed, merged.repetition_penalty) == (0, 1.0)
+    plain = SamplingParams().with_defaults({})
+    assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 0, 1.0)
+    assert plain.max_tokens is None

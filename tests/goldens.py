@@ -1,0 +1,352 @@
+"""Tiny checkpoints of every family and what transformers computes from them.
+
+A tensor's values are a function of its name and shape, so a checkpoint is its config and a list
+of names; only what transformers says of it must be kept. `python -m tests.goldens` writes that to
+tests/data/goldens (needs torch and transformers); the tests ask transformers itself where it is
+installed, and read the files where it is not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FOLDER = Path(__file__).parent / "data" / "goldens"
+HAVE_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+VOCAB = 263
+NEW_TOKENS = 64
+SEQ = 41
+KEPT_POSITIONS = (0, 9, 25, 40)
+"""Positions whose logits are committed; a live reference has them all."""
+
+_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 54, "intermediate_size": 104, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+    "max_position_embeddings": 131, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN2 = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 131,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_theta": 1000.0,
+}  # fmt: skip
+_GPT_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+    "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7,
+    "max_position_embeddings": 131, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": True, "rope_theta": 150.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 12,
+    },
+}  # fmt: skip
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
+        "n_positions": 131, "n_embd": 44, "n_inner": 104, "n_layer": 3, "n_head": 4,
+        "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+    },
+    "llama_mha": _LLAMA
+    | {"hidden_size": 60, "num_key_value_heads": 6, "head_dim": 10, "rope_theta": 10000.0},
+    "llama_gqa": _LLAMA | {"rope_theta": 500.0, "rope_scaling": None},
+    "llama3_tied": _LLAMA
+    | {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "llama_bias": _LLAMA | {"attention_bias": True, "mlp_bias": True, "rope_theta": 10000.0},
+    "llama_linear": _LLAMA
+    | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "qwen2": _QWEN2,
+    "qwen2_window": _QWEN2
+    | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "gpt_oss": _GPT_OSS,
+    "gpt_oss_short": _GPT_OSS | {"num_hidden_layers": 2},
+    "gpt_oss_mxfp4": _GPT_OSS
+    | {"rope_scaling": _GPT_OSS["rope_scaling"] | {"truncate": True, "attention_factor": 1.25}},
+}  # fmt: skip
+
+ROPE_SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
+    "yarn_untruncated": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+    "yarn_mscale": {
+        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
+        "mscale": 0.707, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+ROPE_HEAD_DIM, ROPE_THETA = 64, 150_000.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tiny checkpoint and what transformers says of it.
+
+    Attributes:
+        config: the object of config.json.
+        shapes: the checkpoint's tensors by name.
+        positions: of `tokens()` whose logits are here.
+        logits: [rows, positions, vocab].
+        greedy: per prompt of `prompts()` the tokens that generate gives.
+    """
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    positions: tuple[int, ...]
+    logits: np.ndarray
+    greedy: np.ndarray
+
+
+def tokens() -> np.ndarray:
+    """[2, SEQ] token ids."""
+    return np.random.RandomState(1).randint(0, VOCAB, (2, SEQ)).astype(np.int32)
+
+
+def prompts() -> list[list[int]]:
+    """Three prompts of unequal length, one on each side of a block and one longer."""
+    state = np.random.RandomState(2)
+    return [state.randint(0, VOCAB, n).tolist() for n in (5, 17, 33)]
+
+
+def is_packed(variant: str, name: str) -> bool:
+    """Whether a tensor of the variant lies in the file as MXFP4."""
+    return variant == "gpt_oss_mxfp4" and name.endswith(("gate_up_proj", "experts.down_proj"))
+
+
+def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor's values, float32: the same on every machine (RandomState's stream is frozen)."""
+    state = np.random.RandomState(zlib.crc32(name.encode()))
+    if is_packed(variant, name):
+        return unpack(*pack(state, shape))
+    noise = state.standard_normal(shape).astype(np.float32)
+    if "norm" in name or ".ln_" in name:
+        array = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
+    elif name.endswith("bias") or "sinks" in name:
+        array = 0.3 * noise
+    elif "embed" in name or ".wte." in name or "lm_head" in name:
+        array = 0.5 * noise
+    else:
+        array = 0.3 * noise
+    return array.astype(np.float32).astype(file_dtype(variant)).astype(np.float32)
+
+
+def file_dtype(variant: str) -> Any:
+    """How a variant's checkpoint stores its tensors."""
+    return ml_dtypes.bfloat16 if variant.startswith("gpt_oss") else np.float32
+
+
+def pack(state: np.random.RandomState, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Random MXFP4 blocks and scales of a tensor [experts, in, out]."""
+    experts, width, rows = shape
+    blocks = state.randint(0, 256, (experts, rows, width // 32, 16)).astype(np.uint8)
+    scales = state.randint(121, 125, (experts, rows, width // 32)).astype(np.uint8)
+    return blocks, scales
+
+
+def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 number by number, written from the format's definition."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    experts, rows, groups, _ = blocks.shape
+    out = np.zeros((experts, groups * 32, rows), np.float32)
+    for index in np.ndindex(blocks.shape):
+        expert, row, group, byte = index
+        for half in range(2):
+            nibble = (int(blocks[index]) >> (4 * half)) & 15
+            value = magnitudes[nibble & 7] * (-1.0 if nibble & 8 else 1.0)
+            scale = 2.0 ** (int(scales[expert, row, group]) - 127)
+            out[expert, group * 32 + 2 * byte + half, row] = value * scale
+    return out
+
+
+def tensors(variant: str, reference: Reference) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors as the file holds them."""
+    found: dict[str, np.ndarray] = {}
+    for name, shape in reference.shapes.items():
+        if is_packed(variant, name):
+            blocks, scales = pack(np.random.RandomState(zlib.crc32(name.encode())), shape)
+            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            found[name] = values(variant, name, shape).astype(file_dtype(variant))
+    return found
+
+
+def write_checkpoint(
+    folder: Path,
+    variant: str,
+    reference: Reference,
+    *,
+    config: Mapping[str, Any] | None = None,
+    change: Callable[[dict[str, np.ndarray]], object] | None = None,
+) -> Path:
+    """A checkpoint folder with a tokenizer.
+
+    Args:
+        config: keys that replace the variant's own.
+        change: edits the tensors in place before they are written.
+    """
+    from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = tensors(variant, reference)
+    if change:
+        change(written)
+    raw = reference.config | dict(config or {})
+    if variant == "gpt_oss_mxfp4":
+        raw["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        }
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_safetensors(
+        folder / "model.safetensors",
+        [
+            TensorToWrite(name, dtype_name(array.dtype), array.shape, lambda array=array: array)
+            for name, array in written.items()
+        ],
+    )
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of VOCAB ids: all bytes, six merges and one special token."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("o", "n"), ("Ġ", "a")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *("".join(m) for m in merges)])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def reference_model(variant: str) -> Any:
+    """The transformers model of a variant, float32, with our values in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)  # these models are too small for more
+        transformers.logging.set_verbosity_error()
+        raw = {k: v for k, v in VARIANTS[variant].items() if k != "model_type"}
+        config = transformers.AutoConfig.for_model(VARIANTS[variant]["model_type"], **raw)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.from_numpy(values(variant, name, tuple(parameter.shape))))
+        return model.eval()
+
+
+def greedy(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+    """transformers' generate, greedy and without an end."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def live(variant: str) -> Reference:
+    """What transformers says now."""
+    import torch
+
+    model = reference_model(variant)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = model(torch.tensor(tokens()).long()).logits.numpy()
+        generated = np.array([greedy(model, prompt) for prompt in prompts()], np.int32)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return Reference(VARIANTS[variant], shapes, tuple(range(SEQ)), logits, generated)
+
+
+def committed(variant: str) -> Reference:
+    """What transformers said when the files were written."""
+    with np.load(FOLDER / f"{variant}.npz") as file:
+        shapes = {name: tuple(shape) for name, shape in json.loads(str(file["shapes"])).items()}
+        return Reference(
+            VARIANTS[variant], shapes, KEPT_POSITIONS, file["logits"], file["greedy"]
+        )
+
+
+def rope_reference(setting: str) -> tuple[np.ndarray, float]:
+    """Inverse frequencies and the factor on cos and sin, from transformers."""
+    import torch
+    import transformers
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    transformers.logging.set_verbosity_error()
+    rope = ROPE_SETTINGS[setting] | {"rope_theta": ROPE_THETA}
+    config = LlamaConfig(
+        hidden_size=2 * ROPE_HEAD_DIM, num_attention_heads=2, head_dim=ROPE_HEAD_DIM,
+        rope_parameters=rope, max_position_embeddings=131_072,
+    )  # fmt: skip
+    if setting == "default":
+        frequencies, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        function = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        frequencies, factor = function(config, torch.device("cpu"))
+    return frequencies.numpy(), float(factor)
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for variant in VARIANTS:
+        found = live(variant)
+        np.savez_compressed(
+            FOLDER / f"{variant}.npz",
+            shapes=json.dumps(found.shapes),
+            logits=found.logits[:, list(KEPT_POSITIONS)],
+            greedy=found.greedy,
+        )
+    rope = {}
+    for setting in ROPE_SETTINGS:
+        frequencies, factor = rope_reference(setting)
+        rope |= {f"{setting}.frequencies": frequencies, f"{setting}.factor": factor}
+    np.savez_compressed(FOLDER / "rope.npz", **rope)
+    size = sum(path.stat().st_size for path in FOLDER.iterdir())
+    print(f"wrote {len(VARIANTS) + 1} files, {size / 1000:.0f} KB, to {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Tiny checkpoints on disk, each with what transformers says of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+from rooflax import LLM, ExecutionOptions, load
+from tests import goldens
+
+
+@dataclass
+class Case:
+    """One variant: its folder, its reference, and the model once it is asked for."""
+
+    variant: str
+    folder: Path
+    reference: goldens.Reference
+
+    @cached_property
+    def model(self):
+        return load(self.folder)
+
+    def llm(self, **options):
+        return LLM(self.folder, options=ExecutionOptions(**options))
+
+
+@pytest.fixture(scope="session")
+def references():
+    """Reference by variant: from transformers where it is installed, else as committed."""
+    found = {}
+
+    def get(variant):
+        if variant not in found:
+            make = goldens.live if goldens.HAVE_TORCH else goldens.committed
+            found[variant] = make(variant)
+        return found[variant]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def case(references, tmp_path_factory):
+    """Case by variant, written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+
+    def get(variant):
+        if variant not in made:
+            reference = references(variant)
+            folder = goldens.write_checkpoint(root / variant, variant, reference)
+            made[variant] = Case(variant, folder, reference)
+        return made[variant]
+
+    return get

@@ -1,0 +1,313 @@
+"""Reading config.json: nothing is silently ignored, and every field of a Config counts."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.load import describe
+from rooflax.models.initialize import random_weights
+from rooflax.models.model import build, resolve_max_model_len
+from rooflax.models.presets import PRESETS, preset_config
+from rooflax.models.registry import family, read_config, read_config_json
+from rooflax.nn.batch import Batch
+from rooflax.nn.rope import RopeScaling
+from tests import goldens
+
+FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
+
+YARN = RopeScaling("yarn", 4.0, 16)
+OTHER = {
+    "activation": "relu",
+    "rope_scaling": YARN,
+    "layer_windows": (3, 3, 3, 3),
+    "norm_eps": 0.5,
+    "rope_theta": 77.0,
+    "num_layers": 2,
+    "num_heads": 12,
+    "swiglu_alpha": 0.7,
+    "swiglu_limit": 0.05,
+    "experts_per_token": 2,
+}
+"""A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
+
+
+def changed(config, field):
+    value = getattr(config, field.name)
+    if field.name == "layer_windows":
+        other = OTHER["layer_windows"][: config.num_layers]
+    elif field.name in OTHER:
+        other = OTHER[field.name]
+    elif isinstance(value, bool):
+        other = not value
+    else:
+        other = value + (config.num_heads if field.name == "hidden_size" else 1)
+    assert other != value
+    new = {field.name: other}
+    if field.name == "num_layers" and getattr(config, "layer_windows", ()):
+        new["layer_windows"] = config.layer_windows[:other]
+    if field.name == "num_kv_heads":
+        new[field.name] = 1
+    return dataclasses.replace(config, **new)
+
+
+def shapes_of(name, config):
+    table = family(name).weights(config)
+    return {key: (weight.shape(config.axis_sizes), weight.hf) for key, weight in table.items()}
+
+
+def noisy(weights):
+    """Larger than their initialisation, so that every part of the model has a say."""
+    state = np.random.RandomState(5)
+
+    def noise(array):
+        return array + 0.3 * state.standard_normal(array.shape).astype(np.float32)
+
+    return jax.tree.map(lambda a: noise(np.asarray(a)), weights)
+
+
+@pytest.fixture(scope="module")
+def logits_of():
+    def run(model, tokens):
+        hidden, _ = model.forward(Batch.dense(tokens), None)
+        return model.logits(hidden)
+
+    jitted = jax.jit(run)
+    return lambda model: np.asarray(jitted(model, goldens.tokens()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_changing_any_field_changes_weights_logits_or_length(name, logits_of):
+    _, config = read_config(goldens.VARIANTS[FAMILIES[name]])
+    weights = noisy(random_weights(name, config))
+    before = logits_of(build(name, config, weights, None))
+    for field in dataclasses.fields(config):
+        other = changed(config, field)
+        if shapes_of(name, other) != shapes_of(name, config):
+            continue
+        if other.num_layers != config.num_layers:
+            continue  # another number of arrays
+        if resolve_max_model_len(other, None) != resolve_max_model_len(config, None):
+            continue
+        after = logits_of(build(name, other, weights, None))
+        difference = np.abs(after - before).max()
+        assert difference > 1e-4, f"{name}.Config.{field.name} changes nothing"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [f for f in dataclasses.fields(RopeScaling) if f.name != "kind"],
+    ids=lambda f: f.name,
+)
+def test_changing_any_field_of_rope_scaling_changes_the_table(field):
+    from rooflax.nn.rope import rope_arrays
+
+    differs = False
+    for kind in ("linear", "llama3", "yarn"):
+        plain = RopeScaling(
+            kind, 8.0, 256, low_freq_factor=1.5, beta_fast=20.5, beta_slow=1.5,
+            attention_factor=1.25,
+        )  # fmt: skip
+        value = getattr(plain, field.name)
+        other = dataclasses.replace(
+            plain, **{field.name: not value if isinstance(value, bool) else value * 2}
+        )
+        tables = [np.stack(rope_arrays(20, 32, 500.0, s)) for s in (plain, other)]
+        differs |= bool(np.abs(tables[0] - tables[1]).max() > 1e-4)
+    assert differs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_survives_its_own_config_json(name):
+    variants = [v for v, raw in goldens.VARIANTS.items() if raw["model_type"] == name]
+    for variant in variants:
+        _, config = read_config(goldens.VARIANTS[variant])
+        written = json.loads(json.dumps(family(name).config_to_hf(config)))
+        assert read_config(written) == (name, config), variant
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(name):
+    raw = goldens.VARIANTS[FAMILIES[name]] | {"new_attention_trick": 2}
+    with pytest.raises(UnsupportedModelError, match="'new_attention_trick'.*--ignore-config-key"):
+        read_config(raw)
+    expected = read_config(goldens.VARIANTS[FAMILIES[name]])
+    assert read_config(raw, ignore=["new_attention_trick"]) == expected
+    assert read_config(raw, ignore=["new_*"]) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_benign_keys_are_waived_by_name_or_pattern(name):
+    benign = {
+        "_name_or_path": "x", "_anything": [1], "task_specific_params": {"a": 1},
+        "summary_type": "cls_index", "summary_use_proj": True, "unsloth_fixed": True,
+        "transformers.js_config": {"dtype": "q4"}, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+        "transformers_version": "4.40.0", "use_cache": True, "bos_token_id": 1,
+        "eos_token_id": [2, 3], "pad_token_id": None, "initializer_range": 0.02,
+        "attention_dropout": 0.0, "hidden_dropout": 0.1, "resid_pdrop": 0.1,
+        "auto_map": {"AutoModel": "modeling.Evil"}, "pretraining_tp": 1, "id2label": {"0": "A"},
+        "gradient_checkpointing": False, "router_aux_loss_coef": 0.9, "n_ctx": 1024,
+    }  # fmt: skip
+    raw = goldens.VARIANTS[FAMILIES[name]]
+    assert read_config(raw | benign) == read_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"add_cross_attention": True}),
+        ("gpt2", {"activation_function": "mish"}),
+        ("llama_gqa", {"hidden_act": "mish"}),
+        ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama_gqa", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}),
+        ("llama_gqa", {"partial_rotary_factor": 0.5}),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 4}),
+        ("gpt_oss", {"hidden_act": "relu"}),
+    ],
+)
+def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, change):
+    with pytest.raises(UnsupportedModelError, match=next(iter(change)).replace("rope_scaling", "RoPE")):
+        read_config(goldens.VARIANTS[variant] | change)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "fp8", None])
+def test_quantised_checkpoints_of_other_kinds_are_refused_by_name(method):
+    raw = goldens.VARIANTS["llama_gqa"] | {"quantization_config": {"quant_method": method}}
+    with pytest.raises(UnsupportedModelError, match=str(method)):
+        read_config(raw)
+    with pytest.raises(UnsupportedModelError, match="'gptq'"):
+        read_config(raw | {"quantization_config": "gptq"})
+
+
+def test_rope_stated_twice_must_agree():
+    raw = goldens.VARIANTS["llama3_tied"]
+    scaling = {k: v for k, v in raw["rope_parameters"].items() if k != "rope_theta"}
+    assert read_config(raw | {"rope_scaling": scaling, "rope_theta": 500.0}) == read_config(raw)
+    with pytest.raises(CheckpointError, match="'factor'"):
+        read_config(raw | {"rope_scaling": scaling | {"factor": 9.0}})
+    with pytest.raises(CheckpointError, match=r"rope_theta.*10.*500"):
+        read_config(raw | {"rope_theta": 10.0})
+    with pytest.raises(CheckpointError, match="rope_scaling.*object"):
+        read_config(raw | {"rope_scaling": 4.0})
+
+
+ABSURD = (0, -1, True, 2.0, 2**31, 10**30, "12", [], float("nan"), None)
+SIZES = {
+    "gpt2": ("vocab_size", "n_embd", "n_head", "n_layer", "n_positions", "n_inner"),
+    "llama": (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    ),
+    "qwen2": ("vocab_size", "hidden_size", "num_hidden_layers", "sliding_window"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "sliding_window", "head_dim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key"), [(n, k) for n, keys in SIZES.items() for k in keys])
+def test_absurd_sizes_are_refused(name, key):
+    raw = goldens.VARIANTS[FAMILIES[name]]
+    for value in ABSURD:
+        if value is None and key not in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            continue  # null is "not given", and these have defaults
+        with pytest.raises(CheckpointError, match=key):
+            read_config(raw | {key: value})
+
+
+@pytest.mark.parametrize(
+    "key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"]
+)
+def test_absurd_numbers_are_refused(key):
+    for value in (0, -1.0, float("nan"), float("inf"), True, "1"):
+        with pytest.raises(CheckpointError, match=key):
+            read_config(goldens.VARIANTS["gpt_oss"] | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "numbers"),
+    [
+        ("gpt2", {"n_head": 5}, "44.*5"),
+        ("llama_gqa", {"num_key_value_heads": 4}, "6.*4"),
+        ("qwen2", {"num_attention_heads": 9}, "48.*9"),
+        ("llama_gqa", {"head_dim": 21}, "21.*even"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "6.*5"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+        ("llama_gqa", {"attention_bias": 1}, "attention_bias.*true or false"),
+        ("qwen2", {"max_window_layers": "2"}, "max_window_layers"),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": "8"}}, "factor"),
+        (
+            "gpt_oss",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8, "attention_factor": "x"}},
+            "attention_factor",
+        ),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": "x"}}, "mscale"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change, numbers):
+    with pytest.raises(CheckpointError, match=numbers):
+        read_config(goldens.VARIANTS[variant] | change)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[1, 2]", "a list"),
+        (b"7", "an? int"),
+        (b"{not json", "not JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"{}", "no model_type"),
+        (b'{"model_type": 3}', "no model_type"),
+        (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, gpt_oss"),
+        (b'{"model_type": "../../evil"}', "not one of"),
+    ],
+)
+def test_config_json_that_is_no_config(content, reason, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        describe(str(tmp_path))
+
+
+def test_config_json_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no config.json"):
+        read_config_json(tmp_path)
+
+
+def test_context_longer_than_the_model_is_refused_with_both_numbers():
+    _, config = read_config(goldens.VARIANTS["llama_gqa"])
+    assert resolve_max_model_len(config, None) == 131
+    assert resolve_max_model_len(config, 64) == 64
+    for wrong in (0, -1, 132):
+        with pytest.raises(RequestError, match=rf"{wrong}.*131"):
+            resolve_max_model_len(config, wrong)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_read(name):
+    _, config = read_config(preset_config(f"preset:{name}"))
+    assert config.vocab_size and config.num_layers
+
+
+def test_preset_parameters_are_those_of_the_models_they_are_named_after():
+    from rooflax.nn.weights import num_parameters
+
+    known = {
+        "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
+        "gpt2-xl": 1_557_611_200, "qwen2.5-0.5b": 494_032_768, "llama-3.2-1b": 1_235_814_400,
+        "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+        "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    }  # fmt: skip
+    for preset, count in known.items():
+        name, config = read_config(preset_config(preset))
+        table = family(name).weights(config)
+        assert num_parameters(table, config.axis_sizes, config.num_layers) == count, preset
+
+
+def test_an_unknown_preset_names_those_there_are():
+    with pytest.raises(RequestError, match="'gpt5'.*gpt2-tiny"):
+        preset_config("preset:gpt5")

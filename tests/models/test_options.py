@@ -1,0 +1,207 @@
+"""Execution options, compilation, sharding: what may change speed and never a token."""
+
+import itertools
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache
+from rooflax.engine.compilation import count_compilations
+from rooflax.errors import RequestError
+from rooflax.nn.mesh import check_split, padded_vocab
+from tests import goldens
+
+FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
+
+SWITCHES = {
+    "use_cache": (True, False),
+    "layers": ("unrolled", "scan"),
+    "gqa": ("grouped", "repeat"),
+    "moe": ("grouped", "per_token", "dense"),
+    "kernels": (None, "reference", "xla"),
+    "decode_steps": (None, 1, 5),
+}
+
+
+def pairs():
+    """A few settings in which every pair of values of two switches occurs."""
+    names = list(SWITCHES)
+    wanted = {
+        frozenset([(a, va), (b, vb)])
+        for a, b in itertools.combinations(names, 2)
+        for va in SWITCHES[a]
+        for vb in SWITCHES[b]
+    }
+    settings = []
+    every = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*SWITCHES.values())
+    ]
+    while wanted:
+        covered = [
+            {p for p in wanted if all(s[name] == value for name, value in p)} for s in every
+        ]
+        best = max(range(len(every)), key=lambda i: len(covered[i]))
+        settings.append(every[best])
+        wanted -= covered[best]
+    return settings
+
+
+def name_of(setting):
+    return ExecutionOptions(**setting).describe()
+
+
+def check(case, variant, **options):
+    this = case(variant)
+    got = this.llm(**options).generate(goldens.prompts(), GREEDY)
+    assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
+
+
+@pytest.mark.parametrize("setting", pairs(), ids=name_of)
+def test_pairs_of_switches_leave_the_tokens_unchanged(case, setting):
+    check(case, "gpt_oss_short", **setting)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("variant", ["gpt2", "llama_bias", "qwen2_window", "gpt_oss"])
+def test_scanned_layers_leave_the_tokens_unchanged(case, variant, use_cache):
+    check(case, variant, layers="scan", use_cache=use_cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", list(FAMILIES.values()))
+@pytest.mark.parametrize("values", list(itertools.product(*SWITCHES.values())), ids=str)
+def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, values):
+    check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "use_cache"), [("gpt2", True), ("gpt_oss_short", True), ("gpt_oss_short", False)]
+)
+def test_without_jit_the_tokens_are_the_same(case, variant, use_cache):
+    """Short: every operation is dispatched by itself."""
+    this = case(variant)
+    few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    got = this.llm(jit=False, use_cache=use_cache).generate(goldens.prompts()[:1], few)
+    assert [list(c.tokens) for c in got] == this.reference.greedy[:1, :3].tolist()
+
+
+@pytest.mark.parametrize("kernels", ["native", "pallas"])
+def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, kernels):
+    with pytest.raises((NotImplementedError, RequestError), match=kernels):
+        case("llama_gqa").llm(kernels=kernels).generate([[1, 2]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_cache", 2), ("jit", "yes"), ("layers", "rolled"), ("gqa", None), ("moe", "sparse"),
+        ("kernels", "cuda"), ("decode_steps", 0), ("decode_steps", True), ("decode_steps", 1.5),
+    ],
+)  # fmt: skip
+def test_an_option_that_does_not_exist_is_refused(field, value):
+    with pytest.raises(RequestError, match=field):
+        ExecutionOptions(**{field: value})
+
+
+@pytest.mark.parametrize("variant", ["llama3_tied", "gpt_oss"])
+def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
+    model = case(variant).model
+    cache = new_cache(model, rows=2, max_tokens=64)
+    ids = np.zeros(2, np.int32)
+    text = jax.jit(decode_step).lower(model, cache, ids, ids).as_text()
+    assert "dot_general" in text
+    assert not re.search(r"stablehlo\.(sine|cosine|tan)\b", text)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return LLM("preset:gpt2-tiny")
+
+
+def test_two_hundred_tokens_across_bucket_edges_compile_nothing_after_warm_up(tiny):
+    """Contexts from 240 to 600 tokens cross the edges at 256 and 512."""
+    prompts = [np.random.RandomState(n).randint(0, 4096, n).tolist() for n in (240, 400, 17)]
+    many = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    compiled = []
+    with count_compilations() as counts:
+        for delta in tiny.stream(prompts, many):
+            compiled.append(counts.requests)
+            if delta.completion is not None:
+                assert len(delta.completion.tokens) == 200
+    assert compiled[0] == compiled[-1]
+    with count_compilations() as counts:
+        tiny.generate(prompts, many)
+    assert counts.requests == 0
+
+
+def test_another_checkpoint_of_the_same_shape_compiles_nothing(case, tmp_path):
+    this = case("llama_gqa")
+
+    def change(tensors):
+        tensors["model.norm.weight"] *= 1.5
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][::-1].copy()
+
+    other = goldens.write_checkpoint(tmp_path / "b", "llama_gqa", this.reference, change=change)
+    first = this.llm().generate(goldens.prompts(), GREEDY)
+    with count_compilations() as counts:
+        second = LLM(other).generate(goldens.prompts(), GREEDY)
+    assert counts.requests == counts.cache_misses == 0
+    assert [c.tokens for c in second] != [c.tokens for c in first]
+    assert second[0].timings["compilations"] == 0
+
+
+def test_cached_is_at_least_three_times_faster_than_uncached(tiny):
+    """64 tokens after a prompt of 180, on the same model; the better of three runs each."""
+    prompt = np.random.RandomState(0).randint(0, 4096, 180).tolist()
+    seconds = {}
+    for use_cache in (True, False):
+        llm = LLM("preset:gpt2-tiny", options=ExecutionOptions(use_cache=use_cache))
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        tokens = llm.generate([prompt], params)[0].tokens
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            assert llm.generate([prompt], params)[0].tokens == tokens
+            times.append(time.perf_counter() - started)
+        seconds[use_cache] = min(times)
+    assert seconds[False] / seconds[True] >= 3, seconds
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2,), ("tensor",))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layers": "scan"}, {"use_cache": False}], ids=["plain", "scan", "no cache"]
+)
+def test_two_devices_give_the_single_devices_tokens(case, mesh, options):
+    """The vocabulary of 263 does not divide by two, so it is padded."""
+    assert padded_vocab(goldens.VOCAB, 2) == goldens.VOCAB + 1
+    this = case("llama_bias")
+    llm = LLM(this.folder, mesh=mesh, options=ExecutionOptions(**options))
+    split = llm.model.weights["lm_head"].sharding
+    assert len(split.device_set) == 2 and not split.is_fully_replicated
+    got = llm.generate(goldens.prompts(), GREEDY)
+    assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_oss", "llama3_tied"])
+def test_other_families_on_two_devices(case, mesh, variant):
+    this = case(variant)
+    if this.model.config.num_kv_heads % 2:
+        pytest.skip("its heads do not divide")
+    got = LLM(this.folder, mesh=mesh).generate(goldens.prompts(), GREEDY)
+    assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
+
+
+def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, mesh):
+    with pytest.raises(RequestError, match=r"3 kv_heads.*3 = 2 x 1 \+ 1"):
+        LLM(case("qwen2").folder, mesh=mesh)
+    with pytest.raises(RequestError, match=r"104 mlp.*104 = 3 x 34 \+ 2"):
+        check_split({"kv_heads": 6, "mlp": 104}, 3)

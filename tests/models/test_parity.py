@@ -1,0 +1,122 @@
+"""Every family equals transformers: logits, greedy tokens, prefill and decode."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax import ExecutionOptions, SamplingParams, decode_step, new_cache, prefill
+from rooflax.nn.batch import Batch
+from tests import goldens
+
+VARIANTS = [v for v in goldens.VARIANTS if v != "gpt_oss_short"]  # that one serves other tests
+TOLERANCE = 1e-4
+
+
+@jax.jit
+def full_logits(model, tokens):
+    hidden, _ = model.forward(Batch.dense(tokens), None)
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_tokens_equal_transformers(case, variant):
+    this = case(variant)
+    logits = np.asarray(full_logits(this.model, goldens.tokens()))
+    reference = this.reference
+    np.testing.assert_allclose(
+        logits[:, list(reference.positions)], reference.logits, rtol=0, atol=TOLERANCE
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
+    batch = this.llm().generate(goldens.prompts(), greedy)
+    assert [list(c.tokens) for c in batch] == reference.greedy.tolist()
+    assert {c.finish_reason for c in batch} == {"length"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_and_decode_equal_one_full_forward(case, variant):
+    """The prompt ends inside a block; rows are of unequal length; the reference is at hand."""
+    model, tokens = case(variant).model, goldens.tokens()
+    whole = np.asarray(full_logits(model, tokens))
+    lengths = np.array([17, 12], np.int32)
+    prompts = np.where(np.arange(17)[None] < lengths[:, None], tokens[:, :17], 0)
+    cache = new_cache(model, rows=2, max_tokens=goldens.SEQ)
+    logits, cache = jax.jit(prefill)(model, cache, jnp.asarray(prompts), jnp.asarray(lengths))
+    rows = np.arange(2)
+    np.testing.assert_allclose(logits, whole[rows, lengths - 1], rtol=0, atol=TOLERANCE)
+    step = jax.jit(decode_step, donate_argnums=1)
+    for offset in range(goldens.SEQ - 17):
+        at = lengths + offset
+        logits, cache = step(model, cache, jnp.asarray(tokens[rows, at]), jnp.asarray(at))
+        np.testing.assert_allclose(logits, whole[rows, at], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_committed_references_are_what_transformers_says(references, variant):
+    kept, now = goldens.committed(variant), references(variant)
+    assert kept.shapes == now.shapes
+    np.testing.assert_allclose(
+        kept.logits, now.logits[:, list(kept.positions)], rtol=0, atol=TOLERANCE
+    )
+    np.testing.assert_array_equal(kept.greedy, now.greedy)
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_not_a_matter_of_rounding(references, variant):
+    """The best logit leads by far more than the tolerance, so equal tokens prove something."""
+    import torch
+
+    model, reference = goldens.reference_model(variant), references(variant)
+    for prompt, generated in zip(goldens.prompts(), reference.greedy, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *generated.tolist()]])).logits[0].numpy()
+        best = np.sort(logits[len(prompt) - 1 : -1], axis=-1)[:, -2:]
+        assert (best[:, 1] - best[:, 0]).min() > TOLERANCE
+        assert len(set(generated.tolist())) > 4
+
+
+def test_both_spellings_of_rope_give_the_same_config():
+    from rooflax.models.registry import read_config
+
+    for variant, raw in goldens.VARIANTS.items():
+        if variant == "gpt2":
+            continue
+        modern = {k: v for k, v in raw.items() if k not in ("rope_theta", "rope_scaling")}
+        scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        theta = scaling.get("rope_theta", raw.get("rope_theta"))
+        modern["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
+        legacy = {k: v for k, v in raw.items() if k != "rope_parameters"}
+        without_theta = {k: v for k, v in scaling.items() if k != "rope_theta"}
+        legacy |= {"rope_theta": theta, "rope_scaling": without_theta or None}
+        assert read_config(modern) == read_config(legacy) == read_config(raw)
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("variant", ["gpt2", "llama3_tied", "qwen2_window", "gpt_oss"])
+def test_a_folder_that_transformers_wrote_opens(variant, tmp_path, references):
+    """transformers writes `rope_parameters`, `layer_types` and all its defaults."""
+    from rooflax import load
+
+    goldens.reference_model(variant).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert variant == "gpt2" or "rope_parameters" in written
+    logits = np.asarray(full_logits(load(tmp_path), goldens.tokens()))
+    np.testing.assert_allclose(logits, references(variant).logits, rtol=0, atol=TOLERANCE)
+
+
+def test_reference_kernels_equal_transformers_too(case):
+    options = ExecutionOptions(kernels="reference")
+    this = case("gpt_oss")
+
+    def forward(model, tokens):
+        hidden, _ = model.forward(Batch.dense(tokens), None, options=options)
+        return model.logits(hidden, options=options)
+
+    logits = np.asarray(jax.jit(forward)(this.model, goldens.tokens()))
+    np.testing.assert_allclose(
+        logits[:, list(this.reference.positions)], this.reference.logits, rtol=0, atol=TOLERANCE
+    )

@@ -1,0 +1,129 @@
+"""The paged cache: what is written is read, where it was meant to be; block arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.nn.batch import Batch
+from rooflax.nn.kv_cache import LayerGroups, allocate, pool_shapes, read, with_pools, write
+from rooflax.nn.layout import blocks_needed, ceil_div
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups", "of_layer", "period"),
+    [
+        ((None,) * 3, (None,), (0, 0, 0), 1),
+        ((7, None, 7, None), (None, 7), (1, 0, 1, 0), 2),
+        ((None, 7, 7, 7), (None, 7), (0, 1, 1, 1), 4),
+        ((5, 9, 5, 9, 5, 9), (5, 9), (0, 1, 0, 1, 0, 1), 2),
+        ((5, 5, 5), (5,), (0, 0, 0), 1),
+        ((None, None, 3, None, None, 3), (None, 3), (0, 0, 1, 0, 0, 1), 3),
+        ((None,), (None,), (0,), 1),
+        ((4, None, 4), (None, 4), (1, 0, 1), 3),
+    ],
+)
+def test_layers_of_equal_window_share_a_pool(windows, groups, of_layer, period):
+    found = LayerGroups.from_windows(windows)
+    assert (found.windows, found.of_layer, found.period) == (groups, of_layer, period)
+
+
+def most_blocks(window, max_tokens, new_tokens, block_size):
+    """Brute force: every way of writing chunks, each after letting go of what is out of sight."""
+    worst = 0
+    for chunk in range(1, new_tokens + 1):
+        for first_chunk in range(1, chunk + 1):
+            computed, size = 0, first_chunk
+            while computed < max_tokens:
+                end = min(computed + size, max_tokens)
+                first = max(computed - window + 1, 0) // block_size if window else 0
+                worst = max(worst, ceil_div(end, block_size) - first)
+                computed, size = end, chunk
+    return worst
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8])
+def test_blocks_needed_is_never_less_than_what_is_held_and_hardly_more(window, block_size):
+    for max_tokens in (1, 2, 7, 16, 23):
+        for new_tokens in (1, 3, 6):
+            held = most_blocks(window, max_tokens, new_tokens, block_size)
+            needed = blocks_needed(window, max_tokens, new_tokens, block_size)
+            assert held <= needed <= held + 1
+
+
+def test_num_bytes_is_that_of_the_arrays():
+    groups = LayerGroups.from_windows((7, None, 7, None))
+    for stacked in (False, True):
+        cache = allocate(groups, (5, 3), 2, 6, block_size=4, dtype="bfloat16", stacked=stacked)
+        # Two layers of each group, K and V, two bytes each.
+        assert cache.num_bytes == 2 * 2 * 2 * (5 + 3) * 2 * 4 * 6
+        assert len(cache.k) == (2 if stacked else 4)
+        assert cache.num_repeats == (2 if stacked else 1)
+        shapes = pool_shapes(groups, (5, 3), 2, 6, 4, stacked=stacked)
+        assert [a.shape for a in cache.k] == shapes == [a.shape for a in cache.v]
+        assert not any(np.asarray(a).any() for a in cache.k)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_written_through_slots_is_read_back(stacked):
+    """Two rows of unequal length in shuffled blocks; a padded token lands in scratch."""
+    groups, block_size, repeats = LayerGroups.from_windows((None,) * 3), 4, 3
+    num_blocks = 8
+    cache = allocate(groups, (num_blocks,), 2, 6, block_size=block_size, stacked=stacked)
+    new = np.random.RandomState(0).standard_normal((2, 7, 2, 6)).astype(np.float32)
+    tables = np.array([[5, 2], [7, 3]], np.int32)
+    lens = np.array([7, 5], np.int32)
+    batch = Batch(
+        tokens=np.zeros((2, 7), np.int32),
+        positions=np.tile(np.arange(7, dtype=np.int32), (2, 1)),
+        query_lens=jnp.asarray(lens),
+        context_lens=jnp.asarray(lens),
+        block_tables=(jnp.asarray(tables),),
+        first_positions=(jnp.zeros(2, jnp.int32),),
+    )
+    slots = batch.slot_mapping(0, block_size)
+    assert (np.asarray(slots)[1, 5:] < block_size).all()
+    k, v = list(cache.k), list(cache.v)
+    for layer in range(3):
+        pool, first = (0, layer * num_blocks) if stacked else (layer, 0)
+        shifted = slots + first * block_size
+        k[pool] = write(k[pool], jnp.asarray(new + layer), shifted)
+        v[pool] = write(v[pool], jnp.asarray(-new - layer), shifted)
+    cache = with_pools(cache, k, v)
+    assert cache.num_repeats == (repeats if stacked else 1)
+    for layer in range(3):
+        for row in range(2):
+            got_k, got_v = read(cache, layer, tables[row].tolist(), int(lens[row]))
+            np.testing.assert_array_equal(got_k, new[row, : lens[row]] + layer)
+            np.testing.assert_array_equal(got_v, -new[row, : lens[row]] - layer)
+    untouched = [b for b in range(1, num_blocks) if b not in tables]
+    assert not np.asarray(cache.k[0])[untouched].any()
+
+
+def test_slots_of_a_window_that_has_let_go_of_blocks():
+    batch = Batch(
+        tokens=np.zeros((1, 3), np.int32),
+        positions=jnp.asarray([[9, 10, 11]]),
+        query_lens=jnp.asarray([3]),
+        context_lens=jnp.asarray([12]),
+        block_tables=(jnp.asarray([[6, 2]]),),
+        first_positions=(jnp.asarray([4]),),
+    )
+    # Position 9 is the sixth token from position 4 on: block 2, offset 1.
+    assert batch.slot_mapping(0, 4).tolist() == [[9, 10, 11]]
+    batch = Batch(**{**vars(batch), "first_positions": (jnp.asarray([8]),)})
+    assert batch.slot_mapping(0, 4).tolist() == [[25, 26, 27]]
+
+
+def test_write_is_in_place_when_the_pool_is_donated():
+    pool = jnp.zeros((4, 2, 3, 5))
+    new, slots = jnp.ones((1, 1, 2, 5)), jnp.asarray([[4]])
+    compiled = jax.jit(write, donate_argnums=0).lower(pool, new, slots).compile()
+    assert "input_output_alias" in compiled.as_text()
+
+
+def test_valid_marks_the_real_tokens():
+    batch = Batch.dense(jnp.zeros((3, 4), jnp.int32), lengths=jnp.asarray([4, 0, 2]))
+    assert batch.valid.astype(jnp.int32).sum(1).tolist() == [4, 0, 2]
+    assert batch.positions[1].tolist() == [0, 1, 2, 3]

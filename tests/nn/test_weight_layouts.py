@@ -1,0 +1,132 @@
+"""The weight table: every layout is undone by its inverse, and says what the checkpoint holds."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooflax.models.registry import family, read_config
+from rooflax.nn.mesh import padded_vocab, weight_spec
+from rooflax.nn.weights import (
+    QKV,
+    Conv1D,
+    Flat,
+    FusedConv1DQKV,
+    GateUp,
+    InterleavedGateUp,
+    Layout,
+    Linear,
+    Weight,
+    assemble,
+    num_parameters,
+    slots,
+)
+from tests import goldens
+
+HF = ("q", "k", "v")
+CASES = {
+    "plain": Weight("vocab hidden", "w"),
+    "flat bias": Weight("heads head_dim", "w", Flat()),
+    "conv1d": Weight("hidden -> mlp", "w", Conv1D()),
+    "conv1d of two": Weight("heads head_dim -> hidden", "w", Conv1D()),
+    "linear": Weight("hidden -> mlp", "w", Linear()),
+    "linear of two": Weight("heads head_dim -> hidden", "w", Linear()),
+    "qkv": Weight("hidden -> kv_heads group head_dim", HF, QKV()),
+    "qkv bias": Weight("kv_heads group head_dim", HF, QKV(bias=True)),
+    "gpt2 qkv": Weight("hidden -> heads three head_dim", "w", FusedConv1DQKV()),
+    "gpt2 qkv bias": Weight("heads three head_dim", "w", FusedConv1DQKV()),
+    "gate up": Weight("hidden -> two mlp", ("g", "u"), GateUp()),
+    "gate up bias": Weight("two mlp", ("g", "u"), GateUp(bias=True)),
+    "experts": Weight("experts hidden two mlp", "w", InterleavedGateUp()),
+    "experts bias": Weight("experts two mlp", "w", InterleavedGateUp()),
+}
+NAMES = ["vocab", "hidden", "mlp", "heads", "kv_heads", "head_dim", "experts"]
+SIZES = st.lists(st.integers(1, 9), min_size=7, max_size=7).map(
+    lambda values: dict(zip(NAMES, values, strict=True)) | {"two": 2, "three": 3}
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(sizes=SIZES, queries=st.integers(1, 5))
+@settings(max_examples=25, deadline=None)
+def test_join_and_split_are_inverse(case, sizes, queries):
+    weight, sizes = CASES[case], sizes | {"group": queries + 2}
+    shape = weight.shape(sizes)
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    parts = weight.split(array, sizes)
+    assert [part.shape for part in parts] == [tuple(s) for s in weight.hf_shapes(sizes)]
+    assert len(parts) == len(weight.names)
+    assert sum(part.size for part in parts) == array.size
+    back = np.full(shape, -1, np.float32)
+    weight.layout.join([np.ascontiguousarray(part) for part in parts], back)
+    np.testing.assert_array_equal(back, array)
+
+
+def test_qkv_puts_a_kv_heads_queries_beside_it():
+    """From the checkpoint's q_proj [heads * head_dim, hidden], the queries of K/V head 1."""
+    sizes = {"hidden": 5, "kv_heads": 2, "group": 3 + 2, "head_dim": 4}
+    rng = np.random.RandomState(0)
+    q, k, v = (rng.standard_normal((rows, 5)).astype(np.float32) for rows in (24, 8, 8))
+    out = np.empty(CASES["qkv"].shape(sizes), np.float32)
+    CASES["qkv"].layout.join([q, k, v], out)
+    heads = q.reshape(6, 4, 5)
+    np.testing.assert_array_equal(out[:, 1, 0], heads[3].T)
+    np.testing.assert_array_equal(out[:, 0, 2], heads[2].T)
+    np.testing.assert_array_equal(out[:, 1, 3], k.reshape(2, 4, 5)[1].T)
+    np.testing.assert_array_equal(out[:, 0, 4], v.reshape(2, 4, 5)[0].T)
+
+
+def test_interleaved_experts():
+    """gate is the checkpoint's even columns, up its odd ones (gpt-oss)."""
+    stored = np.random.RandomState(0).standard_normal((3, 5, 8)).astype(np.float32)
+    out = np.empty((3, 5, 2, 4), np.float32)
+    InterleavedGateUp().join([stored], out)
+    np.testing.assert_array_equal(out[:, :, 0], stored[:, :, ::2])
+    np.testing.assert_array_equal(out[:, :, 1], stored[:, :, 1::2])
+
+
+def test_join_converts_the_dtype_on_the_way():
+    import ml_dtypes
+
+    out = np.empty((2, 3), ml_dtypes.bfloat16)
+    Layout().join([np.arange(6, dtype=np.float32).reshape(2, 3)], out)
+    assert out.astype(np.float32).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("variant", list(goldens.VARIANTS))
+def test_every_slot_once_and_all_parameters_counted(variant):
+    name, config = read_config(goldens.VARIANTS[variant])
+    table, sizes = family(name).weights(config), config.axis_sizes
+    found = list(slots(table, config.num_layers))
+    hf = [hf for slot in found for hf in slot.hf_names]
+    assert len(hf) == len(set(hf)) and len(found) == len({slot.name for slot in found})
+    shapes = {
+        n: tuple(s)
+        for slot in found
+        for n, s in zip(slot.hf_names, slot.weight.hf_shapes(sizes), strict=True)
+    }
+    assert shapes == goldens.committed(variant).shapes
+    count = sum(math.prod(shape) for shape in shapes.values())
+    assert num_parameters(table, sizes, config.num_layers) == count
+    tree = assemble(config.num_layers, ((slot, slot.name) for slot in found))
+    assert len(tree["layers"]) == config.num_layers
+    for index, layer in enumerate(tree["layers"]):
+        assert all(value == f"layers.{index}.{key}" for key, value in layer.items())
+    assert {key: value for key, value in tree.items() if key != "layers"} == {
+        slot.key: slot.name for slot in found if slot.layer is None
+    }
+
+
+@pytest.mark.parametrize("variant", list(goldens.VARIANTS))
+def test_sharding_splits_one_axis_of_what_is_large_and_nothing_else(variant):
+    name, config = read_config(goldens.VARIANTS[variant])
+    for key, weight in family(name).weights(config).items():
+        spec = list(weight_spec(weight))
+        split = [n for n, part in zip(weight.axis_names, spec, strict=True) if part is not None]
+        assert len(split) <= 1, key
+        whole = ("norm", "router", "o_bias", "down_bias", "position")
+        assert bool(split) != key.endswith((*whole, "norm_bias", "router_bias")), key
+    assert padded_vocab(263, 2) == 264 and padded_vocab(264, 2) == 264
+    assert padded_vocab(5, 8) == 8

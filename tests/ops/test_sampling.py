@@ -1,0 +1,448 @@
+"""The sampler against NumPy, against transformers' processors, and against chance itself."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.ops import sampling as lib
+from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
+from rooflax.ops.sampling_limits import MAX_LOGPROBS
+from tests import goldens
+from tests.ops.cases import normal, rng
+
+VOCAB = 317
+assert VOCAB > NUM_CANDIDATES
+
+DEFAULTS = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "num_logprobs": -1,
+}  # fmt: skip
+DTYPES = {"top_k": "int32", "num_logprobs": "int32", "seed": "uint32", "sample_index": "uint32"}
+
+
+def settings(rows, bias=None, **values):
+    """Sampling of `rows` rows; a value is for all rows, a list has one for each."""
+    arrays = {}
+    for name, default in DEFAULTS.items():
+        value = np.broadcast_to(np.asarray(values.pop(name, default)), (rows,))
+        arrays[name] = jnp.asarray(value.astype(DTYPES.get(name, "float32")))
+    assert not values
+    ids, added = np.zeros((rows, 4), np.int32), np.zeros((rows, 4), np.float32)
+    for column, (token, value) in enumerate((bias or {}).items()):
+        ids[:, column], added[:, column] = token, value
+    return Sampling(**arrays, bias_ids=jnp.asarray(ids), bias_values=jnp.asarray(added))
+
+
+def no_counts(rows, vocab=VOCAB):
+    shape = (rows + 1, vocab)
+    return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
+
+
+@functools.cache
+def compiled():
+    return jax.jit(sample)
+
+
+def draw(logits, given, positions=None, counts=None, slots=None):
+    rows, vocab = logits.shape
+    if positions is None:
+        positions = np.arange(rows)
+    return compiled()(
+        jnp.asarray(logits),
+        given,
+        jnp.asarray(np.asarray(positions, np.int32)),
+        no_counts(rows, vocab) if counts is None else counts,
+        jnp.asarray(np.arange(rows) if slots is None else slots, jnp.int32),
+    )
+
+
+def kept_by_hand(logits, temperature, top_k, top_p, min_p):
+    """Ids that survive, in transformers' order: temperature, top-k, top-p, min-p; float64."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    probabilities = np.exp(scaled[order] - scaled[order].max())
+    probabilities /= probabilities.sum()
+    before = np.concatenate([[0], np.cumsum(probabilities)[:-1]])
+    keep = (before < top_p) & (probabilities >= min_p * probabilities[0])
+    keep[0] = True
+    return order[keep], scaled[order[keep]]
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": NUM_CANDIDATES},
+    {"top_k": NUM_CANDIDATES + 1},
+    {"top_k": 10_000},
+    {"top_p": 0.05},
+    {"top_p": 0.7},
+    {"top_p": 0.9999, "temperature": 5.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"min_p": 1e-7, "temperature": 5.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
+    {"top_k": 300, "top_p": 0.99, "temperature": 4.0},
+]
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=str)
+def test_a_draw_is_the_argmax_of_what_numpy_keeps_plus_the_noise(given):
+    """64 rows; the noise itself is tested below."""
+    rows = 64
+    logits = normal(rows, VOCAB) * 2
+    seeds = np.arange(rows) + 100
+    tokens = np.asarray(draw(logits, settings(rows, seed=seeds, **given)).tokens)
+    full = DEFAULTS | given
+    ids = np.tile(np.arange(VOCAB, dtype=np.int32), (rows, 1))
+    noise = np.asarray(
+        gumbel(
+            jnp.asarray(seeds, jnp.uint32),
+            jnp.zeros(rows, jnp.uint32),
+            jnp.arange(rows, dtype=jnp.int32),
+            jnp.asarray(ids),
+        )
+    )
+    for row in range(rows):
+        kept, scaled = kept_by_hand(
+            logits[row], full["temperature"], full["top_k"], full["top_p"], full["min_p"]
+        )
+        assert tokens[row] == kept[np.argmax(scaled + noise[row, kept])]
+
+
+def kept_by_us(logits, given):
+    """The set that `_keep` lets through, by running the sorted path itself."""
+    scaled = jnp.asarray(logits / given["temperature"])
+    order = np.asarray(jnp.argsort(-scaled, axis=-1, stable=True))
+    ordered = jnp.take_along_axis(scaled, jnp.asarray(order), axis=-1)
+    total = jax.nn.logsumexp(scaled, axis=-1)
+    keep = np.asarray(lib._keep(ordered, total, settings(len(logits), **given)))
+    return [set(order[row][keep[row]].tolist()) for row in range(len(logits))]
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("given", FILTERS, ids=str)
+def test_what_is_kept_equals_transformers_processors(given):
+    import torch
+    from transformers.generation import logits_process as hf
+
+    full = DEFAULTS | given
+    logits = normal(9, VOCAB, seed=3) * 2
+    scores = torch.tensor(logits)
+    chain = [hf.TemperatureLogitsWarper(float(full["temperature"]))]
+    if full["top_k"]:
+        chain.append(hf.TopKLogitsWarper(full["top_k"]))
+    if full["top_p"] < 1:
+        chain.append(hf.TopPLogitsWarper(full["top_p"]))
+    if full["min_p"] > 0:
+        chain.append(hf.MinPLogitsWarper(full["min_p"]))
+    for processor in chain:
+        scores = processor(None, scores)
+    kept = [set(torch.nonzero(torch.isfinite(row))[:, 0].tolist()) for row in scores]
+    assert kept_by_us(logits, full) == kept
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[1, [5, 9]] = 2
+    logits[2, VOCAB - 1] = 1
+    tokens = draw(logits, settings(3, temperature=0.0)).tokens
+    assert tokens.tolist() == [0, 5, VOCAB - 1]
+    assert tokens.dtype == jnp.int32
+
+
+def test_greedy_rows_are_not_touched_by_sampled_neighbours():
+    logits = normal(6, VOCAB)
+    temperature = [0.0, 1.0, 0.0, 9.0, 0.0, 0.5]
+    mixed = np.asarray(
+        draw(logits, settings(6, temperature=temperature, top_p=[0.9, 1, 0.1, 1, 1, 0.5])).tokens
+    )
+    alone = np.asarray(draw(logits, settings(6, temperature=0.0)).tokens)
+    assert mixed[::2].tolist() == alone[::2].tolist() == logits.argmax(1)[::2].tolist()
+
+
+def test_the_same_seed_index_and_position_draw_the_same_token_in_any_row():
+    """Also next to rows that need the full sort, and in a batch of another size."""
+    logits = np.tile(normal(1, VOCAB), (8, 1))
+    given = {"seed": 7, "sample_index": 3, "temperature": 2.0, "top_p": 0.6}
+    alone = int(draw(logits[:1], settings(1, **given), [11]).tokens[0])
+    together = draw(logits, settings(8, **given), [11] * 8, slots=[3, 1, 4, 0, 5, 7, 6, 2]).tokens
+    assert together.tolist() == [alone] * 8
+    mixed = {name: [value] * 8 for name, value in given.items()}
+    mixed["top_p"] = [0.6] + [0.99999] * 7
+    mixed["seed"] = [7, *range(7)]
+    assert int(draw(logits, settings(8, **mixed), [11] * 8).tokens[0]) == alone
+
+
+@pytest.mark.parametrize("field", ["seed", "sample_index", "position"])
+def test_another_seed_index_or_position_draws_anew(field):
+    rows = 64
+    logits = np.tile(normal(1, VOCAB), (rows, 1))
+    different = np.arange(rows)
+    given = {"temperature": 3.0} | ({} if field == "position" else {field: different})
+    positions = different if field == "position" else np.zeros(rows)
+    tokens = draw(logits, settings(rows, **given), positions).tokens.tolist()
+    assert len(set(tokens)) > rows / 2
+
+
+def test_the_path_of_candidates_and_the_full_sort_agree_exactly(monkeypatch):
+    logits = normal(32, VOCAB) * 3
+    for given in ({"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.9}):
+        full = settings(32, seed=np.arange(32), **given)
+        quick = draw(logits, full).tokens.tolist()
+        monkeypatch.setattr(lib, "NUM_CANDIDATES", 1)
+        slow = jax.jit(lambda *a: sample(*a))(
+            jnp.asarray(logits),
+            full,
+            jnp.arange(32, dtype=jnp.int32),
+            no_counts(32),
+            jnp.arange(32, dtype=jnp.int32),
+        )
+        monkeypatch.undo()
+        assert slow.tokens.tolist() == quick
+
+
+def test_draws_come_as_often_as_their_probability_says():
+    """Pearson's chi-square over 20,000 draws of 12 tokens and what is left.
+
+    With k - 1 = 12 degrees of freedom the statistic exceeds 40 once in 10,000 tries
+    (the 99.99% quantile is 39.1); the seeds are fixed, so the test cannot flicker.
+    """
+    rows, batches = 2_000, 10
+    logits = np.full((1, VOCAB), -4.0, np.float32)
+    logits[0, :12] = np.linspace(2, 0, 12)
+    probabilities = np.exp(logits[0].astype(np.float64))
+    probabilities /= probabilities.sum()
+    counts = np.zeros(13)
+    for batch in range(batches):
+        given = settings(rows, seed=5 + batch)
+        tokens = np.asarray(draw(np.tile(logits, (rows, 1)), given).tokens)
+        counts += np.bincount(np.minimum(tokens, 12), minlength=13)
+    expected = rows * batches * np.array([*probabilities[:12], probabilities[12:].sum()])
+    assert ((counts - expected) ** 2 / expected).sum() < 40
+
+
+def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
+    """Mean 0.5772 and variance pi^2 / 6; 200,000 values, bounds of five standard errors."""
+    rows, width = 400, 500
+    ids = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    noise = np.asarray(
+        gumbel(
+            jnp.arange(rows, dtype=jnp.uint32),
+            jnp.zeros(rows, jnp.uint32),
+            jnp.zeros(rows, jnp.int32),
+            ids,
+        )
+    ).astype(np.float64)
+    assert np.isfinite(noise).all()
+    size, variance = noise.size, math.pi**2 / 6
+    assert abs(noise.mean() - 0.5772157) < 5 * math.sqrt(variance / size)
+    # The fourth central moment is 27/5 of the variance squared.
+    assert abs(noise.var() - variance) < 5 * variance * math.sqrt(4.4 / size)
+    rank = np.corrcoef(noise[:, :-1].ravel(), noise[:, 1:].ravel())[0, 1]
+    assert abs(rank) < 5 / math.sqrt(size)
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "word"),
+    [
+        ((0, 0), (0, 0), 0x6B200159),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), 0x1CB996FC),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), 0xC4923A9C),
+    ],
+)
+def test_threefry_gives_its_authors_test_vectors(key, counter, word):
+    """Random123's kat_vectors for threefry2x32 with 20 rounds."""
+    k0, k1, x0, x1 = (jnp.full((1, 1), n, jnp.uint32) for n in (*key, *counter))
+    assert int(lib._threefry2x32((k0, k1), x0, x1)[0, 0]) == word
+
+
+def test_threefry_equals_jax():
+    from jax.extend.random import threefry_2x32
+
+    key = jnp.asarray([123, 456], jnp.uint32)
+    counters = jnp.asarray(rng(3).randint(0, 2**31, (2, 50)), jnp.uint32)
+    wanted = threefry_2x32(key, counters.reshape(-1))[:50]
+    got = lib._threefry2x32(
+        (jnp.full((1, 1), 123, jnp.uint32), jnp.full((1, 1), 456, jnp.uint32)),
+        counters[:1],
+        counters[1:],
+    )
+    np.testing.assert_array_equal(got[0], wanted)
+
+
+def history(rows):
+    """Prompts and generated tokens of slots that are not the rows' own numbers."""
+    slots = np.arange(rows)[::-1].copy()
+    prompts = rng(1).randint(0, VOCAB, (rows, 6)).astype(np.int32)
+    valid = np.arange(6)[None] < np.array([6, 3, 1])[:rows, None]
+    counts = no_counts(rows).add_prompt(
+        jnp.asarray(slots, jnp.int32),
+        jnp.ones(rows, bool),
+        jnp.asarray(prompts),
+        jnp.asarray(valid),
+    )
+    generated = rng(2).randint(0, 9, (rows, 5)).astype(np.int32)
+    for step in range(5):
+        counts = counts.add_generated(
+            jnp.asarray(slots, jnp.int32),
+            jnp.asarray(generated[:, step]),
+            jnp.asarray([True, True, step < 2][:rows]),
+        )
+    seen = [(prompts[r][valid[r]], generated[r][: 2 if r == 2 else 5]) for r in range(rows)]
+    return counts, slots, seen
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6},
+        {"presence_penalty": 1.1},
+        {"frequency_penalty": 0.7},
+        {"frequency_penalty": -0.7, "presence_penalty": -1.5, "repetition_penalty": 1.2},
+        {"bias": {3: 2.5, 0: -1.0, 316: 9.0}},
+        {"bias": {5: 100.0}, "repetition_penalty": 2.0},
+    ],
+    ids=str,
+)
+def test_penalties_and_bias(given):
+    """Repetition counts the prompt, presence and frequency what was generated."""
+    rows = 3
+    counts, slots, seen = history(rows)
+    logits = normal(rows, VOCAB, seed=8) * 3
+    full = DEFAULTS | {"bias": {}} | given
+    got = lib._adjust(
+        jnp.asarray(logits),
+        settings(rows, **given),
+        counts.in_prompt[jnp.asarray(slots)],
+        counts.generated[jnp.asarray(slots)],
+    )
+    wanted = logits.astype(np.float64)
+    for row, (prompt, generated) in enumerate(seen):
+        for token in {*prompt.tolist(), *generated.tolist()}:
+            value, penalty = wanted[row, token], full["repetition_penalty"]
+            wanted[row, token] = value / penalty if value > 0 else value * penalty
+        for token in set(generated.tolist()):
+            count = int((generated == token).sum())
+            wanted[row, token] -= full["presence_penalty"] + count * full["frequency_penalty"]
+        for token, value in full["bias"].items():
+            wanted[row, token] += value
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    greedy = draw(logits, settings(rows, temperature=0.0, **given), counts=counts, slots=slots)
+    assert greedy.tokens.tolist() == wanted.argmax(1).tolist()
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+def test_repetition_penalty_equals_transformers():
+    import torch
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    counts, slots, seen = history(1)
+    logits = normal(1, VOCAB, seed=8)
+    ids = torch.tensor([np.concatenate(seen[0]).tolist()])
+    wanted = RepetitionPenaltyLogitsProcessor(1.3)(ids, torch.tensor(logits))
+    got = lib._adjust(
+        jnp.asarray(logits),
+        settings(1, repetition_penalty=1.3),
+        counts.in_prompt[jnp.asarray(slots)],
+        counts.generated[jnp.asarray(slots)],
+    )
+    np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6)
+
+
+def test_a_fresh_row_forgets_its_slots_former_sequence():
+    counts, slots, _ = history(3)
+    one = jnp.asarray(slots[:1], jnp.int32)
+    tokens, valid = jnp.asarray([[4, 9]], jnp.int32), jnp.asarray([[True, False]])
+    kept = counts.add_prompt(one, jnp.asarray([False]), tokens, valid)
+    fresh = counts.add_prompt(one, jnp.asarray([True]), tokens, valid)
+    row, others = int(slots[0]), [int(s) for s in slots[1:]]
+    assert np.flatnonzero(fresh.in_prompt[row]).tolist() == [4]
+    assert int(fresh.generated[row].sum()) == 0
+    before = set(np.flatnonzero(counts.in_prompt[row]).tolist())
+    assert set(np.flatnonzero(kept.in_prompt[row]).tolist()) == before | {4}
+    for after in (fresh, kept):
+        for name in ("in_prompt", "generated"):
+            np.testing.assert_array_equal(
+                getattr(after, name)[np.array(others)], getattr(counts, name)[np.array(others)]
+            )
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    logits = normal(3, VOCAB) * 2
+    given = settings(
+        3, temperature=[0.0, 1.0, 2.0], num_logprobs=[0, -1, 5], top_k=2, bias={8: 50.0}
+    )
+    out = draw(logits, given)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    rows = np.arange(3)
+    np.testing.assert_allclose(out.logprobs, exact[rows, out.tokens], rtol=1e-5, atol=1e-5)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(out.top_tokens, order)
+    wanted = np.take_along_axis(exact, order, axis=1)
+    np.testing.assert_allclose(out.top_logprobs, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_vocabulary_smaller_than_the_candidates_and_the_logprobs():
+    logits = normal(2, 11)
+    given = settings(2, top_p=0.5, num_logprobs=20, seed=[1, 2])
+    out = draw(logits, given)
+    for row in range(2):
+        assert int(out.tokens[row]) in kept_by_hand(logits[row], 1.0, 0, 0.5, 0.0)[0]
+    assert out.top_tokens.shape == (2, 11)
+
+
+def primitives(jaxpr, inside=False):
+    """(primitive, whether it lies in a branch of a cond) of a jaxpr, all levels down."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, inside
+        branch = inside or equation.primitive.name == "cond"
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner, branch)
+
+
+COSTLY = {"sort", "top_k", "approx_top_k", "cumsum", "exp", "log", "shift_left"}
+
+
+def test_greedy_pays_nothing_for_sampling():
+    """Sorting, softmax, noise and penalties lie in branches that greedy rows do not take."""
+    arguments = (
+        jnp.zeros((3, VOCAB)),
+        settings(3),
+        jnp.zeros(3, jnp.int32),
+        no_counts(3),
+        jnp.zeros(3, jnp.int32),
+    )
+    found = list(primitives(jax.make_jaxpr(sample)(*arguments).jaxpr))
+    assert {name for name, inside in found if inside} >= {"top_k", "sort", "cumsum"}
+    assert not {name for name, inside in found if not inside} & COSTLY
+
+
+def test_branches_survive_compilation():
+    """XLA's own program keeps the sort inside a conditional."""
+    arguments = (
+        jnp.zeros((3, VOCAB)),
+        settings(3),
+        jnp.zeros(3, jnp.int32),
+        no_counts(3),
+        jnp.zeros(3, jnp.int32),
+    )
+    text = compiled().lower(*arguments).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert "conditional(" in entry
+    assert "sort(" in text and not re.search(r"\b(sort|topk)\(", entry, re.I)

@@ -7,8 +7,9 @@ devices are the engine's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class LLM:
     ):
         if quantize is not None:
             raise RequestError(f"quantize is {quantize!r}; this version has no quantised formats.")
-        if not isinstance(max_num_seqs, int) or max_num_seqs < 1:
+        if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
         enable_persistent_cache()
         started = time.perf_counter()
@@ -176,8 +177,16 @@ class LLM:
         return self._engine.kv_cache_bytes if self._engine else 0
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids; ids are taken as they are."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """A prompt's ids; ids are taken as they are.
+
+        Raises:
+            RequestError: it is neither text nor token ids.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable) or not all(_is_id(token) for token in prompt):
+            raise RequestError(f"A prompt is {prompt!r}; it must be text or a list of token ids.")
+        return [int(token) for token in prompt]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """A conversation's ids, by the checkpoint's chat template.
@@ -275,7 +284,8 @@ class LLM:
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
-        if engine and engine.num_slots == slots and engine.max_tokens >= tokens:
+        idle = engine is not None and not engine.has_unfinished  # else a stream still owns it
+        if engine and idle and engine.num_slots == slots and engine.max_tokens >= tokens:
             return engine
         self._engine = None
         self._check_memory(slots, tokens)
@@ -386,10 +396,17 @@ def _timings(sequence: EngineSequence, load_s: float, compiled: CompileCounts) -
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"The prompt is {prompts!r}; it must be text or a list of token ids.")
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(_is_id(item) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _is_id(item: object) -> bool:
+    """Python's and NumPy's whole numbers, but not true and false."""
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _as_params(

@@ -18,6 +18,7 @@ from rooflax.engine import compilation
 from rooflax.llm import LLM
 from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
+from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -114,7 +115,7 @@ COMMANDS = {
     "verify": (
         [TINY, "--isolate", "-n", "2"],
         FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
-        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None},  # the base has it; tests of verify compare without
+        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None},  # the base has it
     ),
     "perplexity": (
         [TINY],
@@ -227,7 +228,7 @@ def _write_files(folder):
         (folder / f"DOCS/{number}.rst").write_text("Another text, somewhat longer.\n" * 9)
         (folder / f"MORE/{number}.md").write_text("More of it.\n" * 30)
     (folder / "TEXT").write_text("for x in range(3):\n    print(x)\n")
-    (folder / "TOKENIZER").symlink_to(load.embedded_folder())
+    save_tokenizer(train_tokenizer(["for x in y"], 300), folder / "TOKENIZER", model_max_length=9)
     (folder / "x.json").write_text("{}")
 
 

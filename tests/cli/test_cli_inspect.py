@@ -27,7 +27,7 @@ def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):
     found = json.loads(ran.out)
     assert found["weights"]["parameters"] == 70_553_706_496
     memory = found["memory"]
-    assert memory["weights_bytes"] == 4 * 70_553_706_496
+    assert 1 <= memory["weights_bytes"] / (4 * 70_553_706_496) < 1.001  # and RoPE's table
     parts = ("weights_bytes", "kv_cache_bytes", "workspace_bytes")
     assert memory["total_bytes"] == sum(memory[part] for part in parts)
     assert memory["fits"] == (memory["total_bytes"] <= memory["free_bytes"])

@@ -32,7 +32,7 @@ DIRECT = "import sys; from rooflax.cli.main import main; "
         (SystemExit(3), 3, ""),
     ],
 )
-def test_every_failure_has_its_code_and_at_most_one_sentence(rooflax, monkeypatch, error, code, said):
+def test_a_failure_is_its_code_and_at_most_one_sentence(rooflax, monkeypatch, error, code, said):
     def fail(args):
         raise error
 

@@ -3,15 +3,17 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import jax
 import pytest
 
 from rooflax.cli import isolate, verify
-from rooflax.engine import steps
-from rooflax.loading.load import embedded_folder, load
+from rooflax.loading.load import embedded_folder
 from rooflax.loading.save import save_model
+from rooflax.models import llama
 from rooflax.models.initialize import random_weights
+from rooflax.models.model import build
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
 from rooflax.nn.execution import ExecutionOptions
@@ -71,25 +73,55 @@ def test_a_preset_has_nothing_for_transformers(rooflax, monkeypatch):
     assert "use --isolate" in ran.err
 
 
-def test_isolate_finds_no_difference_and_needs_no_transformers(rooflax, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    flags = ("-n", 2, "-p", "x = 1", "-p", "def f(", "--layers", "scan")
-    ran = rooflax("verify", "preset:gpt-oss-tiny", "--isolate", *flags)
-    assert ran.code == 0, ran.out + ran.err
-    assert "Equal: no option changes a token." in ran.out
-    names = ("jit", "kernels", "gqa", "moe", "layers", "use_cache", "decode_steps")
-    lines = [line.split("=")[0] for line in ran.out.splitlines() if "=" in line]
-    assert lines == list(names)
-
-
 @pytest.fixture
 def jitted_reference(monkeypatch):
-    """The reference compiled: these tests are about finding a fault, not about the slow way."""
-    options = ExecutionOptions(
-        use_cache=False, kernels="reference", gqa="repeat", moe="dense", decode_steps=1
-    )
+    """The reference compiled: op by op it takes long, and one test does that."""
+    options = replace(isolate.REFERENCE, jit=True)
     monkeypatch.setattr(isolate, "REFERENCE", options)
-    monkeypatch.setattr(steps, "_JITTED", {})
+    return options
+
+
+def test_isolate_finds_no_difference_and_needs_no_transformers(
+    rooflax, monkeypatch, jitted_reference
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    flags = ("-n", 3, "-p", "x = 1", "-p", "def f(")
+    ran = rooflax("verify", "preset:gpt2-tiny", "--isolate", *flags)
+    assert ran.code == 0, ran.out + ran.err
+    assert "Equal: no option changes a token." in ran.out
+    lines = [line.split("=")[0] for line in ran.out.splitlines() if "=" in line]
+    assert lines == ["kernels", "use_cache", "decode_steps"]
+
+
+def test_every_option_that_matters_is_turned_on_once():
+    def names(preset, **target):
+        _, config = read_config(PRESETS[preset])
+        found = isolate.settings(ExecutionOptions(**target), config)
+        assert found[-1].options == ExecutionOptions(**target) or preset == "gpt2-tiny"
+        return [setting.name.split("=")[0] for setting in found]
+
+    assert names("gpt-oss-tiny", layers="scan") == ["reference", *isolate.ORDER]
+    assert names("gpt2-tiny") == ["reference", "jit", "kernels", "use_cache", "decode_steps"]
+
+
+def small_model():
+    """Three layers of LLaMA, of which the middle one has no window."""
+    config = llama.Config(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4,
+        num_kv_heads=2, head_dim=4, max_position=64, norm_eps=1e-5, rope_theta=1e4,
+        layer_windows=(4, None, 4),
+    )  # fmt: skip
+    return build("llama", config, random_weights("llama", config), None)
+
+
+def test_the_reference_operation_by_operation_equals_the_jitted_one():
+    model = small_model()
+    task = isolate.reference_task(model, [[5, 9, 2], [7]], 2)
+    eager = isolate.measure(model, isolate.REFERENCE, task)
+    jitted = isolate.measure(model, replace(isolate.REFERENCE, jit=True), task)
+    error, allowed, first = isolate.difference(jitted, eager)
+    assert error < allowed
+    assert first is None
 
 
 def faulty(compute, first_position):
@@ -113,14 +145,16 @@ def faulty(compute, first_position):
 def test_isolate_names_option_layer_and_token_of_a_fault(
     monkeypatch, jitted_reference, implementations, option, position
 ):
-    model = load("preset:gpt-oss-tiny", max_model_len=64)
+    model = small_model()
     task = isolate.reference_task(model, [[5, 9, 2, 7, 1], [3, 8]], 3)
     monkeypatch.setitem(implementations, "xla", faulty(implementations["xla"], position))
-    found = isolate.isolate(model, ExecutionOptions(), task)
+    monkeypatch.setattr(isolate, "greedy_tokens", lambda *_: task.greedy)
+    target = replace(jitted_reference, kernels=None, use_cache=True)
+    found = isolate.isolate(model, target, task)
     fault = found["first_difference"]
     assert not found["equal"]
     assert fault["option"] == option
-    assert fault["layer"] == 1  # windows: 128, none, 128, none
+    assert fault["layer"] == 1
     assert fault["position"] == position
     assert fault["error"] > isolate.TOLERANCE
     text = isolate.lines({"model": "m", **found})
@@ -128,17 +162,17 @@ def test_isolate_names_option_layer_and_token_of_a_fault(
 
 
 def test_a_fault_of_the_engine_alone_is_no_layers(monkeypatch, jitted_reference):
-    model = load("preset:gpt2-tiny", max_model_len=64)
+    model = small_model()
     task = isolate.reference_task(model, [[5, 9, 2]], 3)
     monkeypatch.setattr(isolate, "greedy_tokens", lambda *_: [[*task.greedy[0][:2], -1]])
-    fault = isolate.isolate(model, ExecutionOptions(), task)["first_difference"]
+    target = replace(jitted_reference, kernels=None)
+    fault = isolate.isolate(model, target, task)["first_difference"]
     assert (fault["option"], fault["layer"]) == ("kernels=default", None)
     assert fault["position"] == 5
     assert "scheduling" in fault["where"]
 
 
 def test_a_truncated_model_is_its_first_layers():
-    model = load("preset:gpt-oss-tiny", max_model_len=64)
-    short = isolate.truncated(model, 3)
-    assert len(short.weights["layers"]) == short.config.num_layers == 3
-    assert short.config.layer_windows == model.config.layer_windows[:3]
+    short = isolate.truncated(small_model(), 2)
+    assert len(short.weights["layers"]) == short.config.num_layers == 2
+    assert short.config.layer_windows == (4, None)

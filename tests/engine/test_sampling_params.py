@@ -19,12 +19,12 @@ GOOD = {
     "top_p": (1e-6, 0.5, 1, 1.0, None),
     "min_p": (0, 0.5, 1, None),
     "seed": (0, 2**32 - 1, None),
-    "stop": ((), "a", ["a", "b"], ("\n\n",)),
-    "stop_token_ids": ((), [3], (0, 5)),
+    "stop": ((), None, "a", ["a", "b"], ("\n\n",)),
+    "stop_token_ids": ((), None, [3], (0, 5)),
     "repetition_penalty": (1e-3, 1, 2.5, None),
     "presence_penalty": (-2, 0, 2.0, None),
     "frequency_penalty": (-2, 0, 2.0, None),
-    "logit_bias": ({}, {3: 1.5, 0: -100, 7: 100.0}),
+    "logit_bias": ({}, None, {3: 1.5, 0: -100, 7: 100.0}),
     "logprobs": (0, MAX_LOGPROBS, None),
     "n": (1, 7),
     "ignore_eos": (True, False),
@@ -73,7 +73,7 @@ def test_values_out_of_range_are_refused_by_name(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("stop", 3), ("stop", None), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("logit_bias", 3)],
+    [("stop", 3), ("stop", b"a"), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("logit_bias", 3)],
 )
 def test_values_of_another_kind_are_refused_by_name(name, value):
     with pytest.raises(RequestError, match=name):

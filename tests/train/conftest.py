@@ -1,5 +1,7 @@
 """One tokenizer and two corpora for all tests here."""
 
+from itertools import pairwise
+
 import pytest
 
 from rooflax.train.data import open_corpus, write_corpus
@@ -14,7 +16,7 @@ def documents():
     cuts = [0]
     while cuts[-1] < 60_000:
         cuts.append(cuts[-1] + 37 + 911 * len(cuts) % 1301)
-    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(cuts)]
 
 
 @pytest.fixture(scope="session")

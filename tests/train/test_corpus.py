@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_bad_files(tmp_path):
         list(file_documents([bad]))
     with pytest.raises(RequestError, match=r"cannot read .*nowhere\.txt: No such file"):
         list(file_documents([tmp_path / "nowhere.txt"]))
-    with pytest.raises(RequestError, match="cannot read .*: Is a directory"):
+    with pytest.raises(RequestError, match=r"cannot read .*: Is a directory"):
         list(file_documents([tmp_path]))
 
 
@@ -159,7 +160,7 @@ def test_the_split_depends_on_paths_alone():
 def test_fractions_are_nested():
     parts = [{n for n in NAMES if is_held_out(n, x)} for x in (0.0, 0.01, 0.1, 0.25, 0.5)]
     assert not parts[0]
-    for smaller, larger in zip(parts, parts[1:], strict=False):
+    for smaller, larger in pairwise(parts):
         assert smaller < larger
     for part, share in zip(parts[1:], (0.01, 0.1, 0.25, 0.5), strict=True):
         assert abs(len(part) / len(NAMES) - share) < 0.02

@@ -63,7 +63,9 @@ def starts(batch):
     return [int(row[0]) - 1 for row in batch.tokens]
 
 
-@pytest.mark.parametrize(("size", "seq_len"), [(1000, 16), (1001, 10), (32, 16), (47, 16), (48, 16)])
+@pytest.mark.parametrize(
+    ("size", "seq_len"), [(1000, 16), (1001, 10), (32, 16), (47, 16), (48, 16)]
+)
 def test_every_row_once_per_epoch(size, seq_len):
     rows = Rows(counting_corpus(size), seq_len, seed=3)
     assert rows.num_rows == size // seq_len - 1

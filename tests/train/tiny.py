@@ -42,7 +42,9 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(HF_CONFIGS)
 
 
-def make_model(family: str = "llama", *, seed: int = 0, noise: float = 0.0, **changes: Any) -> Model:
+def make_model(
+    family: str = "llama", *, seed: int = 0, noise: float = 0.0, **changes: Any
+) -> Model:
     """A tiny model with random weights.
 
     Args:

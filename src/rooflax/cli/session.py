@@ -72,6 +72,8 @@ def say_settings(llm: LLM) -> None:
 
     import jax
 
+    from rooflax.engine.compilation import enable_persistent_cache
+
     device = jax.devices()[0]
     count = 1 if llm.mesh is None else llm.mesh.size
     rows = [
@@ -82,7 +84,7 @@ def say_settings(llm: LLM) -> None:
         ("dtype", f"{llm.precision.dtype}, KV cache {llm.precision.kv_dtype}"),
         ("options", llm.options.describe()),
         ("context", f"{llm.max_model_len} tokens"),
-        ("compile cache", str(jax.config.jax_compilation_cache_dir or "off")),
+        ("compile cache", str(enable_persistent_cache() or "off")),
     ]
     for line in terminal.table(rows):
         terminal.say(line)

@@ -157,6 +157,11 @@ class _Start:
         if args.config is not None:
             raw = _read_config_file(Path(args.config))
             self.family, self.config = read_config(raw, ignore=args.ignore_config_key)
+            if args.vocab_size is not None and args.vocab_size > self.config.vocab_size:
+                raise RequestError(
+                    f"--vocab-size is {args.vocab_size}, and the embedding of {args.config} has "
+                    f"{self.config.vocab_size} rows; choose at most that."
+                )
             return
         self.about = describe(args.model, **where)
         self.family, self.config = self.about.family, self.about.config

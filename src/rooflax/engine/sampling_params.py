@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -52,11 +52,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+        object.__setattr__(self, "stop", stop)
+        ids = _several("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _whole("max_tokens", self.max_tokens, 1)
         _number("temperature", self.temperature, 0.0, math.inf)
         _whole("top_k", self.top_k, 0)
@@ -67,7 +67,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _whole("n", self.n, 1)
+        _whole("n", 0 if self.n is None else self.n, 1)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
         _check_stop(self.stop, self.stop_token_ids)
@@ -105,6 +105,20 @@ def _number(name: str, value: Any, low: float, high: float, *, above_low: bool =
         begin = "above" if above_low else "at least"
         end = "" if high == math.inf else f" and at most {high:g}"
         raise RequestError(f"{name} is {value!r}; it must be a finite number {begin} {low:g}{end}.")
+
+
+def _several(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise RequestError(f"{name} is {value!r}; it must be a list.")
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if value is not None and not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.")
+    return dict(value or {})
 
 
 def _check_stop(stop: tuple[str, ...], ids: tuple[int, ...]) -> None:

@@ -102,13 +102,14 @@ def make_rope(config: Any, max_model_len: int) -> RopeTable | None:
     return RopeTable(jax.device_put(cos), jax.device_put(sin))
 
 
-def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
+def resolve_max_model_len(config: Any, max_model_len: Any) -> int:
     """The context length to serve: what is asked for, at most what the model was made for."""
     if max_model_len is None:
         return config.max_position
-    if not 1 <= max_model_len <= config.max_position:
+    whole = isinstance(max_model_len, int) and not isinstance(max_model_len, bool)
+    if not whole or not 1 <= max_model_len <= config.max_position:
         raise RequestError(
-            f"max_model_len is {max_model_len}; this model takes 1 to {config.max_position} tokens."
+            f"max_model_len is {max_model_len!r}; this model takes 1 to {config.max_position} tokens."
         )
     return max_model_len
 

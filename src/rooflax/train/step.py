@@ -80,8 +80,18 @@ def make_optimizer(
         mask=decay_mask(table, weights),
     )
     if config.clip_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+        return _mixing_types(adamw)
+    return _mixing_types(optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw))
+
+
+def _mixing_types(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """optax mixes floats and integers, which a process may have made an error."""
+
+    def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(updates, state, weights)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def decay_mask(table: dict[str, Weight], weights: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def make_train_step(model: Model, optimizer: Any, config: TrainConfig) -> Step:
         scale = 1.0 / jnp.maximum(total, 1.0)
         part = jax.value_and_grad(lambda w, b: loss_sum(w, rope, b) * scale)
         loss, grads = _accumulate(part, state.weights, batch, config.micro_batches)
-        norm = optax.global_norm(grads)
+        norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
         return TrainState(weights, opt_state, state.step + 1), Metrics(loss, norm, total)
@@ -184,6 +194,11 @@ def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Arra
         return jnp.sum(jax.lax.map(jax.checkpoint(rows_loss), chunks))
 
     return loss_sum
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """The root of the sum of all squares."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def _cross_entropy_sum(

@@ -1,0 +1,90 @@
+"""From a name to a model: folders, presets, and what is known before weights are read."""
+
+import json
+
+import jax
+import pytest
+
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.load import describe, embedded_folder, load
+from rooflax.models.memory import check_fits, estimate
+from rooflax.models.steps import new_cache
+from tests import goldens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("load")
+    return goldens.write_checkpoint(root / "m", "gpt_oss", goldens.committed("gpt_oss"))
+
+
+def test_a_description_reads_no_weights(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    about = describe(tmp_path)
+    assert (about.family, about.folder, about.name) == ("gpt_oss", tmp_path, str(tmp_path))
+    assert about.config.num_experts == 5
+    assert about.raw_config["model_type"] == "gpt_oss"
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load(about)
+
+
+def test_a_preset_has_no_folder_and_the_embedded_tokenizer():
+    about = describe("preset:qwen2.5-tiny")
+    assert about.folder is None and about.family == "qwen2"
+    assert about.config.num_layers == 4 and about.config.hidden_size == 128
+    assert about.tokenizer().vocab_size <= about.config.vocab_size
+    assert about.generation_defaults().eos_token_ids == ()
+
+
+def test_a_key_is_ignored_when_the_caller_says_so(folder, tmp_path):
+    raw = json.loads((folder / "config.json").read_text()) | {"surprise": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(Exception, match="--ignore-config-key surprise"):
+        describe(tmp_path)
+    assert describe(tmp_path, ignore_config_keys=["surprise"]).family == "gpt_oss"
+
+
+@pytest.mark.parametrize("name", ["", "no such/model/at/all", "preset:", "preset:gpt-5"])
+def test_names_that_lead_nowhere(name):
+    with pytest.raises((RequestError, CheckpointError)):
+        describe(name, offline=True)
+
+
+def test_the_embedded_folder_has_a_tokenizer():
+    assert (embedded_folder() / "tokenizer.json").is_file()
+
+
+def test_max_model_len_sizes_the_rope_table(folder):
+    assert load(folder).rope.cos.shape == (131, 10)
+    model = load(folder, max_model_len=32)
+    assert model.max_model_len == 32 and model.rope.sin.shape == (32, 10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
+    model = load(folder, dtype=dtype)
+    about = describe(folder)
+    need = estimate(
+        about.family, about.config, dtype=dtype, kv_dtype=dtype, rows=3, tokens=64, prefill_chunk=64
+    )
+    assert need.weights == sum(a.nbytes for a in jax.tree.leaves(model))  # and the RoPE table
+    cache = new_cache(model, rows=3, max_tokens=64, dtype=dtype)
+    assert need.kv_cache <= cache.num_bytes  # windows hold less than the whole
+    assert need.total == need.weights + need.kv_cache + need.workspace
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
+    about = describe(folder)
+    need = estimate(
+        about.family, about.config, dtype="float32", kv_dtype="float32", rows=1, tokens=64
+    )
+    check_fits(need, need.total, "it")
+    with pytest.raises(RequestError, match=r"weights \+ .*KV cache \+ .*workspace = .*is free"):
+        check_fits(need, need.total - 1, "it")
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_it_is_made():
+    from rooflax import LLM
+
+    with pytest.raises(RequestError, match=r"preset:gpt-oss-120b.*GiB for weights"):
+        LLM("preset:gpt-oss-120b", dtype="float32")

@@ -1,0 +1,359 @@
+"""Text in, text out: batches, samples, stops, log-probabilities, cancellation, refusals."""
+
+import numpy as np
+import pytest
+
+from rooflax import LLM, SamplingParams
+from rooflax.engine.sequence import SequenceStatus
+from rooflax.errors import RequestError
+from tests import goldens
+
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 133))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("llm")
+    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder)
+
+
+def params(**given):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | given)
+
+
+SAMPLED = {"temperature": 1.5, "top_k": 50, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"seed": 5, **SAMPLED},
+        {"seed": 9, "repetition_penalty": 1.3, "presence_penalty": 0.5, "temperature": 0.8},
+    ],
+    ids=["greedy", "sampled", "penalties"],
+)
+def test_a_batch_gives_what_each_prompt_gives_alone(llm, given):
+    together = llm.generate(PROMPTS, params(**given))
+    alone = [llm.generate([prompt], params(**given))[0] for prompt in PROMPTS]
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+    assert [c.text for c in together] == [c.text for c in alone]
+    assert [list(c.prompt_tokens) for c in together] == PROMPTS
+    reordered = llm.generate(PROMPTS[::-1], params(**given))[::-1]
+    assert [c.tokens for c in reordered] == [c.tokens for c in together]
+
+
+def test_each_prompt_may_have_its_own_params(llm):
+    each = [params(), params(seed=3, **SAMPLED), params(max_tokens=4), params(logprobs=2)]
+    together = llm.generate(PROMPTS, each)
+    for prompt, given, completion in zip(PROMPTS, each, together, strict=True):
+        assert completion.tokens == llm.generate([prompt], given)[0].tokens
+    assert [c.logprobs is not None for c in together] == [False, False, False, True]
+    with pytest.raises(RequestError, match="2 SamplingParams for 4 prompts"):
+        llm.generate(PROMPTS, each[:2])
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(llm):
+    first, again = (llm.generate([PROMPTS[0]], params(seed=1, **SAMPLED))[0] for _ in range(2))
+    other = llm.generate([PROMPTS[0]], params(seed=2, **SAMPLED))[0]
+    assert first.tokens == again.tokens != other.tokens
+
+
+def test_n_samples_are_adjacent_differ_and_start_as_one_sample_does(llm):
+    found = llm.generate(PROMPTS[:2], params(n=3, seed=1, **SAMPLED))
+    assert [c.index for c in found] == [0, 1, 2, 0, 1, 2]
+    assert len({c.tokens for c in found[:3]}) == 3
+    one = llm.generate(PROMPTS[:2], params(seed=1, **SAMPLED))
+    assert [c.tokens for c in found[::3]] == [c.tokens for c in one]
+    greedy = llm.generate([PROMPTS[0]], params(n=2))
+    assert greedy[0].tokens == greedy[1].tokens
+
+
+def test_more_requests_than_slots(folder):
+    small = LLM(folder, max_num_seqs=2)
+    few = params(max_tokens=6)
+    got = small.generate(PROMPTS, few)
+    alone = [small.generate([prompt], few)[0].tokens for prompt in PROMPTS]
+    assert [c.tokens for c in got] == alone
+
+
+def test_decoding_in_any_number_of_steps_stops_at_max_tokens(llm):
+    whole = llm.generate([PROMPTS[0]], params())[0].tokens
+    for count in (1, 2, 7, 8, 9):
+        completion = llm.generate([PROMPTS[0]], params(max_tokens=count))[0]
+        assert completion.tokens == whole[:count]
+        assert completion.finish_reason == "length"
+
+
+def test_the_end_of_the_context_is_length(llm):
+    prompt = [int(t) for t in np.random.RandomState(0).randint(0, 262, 120)]
+    for asked in (None, 500):
+        completion = llm.generate([prompt], params(max_tokens=asked))[0]
+        assert len(completion.tokens) == 131 - 120 and completion.finish_reason == "length"
+    completion = llm.generate([prompt + prompt[:10]], params(max_tokens=9))[0]
+    assert len(completion.tokens) == 1
+
+
+def test_a_stop_id_ends_the_text_and_is_not_part_of_it(llm):
+    whole = llm.generate([PROMPTS[0]], params())[0]
+    stop = whole.tokens[6]
+    first = whole.tokens.index(stop)
+    completion = llm.generate([PROMPTS[0]], params(stop_token_ids=[stop]))[0]
+    assert completion.tokens == whole.tokens[: first + 1]
+    assert completion.finish_reason == "stop"
+    assert completion.text == llm.tokenizer.decode(whole.tokens[:first])
+
+
+def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
+    import json
+    import shutil
+
+    whole = llm.generate([PROMPTS[0]], params())[0]
+    end = whole.tokens[5]
+    first = whole.tokens.index(end)
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end, 262], "temperature": 0.7, "top_k": 1})
+    )
+    other = LLM(tmp_path / "m")
+    assert other.stop_ids == {end, 262}
+    stopped = other.generate([PROMPTS[0]], params(ignore_eos=False))[0]
+    assert stopped.tokens == whole.tokens[: first + 1] and stopped.finish_reason == "stop"
+    assert other.generate([PROMPTS[0]], params())[0].tokens == whole.tokens
+    # The file's top_k = 1 is the default, so an unset request is as good as greedy.
+    by_default = other.generate([PROMPTS[0]], SamplingParams(max_tokens=5))[0]
+    assert by_default.tokens == whole.tokens[:5]
+
+
+@pytest.fixture(scope="module")
+def ascii_only(llm):
+    """A bias that keeps to letters and to the vocabulary's merged tokens."""
+    letters = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    ids = {llm.tokenizer.token_to_id(t) for t in ("the", "th", "in", "er", "on", "Ġa")}
+    return dict.fromkeys(ids | set(llm.encode(letters)), 90.0)
+
+
+def test_stop_strings_split_over_tokens_are_never_emitted(llm, ascii_only):
+    """Substrings of what the model says, as stop strings; pieces as they stream."""
+    said = {"max_tokens": 40, "logit_bias": ascii_only, "seed": 3, "temperature": 3.0}
+    whole = llm.generate([PROMPTS[1]], params(**said))[0]
+    text = whole.text
+    assert len(text) > len(whole.tokens) == 40 and text.isascii()
+    for start in (0, 1, 7, 16, 25, 36):
+        for length in (1, 2, 5):
+            stop = text[start : start + length]
+            pieces, final = [], None
+            for delta in llm.stream([PROMPTS[1]], params(**said, stop=[stop, "never this"])):
+                pieces.append(delta.text)
+                final = delta.completion or final
+            assert "".join(pieces) == final.text == text[: text.index(stop)]
+            assert final.finish_reason == "stop"
+            assert final.tokens == whole.tokens[: len(final.tokens)]
+            assert stop in llm.tokenizer.decode(final.tokens)
+            assert stop not in llm.tokenizer.decode(final.tokens[:-1])
+
+
+def test_of_several_stop_strings_the_first_in_the_text_counts(llm, ascii_only):
+    said = {"max_tokens": 40, "logit_bias": ascii_only, "seed": 3, "temperature": 3.0}
+    text = llm.generate([PROMPTS[1]], params(**said))[0].text
+    stops = [text[20:24], text[9:12], text[30:31]]
+    got = llm.generate([PROMPTS[1]], params(**said, stop=stops))[0]
+    assert got.text == text[: min(text.index(stop) for stop in stops)]
+
+
+def test_what_only_looks_like_a_stop_string_is_emitted_in_the_end(llm):
+    whole = llm.generate([PROMPTS[1]], params())[0]
+    last = whole.text[-1]
+    got = llm.generate([PROMPTS[1]], params(stop=[last + "\0never"]))[0]
+    assert got.text == whole.text and got.finish_reason == "length"
+
+
+def test_streamed_pieces_add_up_and_never_hold_half_a_character(llm):
+    """The byte-level vocabulary makes many invalid and many multi-byte characters."""
+    prompts = ["naïve café 日本語 😀", "the 👩‍👩‍👧"]
+    biased = {token: 3.0 for token in llm.tokenizer.encode("é日本😀")}
+    given = params(max_tokens=40, seed=4, temperature=2.0, logit_bias=biased)
+    pieces = {0: [], 1: []}
+    final = {}
+    for delta in llm.stream(prompts, given):
+        pieces[delta.prompt].append(delta.text)
+        if delta.completion:
+            final[delta.prompt] = delta.completion
+    for index in (0, 1):
+        assert "".join(pieces[index]) == final[index].text
+        assert final[index].text == llm.tokenizer.decode(final[index].tokens)
+        assert list(final[index].prompt_tokens) == llm.encode(prompts[index])
+
+
+def test_streamed_tokens_add_up(llm):
+    tokens, finals = {i: [] for i in range(4)}, {}
+    for delta in llm.stream(PROMPTS, params()):
+        tokens[delta.prompt].extend(delta.tokens)
+        if delta.completion:
+            finals[delta.prompt] = delta.completion
+    assert {i: tuple(t) for i, t in tokens.items()} == {i: c.tokens for i, c in finals.items()}
+
+
+def test_logprobs_equal_score(llm):
+    completion = llm.generate([PROMPTS[1]], params(logprobs=5, max_tokens=9))[0]
+    assert len(completion.logprobs) == len(completion.tokens) == 9
+    scores = llm.score([[*PROMPTS[1], *completion.tokens]])[0]
+    assert scores.shape == (len(PROMPTS[1]) + 8,) and scores.dtype == np.float32
+    generated = scores[len(PROMPTS[1]) - 1 :]
+    for token, entry, score in zip(completion.tokens, completion.logprobs, generated, strict=True):
+        assert entry.logprob == pytest.approx(float(score), abs=1e-4)
+        assert len(entry.top) == 5
+        assert entry.top[0] == (token, pytest.approx(entry.logprob, abs=1e-5))  # greedy
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True) and values[0] <= 0
+
+
+def test_logprobs_of_none_of_the_best(llm):
+    completion = llm.generate([PROMPTS[0]], params(logprobs=0, max_tokens=3, seed=2, **SAMPLED))[0]
+    assert [entry.top for entry in completion.logprobs] == [()] * 3
+    assert all(entry.logprob < 0 for entry in completion.logprobs)
+
+
+def test_logprobs_end_where_a_stop_string_cut(llm):
+    whole = llm.generate([PROMPTS[1]], params())[0]
+    stop = next(c for c in whole.text[3:] if c != "�" and whole.text.index(c) > 1)
+    completion = llm.generate([PROMPTS[1]], params(stop=[stop], logprobs=1))[0]
+    assert len(completion.logprobs) == len(completion.tokens) < 20
+
+
+def test_score_of_prompts_of_any_length(llm):
+    """A prompt's scores do not depend on its padding, and one token has none."""
+    ids = [int(t) for t in np.random.RandomState(3).randint(0, 263, 131)]
+    whole = llm.score([ids])[0]
+    assert whole.shape == (130,) and (whole < 0).all()
+    for length in (1, 2, 16, 17):
+        np.testing.assert_allclose(
+            llm.score([ids[:length]])[0], whole[: length - 1], rtol=0, atol=1e-4
+        )
+    assert llm.score("the")[0].shape == (len(llm.encode("the")) - 1,)
+
+
+def clean(engine):
+    scheduler = engine.scheduler
+    return (
+        not scheduler.has_unfinished
+        and len(scheduler._free_slots) == engine.num_slots
+        and scheduler.blocks.num_free == [n - 1 for n in scheduler.blocks.num_blocks]
+    )
+
+
+def test_a_stream_closed_early_leaves_the_engine_clean(llm):
+    wanted = [c.tokens for c in llm.generate(PROMPTS, params())]
+    for pieces in (1, 3, 6):
+        stream = llm.stream(PROMPTS, params())
+        for _ in range(pieces):
+            next(stream)
+        assert not clean(llm._engine)
+        stream.close()
+        assert clean(llm._engine)
+    assert [c.tokens for c in llm.generate(PROMPTS, params())] == wanted
+
+
+def test_a_stream_that_is_never_read_costs_nothing(llm):
+    llm.generate([PROMPTS[0]], params())
+    llm.stream(PROMPTS, params()).close()
+    assert clean(llm._engine)
+
+
+def test_a_cancelled_sequence_says_so(llm):
+    stream = llm.stream([PROMPTS[0]], params())
+    next(stream)
+    (sequence,) = llm._engine.scheduler.running
+    stream.close()
+    assert sequence.status is SequenceStatus.FINISHED and sequence.finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([[]], "no tokens"),
+        ("", "no tokens"),
+        ([[1, 263]], "263.*0 to 262"),
+        ([[-1]], "-1.*0 to 262"),
+        ([[1] * 131], "131 tokens.*131"),
+        ([[1] * 500], "500 tokens.*131"),
+        ([[1, 2], [1] * 140], "140 tokens.*131"),
+    ],
+)
+def test_prompts_that_cannot_run_are_refused(llm, prompt, reason):
+    with pytest.raises(RequestError, match=reason):
+        llm.generate(prompt, params())
+
+
+@pytest.mark.parametrize("prompt", [[[1.5]], [["a"]], [[True]], [[None]], [3.5], None, [None]])
+def test_prompts_that_are_neither_text_nor_ids_are_refused(llm, prompt):
+    with pytest.raises(RequestError, match=r"prompt|token id"):
+        llm.generate(prompt, params())
+
+
+def test_no_prompts_give_no_completions(llm):
+    assert llm.generate([], params()) == []
+
+
+def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
+    with pytest.raises(RequestError, match="263.*0 to.*262"):
+        llm.generate([[1]], params(logit_bias={263: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"quantize": "int8"}, "quantize"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_model_len": 132}, "132.*131"),
+        ({"max_model_len": True}, "max_model_len"),
+        ({"max_model_len": 64.0}, "max_model_len"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(folder, given, reason):
+    with pytest.raises(RequestError, match=reason):
+        LLM(folder, **given)
+
+
+def test_max_model_len_is_honoured(folder):
+    short = LLM(folder, max_model_len=24)
+    completion = short.generate([PROMPTS[1]], params(max_tokens=100))[0]
+    assert len(completion.tokens) == 24 - len(PROMPTS[1])
+    assert completion.finish_reason == "length"
+    with pytest.raises(RequestError, match="33 tokens.*24"):
+        short.generate([PROMPTS[3]], params())
+
+
+def test_bfloat16_runs_and_stays_near(folder, llm):
+    narrow = LLM(folder, dtype="bfloat16")
+    assert narrow.model.weights["embed"].dtype == "bfloat16"
+    wanted = llm.score([PROMPTS[3]])[0]
+    got = narrow.score([PROMPTS[3]])[0]
+    assert np.abs(got - wanted).mean() < 0.3
+    assert len(narrow.generate([PROMPTS[0]], params(max_tokens=3))[0].tokens) == 3
+
+
+def test_timings_have_the_keys_of_the_command_line(llm):
+    timings = llm.generate([PROMPTS[0]], params())[0].timings
+    assert set(timings) == {
+        "load_s", "compile_s", "compilations", "ttft_s", "prefill_tok_per_s", "decode_tok_per_s",
+    }  # fmt: skip
+    assert timings["ttft_s"] > 0 and timings["decode_tok_per_s"] > 0
+
+
+def test_a_preset_is_the_same_on_every_run_and_prints_ids_without_a_token():
+    first, again = LLM("preset:gpt2-tiny"), LLM("preset:gpt2-tiny")
+    np.testing.assert_array_equal(first.model.weights["embed"], again.model.weights["embed"])
+    assert first.stop_ids == frozenset()
+    with pytest.raises(RequestError, match="preset 'nothing'"):
+        LLM("preset:nothing")

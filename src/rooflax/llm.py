@@ -34,6 +34,7 @@ from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.nn.host_memory import available_bytes
+from rooflax.ops.kernels import check_kernels
 
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
@@ -118,6 +119,7 @@ class LLM:
             raise RequestError(f"quantize is {quantize!r}; this version has no quantised formats.")
         if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
+        check_kernels(options.kernels)
         enable_persistent_cache()
         started = time.perf_counter()
         self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs

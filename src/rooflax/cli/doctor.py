@@ -87,17 +87,10 @@ def host() -> dict[str, Any]:
 def kernels() -> dict[str, dict[str, str]]:
     """Per operation, each implementation: "used", "available", or why it is not there."""
     from rooflax.nn.execution import KERNELS
-    from rooflax.ops.attention import api as attention
-    from rooflax.ops.linear import api as linear
-    from rooflax.ops.moe import api as moe
+    from rooflax.ops.kernels import OPERATIONS
 
-    operations = {
-        "linear": linear.IMPLEMENTATIONS,
-        "attention": attention.PAGED_IMPLEMENTATIONS,
-        "moe": moe.IMPLEMENTATIONS,
-    }
     found = {}
-    for operation, known in operations.items():
+    for operation, known in OPERATIONS.items():
         best = list(known)[-1]
         states = {name: "used" if name == best else "available" for name in known}
         missing = {n: f"not built: {NOT_BUILT[n]}" for n in KERNELS if n not in known}

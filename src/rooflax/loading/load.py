@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import rooflax
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
@@ -68,7 +68,7 @@ class Description:
 
 def embedded_folder() -> Path:
     """Where the embedded default lies."""
-    folder = Path(str(resources.files("rooflax") / "assets" / EMBEDDED_NAME))
+    folder = Path(rooflax.__file__).parent / "assets" / EMBEDDED_NAME
     if not folder.is_dir():
         raise CheckpointError(
             f"This installation has no embedded model ({folder} is missing); name a MODEL."
@@ -124,7 +124,9 @@ def load(
     about = model if isinstance(model, Description) else describe(model, **find)
     _check_fits(about, dtype, resolve_max_model_len(about.config, max_model_len))
     if about.folder is None:
-        weights = random_weights(about.family, about.config, seed=SEED, dtype=dtype, place=place)
+        weights = random_weights(
+            about.family, about.config, seed=SEED, dtype=dtype, place=place, progress=progress
+        )
     else:
         weights = load_weights(
             Checkpoint(about.folder),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ def random_weights(
     seed: int = 0,
     dtype: str = "float32",
     place: Callable[[Slot, np.ndarray], Any] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Weights as a family's table initialises them.
 
@@ -32,14 +33,19 @@ def random_weights(
 
     Args:
         place: puts a slot's host array on its device or devices; the default device otherwise.
+        progress: called with the bytes of each weight when it is done.
     """
-    sizes = config.axis_sizes
-    place = place or (lambda slot, array: jax.device_put(array))
-    made = (
-        (slot, place(slot, _values(slot, slot.weight.shape(sizes), config, seed, dtype)))
-        for slot in slots(family(name).weights(config), config.num_layers)
-    )
-    return assemble(config.num_layers, made)
+    put = place or (lambda slot, array: jax.device_put(array))
+
+    def arrays() -> Iterator[tuple[Slot, Any]]:
+        for slot in slots(family(name).weights(config), config.num_layers):
+            shape = slot.weight.shape(config.axis_sizes)
+            array = _values(slot, shape, config, seed, dtype)
+            yield slot, put(slot, array)
+            if progress:
+                progress(array.nbytes)
+
+    return assemble(config.num_layers, arrays())
 
 
 def _values(slot: Slot, shape: tuple[int, ...], config: Any, seed: int, dtype: str) -> np.ndarray:

@@ -86,7 +86,7 @@ def run_training(
         OSError: the disk is full; the newest checkpoint stays whole.
     """
     run = _Run(model, config, training, held_out, folder)
-    with _interruptible() as stop, run.bar(progress) as bar:
+    with contextlib.closing(run.log), _interruptible() as stop, run.bar(progress) as bar:
         while run.step < config.num_steps and not stop():
             run.advance(bar)
         interrupted = run.step < config.num_steps
@@ -94,7 +94,6 @@ def run_training(
         held_out_loss = None if interrupted else run.evaluate(None)
         if not interrupted:
             run.log_held_out(held_out_loss, whole=True)
-    run.log.close()
     return run.result(held_out_loss, interrupted)
 
 

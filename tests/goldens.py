@@ -302,9 +302,7 @@ def committed(variant: str) -> Reference:
     """What transformers said when the files were written."""
     with np.load(FOLDER / f"{variant}.npz") as file:
         shapes = {name: tuple(shape) for name, shape in json.loads(str(file["shapes"])).items()}
-        return Reference(
-            VARIANTS[variant], shapes, KEPT_POSITIONS, file["logits"], file["greedy"]
-        )
+        return Reference(VARIANTS[variant], shapes, KEPT_POSITIONS, file["logits"], file["greedy"])
 
 
 def rope_reference(setting: str) -> tuple[np.ndarray, float]:

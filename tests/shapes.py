@@ -6,7 +6,9 @@ specs and shapes, and the engine fills them with NumPy arrays on their way to th
 
 from beartype import BeartypeConf, beartype
 
-_checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as type checkers say
+_checked = beartype(
+    conf=BeartypeConf(is_pep484_tower=True)
+)  # an int is a float, as type checkers say
 
 
 def check(function):

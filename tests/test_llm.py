@@ -176,7 +176,7 @@ def test_what_only_looks_like_a_stop_string_is_emitted_in_the_end(llm):
 def test_streamed_pieces_add_up_and_never_hold_half_a_character(llm):
     """The byte-level vocabulary makes many invalid and many multi-byte characters."""
     prompts = ["naïve café 日本語 😀", "the 👩‍👩‍👧"]
-    biased = {token: 3.0 for token in llm.tokenizer.encode("é日本😀")}
+    biased = dict.fromkeys(llm.tokenizer.encode("é日本😀"), 3.0)
     given = params(max_tokens=40, seed=4, temperature=2.0, logit_bias=biased)
     pieces = {0: [], 1: []}
     final = {}

@@ -43,7 +43,7 @@ BAD = {
     "frequency_penalty": (-2.1, 2.1, *NOT_NUMBERS),
     "logit_bias": (
         {-1: 1.0}, {True: 1.0}, {"a": 1.0}, {1: math.nan}, {1: 101}, {1: "x"},
-        {i: 0.5 for i in range(MAX_LOGIT_BIAS + 1)},
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5),
     ),
     "logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
     "n": (0, -1, None, *NOT_WHOLE),

@@ -17,9 +17,7 @@ BLOCK_SIZE = 4
 
 
 def sequence(prompt=3, max_tokens=5, request=0, stop_ids=()):
-    return Sequence(
-        request, list(range(prompt)), SamplingParams(), max_tokens, frozenset(stop_ids)
-    )
+    return Sequence(request, list(range(prompt)), SamplingParams(), max_tokens, frozenset(stop_ids))
 
 
 def make(windows=(None, 5), *, slots=3, chunk=6, steps=2, longest=30, short_of=0):
@@ -194,9 +192,7 @@ def test_a_sequence_ends_by_id_or_by_length():
     assert seq.output_tokens == [9] and seq.token_times_s == [0.0]
 
 
-@pytest.mark.parametrize(
-    "module", ["scheduler", "block_manager", "sequence", "sampling_params"]
-)
+@pytest.mark.parametrize("module", ["scheduler", "block_manager", "sequence", "sampling_params"])
 def test_planning_needs_no_jax(module):
     code = f"import rooflax.engine.{module}, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

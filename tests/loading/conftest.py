@@ -106,8 +106,17 @@ def qwen():
 
 def gpt_oss():
     return byte_level(
-        "<|startoftext|> <|endoftext|> <|return|> <|start|> <|end|> "
-        "<|message|> <|channel|> <|constrain|> <|call|>".split()
+        [
+            "<|startoftext|>",
+            "<|endoftext|>",
+            "<|return|>",
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|call|>",
+        ]
     )
 
 

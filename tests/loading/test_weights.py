@@ -215,7 +215,9 @@ def test_state_dict_of_numpy_arrays(write):
     model = from_state_dict(reference.config, tensors)
     assert same(model, load(write(variant)))
     with pytest.raises(CheckpointError, match="lacks model.norm.weight"):
-        from_state_dict(reference.config, {n: t for n, t in tensors.items() if n != "model.norm.weight"})
+        from_state_dict(
+            reference.config, {n: t for n, t in tensors.items() if n != "model.norm.weight"}
+        )
     with pytest.raises(CheckpointError, match="model.norm.weight is a list"):
         from_state_dict(reference.config, tensors | {"model.norm.weight": [1.0] * 54})
     with pytest.raises(UnsupportedModelError, match="'extra'"):
@@ -332,7 +334,9 @@ def test_a_sharded_checkpoint_is_the_same_model(write, tmp_path):
         write_safetensors(
             whole / file,
             [
-                TensorToWrite(n, dtype_name(tensors[n].dtype), tensors[n].shape, lambda n=n: tensors[n])
+                TensorToWrite(
+                    n, dtype_name(tensors[n].dtype), tensors[n].shape, lambda n=n: tensors[n]
+                )
                 for n in mine
             ],
         )

@@ -171,7 +171,9 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
     ],
 )
 def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, change):
-    with pytest.raises(UnsupportedModelError, match=next(iter(change)).replace("rope_scaling", "RoPE")):
+    with pytest.raises(
+        UnsupportedModelError, match=next(iter(change)).replace("rope_scaling", "RoPE")
+    ):
         read_config(goldens.VARIANTS[variant] | change)
 
 
@@ -218,9 +220,7 @@ def test_absurd_sizes_are_refused(name, key):
             read_config(raw | {key: value})
 
 
-@pytest.mark.parametrize(
-    "key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"]
-)
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"])
 def test_absurd_numbers_are_refused(key):
     for value in (0, -1.0, float("nan"), float("inf"), True, "1"):
         with pytest.raises(CheckpointError, match=key):

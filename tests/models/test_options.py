@@ -38,13 +38,10 @@ def pairs():
     }
     settings = []
     every = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*SWITCHES.values())
+        dict(zip(names, values, strict=True)) for values in itertools.product(*SWITCHES.values())
     ]
     while wanted:
-        covered = [
-            {p for p in wanted if all(s[name] == value for name, value in p)} for s in every
-        ]
+        covered = [{p for p in wanted if all(s[name] == value for name, value in p)} for s in every]
         best = max(range(len(every)), key=lambda i: len(covered[i]))
         settings.append(every[best])
         wanted -= covered[best]

@@ -18,9 +18,7 @@ def mesh():
 
 def on_two(mesh, function, in_specs, out_specs):
     mapped = jax.jit(
-        jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     )
     places = [NamedSharding(mesh, spec) for spec in in_specs]
     return lambda *arrays: mapped(*jax.device_put(arrays, tuple(places)))

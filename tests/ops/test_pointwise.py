@@ -68,9 +68,7 @@ BY_HAND = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "swish": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
-    "gelu_new": lambda x: x
-    * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    / 2,
+    "gelu_new": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "relu": lambda x: max(x, 0.0),
 }
 BY_HAND["gelu_pytorch_tanh"] = BY_HAND["gelu_new"]

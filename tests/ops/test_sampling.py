@@ -409,7 +409,8 @@ def primitives(jaxpr, inside=False):
         yield equation.primitive.name, inside
         branch = inside or equation.primitive.name == "cond"
         for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

@@ -6,6 +6,7 @@ import shlex
 
 import jax
 import pytest
+
 from rooflax.cli.main import parse
 from tests.product.snippets import ROOT, Snippet, snippets
 
@@ -27,7 +28,7 @@ def run(path: str, snippet: Snippet, namespace: dict) -> None:
     if snippet.raises is None:
         exec(code, namespace)
         return
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - its name is checked below
+    with pytest.raises(Exception) as caught:
         exec(code, namespace)
     names = [cls.__name__ for cls in type(caught.value).__mro__]
     assert snippet.raises in names, f"{path}:{snippet.line} raised {names[0]}"

@@ -234,9 +234,7 @@ def _compare(model: Model, stage: Setting, task: Task, wanted: Measured) -> dict
     }
 
 
-def difference(
-    found: Measured, wanted: Measured
-) -> tuple[float, float, tuple[int, int] | None]:
+def difference(found: Measured, wanted: Measured) -> tuple[float, float, tuple[int, int] | None]:
     """The largest error, what is allowed, and the first (prompt, position) beyond that.
 
     Allowed is 1e-4, times the largest logit if that is above 1. NaN counts as infinite.
@@ -379,6 +377,5 @@ def _verdict(found: dict[str, Any]) -> str:
     if fault["position"] is not None:
         at = f", first at position {fault['position']} of prompt {fault['prompt']}"
     return (
-        f"NOT equal: {fault['option']} differs in {fault['where']}{at}, "
-        f"error {fault['error']:.2e}."
+        f"NOT equal: {fault['option']} differs in {fault['where']}{at}, error {fault['error']:.2e}."
     )

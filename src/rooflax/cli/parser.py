@@ -93,12 +93,12 @@ def number(text: str) -> float:
 
 
 def token_ids(text: str) -> list[int]:
-    """"1,2,3" as ids, for `type=`."""
+    """ "1,2,3" as ids, for `type=`."""
     return [whole(part.strip()) for part in text.split(",")]
 
 
 def bias(text: str) -> tuple[int, float]:
-    """"ID=VALUE", for `type=`."""
+    """ "ID=VALUE", for `type=`."""
     token, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 13=-5")

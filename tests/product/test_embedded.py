@@ -1,0 +1,92 @@
+"""The embedded model: what its card says is so, and transformers reads it as we do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rooflax import LLM, SamplingParams
+from rooflax.loading.load import embedded_folder
+from tests.product.snippets import ROOT
+
+PROMPTS = ["def read_config(path):\n", "import os\nimport", "class Stack:\n    def __init__(self"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM()
+
+
+def cli(*args: str, **env: str) -> dict:
+    """A command's --json document."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rooflax", *args, "--json"],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_it_is_small() -> None:
+    assert (embedded_folder() / "model.safetensors").stat().st_size <= 16_000_000
+
+
+def test_held_out_text_is_200_kb_with_its_licence() -> None:
+    size = (ROOT / "tests/data/python_held_out.txt").stat().st_size
+    assert 190_000 <= size <= 200_000
+    licence = (ROOT / "tests/data/PYTHON-LICENSE.txt").read_text(encoding="utf-8")
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in licence
+
+
+def test_perplexity_is_what_the_card_says() -> None:
+    card = (embedded_folder() / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"\| perplexity \| ([\d.]+) on .*\(([\d.]+) bits per byte\)", card)
+    assert said is not None
+    found = cli("perplexity", "-f", str(ROOT / "tests/data/python_held_out.txt"))
+    assert f"{found['perplexity']:.3f}" == said.group(1)
+    assert f"{found['bits_per_byte']:.4f}" == said.group(2)
+
+
+def test_first_run_compiles_little_and_the_second_nothing(tmp_path: Path) -> None:
+    args = ("generate", "-p", PROMPTS[0], "-n", "100", "--temperature", "0")
+    first, second = (cli(*args, ROOFLAX_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert 1 <= first["timings"]["compilations"] <= 4
+    assert second["timings"]["compilations"] == 0
+    assert first["tokens"] == second["tokens"]
+
+
+def test_it_writes_lines_that_python_reads(llm: LLM) -> None:
+    """Greedy continuations hold whole lines of code whose indentation is of four spaces."""
+    params = SamplingParams(max_tokens=120, temperature=0)
+    for completion in llm.generate(PROMPTS, params):
+        lines = [line for line in completion.text.split("\n")[1:-1] if line.strip()]
+        assert len(lines) >= 3
+        indented = [len(line) - len(line.lstrip()) for line in lines]
+        assert sum(1 for n in indented if n % 4 == 0) >= 0.7 * len(lines)
+
+
+def test_transformers_gives_the_same_greedy_tokens(llm: LLM) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    folder = embedded_folder()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        assert ids == llm.encode(prompt)
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=48, min_new_tokens=48, do_sample=False
+        )
+        (ours,) = llm.generate([prompt], params)
+        assert list(ours.tokens) == out[0, len(ids) :].tolist()

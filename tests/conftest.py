@@ -31,10 +31,6 @@ from rooflax.engine.compilation import enable_persistent_cache  # noqa: E402
 enable_persistent_cache()
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: full products of settings, for `make test-all`")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     """Compiled programs map memory, of which a process may have only so many pieces."""

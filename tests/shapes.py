@@ -6,9 +6,8 @@ specs and shapes, and the engine fills them with NumPy arrays on their way to th
 
 from beartype import BeartypeConf, beartype
 
-_checked = beartype(
-    conf=BeartypeConf(is_pep484_tower=True)
-)  # an int is a float, as type checkers say
+# An int may stand for a float, as type checkers have it.
+_checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function):

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rooflax import LLM, SamplingParams, from_state_dict, load, save
+from rooflax import LLM, from_state_dict, load, save
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading import mxfp4
 from rooflax.loading.checkpoint import Checkpoint
@@ -380,12 +380,8 @@ def test_memory_while_loading_stays_within_1_3_of_the_weights(tmp_path):
         assert 0.9 < share <= 1.3, (dtype, share)
 
 
-def test_greedy_after_save_is_what_it_was_before(write, tmp_path):
-    """The saved folder runs in LLM too, once it has a tokenizer."""
-    folder = write("gpt_oss_mxfp4")
-    save(load(folder), tmp_path / "saved", dtype="bfloat16")  # its values are exact in bfloat16
-    goldens.write_tokenizer(tmp_path / "saved")
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    got = LLM(tmp_path / "saved").generate(goldens.prompts(), params)
-    wanted = goldens.committed("gpt_oss_mxfp4").greedy[:, :12]
-    assert [list(c.tokens) for c in got] == wanted.tolist()
+def test_mxfp4_saved_as_bfloat16_is_the_same_model(write, tmp_path):
+    """Its values are exact in bfloat16."""
+    model = load(write("gpt_oss_mxfp4"))
+    save(model, tmp_path / "saved")
+    assert same(load(tmp_path / "saved"), model)

@@ -17,7 +17,12 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling
 from tests import goldens
 
-FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
+FAMILIES = {
+    "gpt2": "gpt2",
+    "llama": "llama_gqa",
+    "qwen2": "qwen2_window",
+    "gpt_oss": "gpt_oss_short",
+}
 
 YARN = RopeScaling("yarn", 4.0, 16)
 OTHER = {
@@ -26,7 +31,7 @@ OTHER = {
     "layer_windows": (3, 3, 3, 3),
     "norm_eps": 0.5,
     "rope_theta": 77.0,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 12,
     "swiglu_alpha": 0.7,
     "swiglu_limit": 0.05,
@@ -76,7 +81,7 @@ def logits_of():
         return model.logits(hidden)
 
     jitted = jax.jit(run)
-    return lambda model: np.asarray(jitted(model, goldens.tokens()))
+    return lambda model: np.asarray(jitted(model, goldens.tokens()[:, :19]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

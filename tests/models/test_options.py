@@ -63,10 +63,9 @@ def test_pairs_of_switches_leave_the_tokens_unchanged(case, setting):
     check(case, "gpt_oss_short", **setting)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("variant", ["gpt2", "llama_bias", "qwen2_window", "gpt_oss"])
-def test_scanned_layers_leave_the_tokens_unchanged(case, variant, use_cache):
-    check(case, variant, layers="scan", use_cache=use_cache)
+def test_scanned_layers_leave_the_tokens_unchanged(case, variant):
+    check(case, variant, layers="scan")
 
 
 @pytest.mark.slow
@@ -76,15 +75,13 @@ def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, 
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("variant", "use_cache"), [("gpt2", True), ("gpt_oss_short", True), ("gpt_oss_short", False)]
-)
+@pytest.mark.parametrize(("variant", "use_cache"), [("gpt2", False), ("gpt_oss_short", True)])
 def test_without_jit_the_tokens_are_the_same(case, variant, use_cache):
     """Short: every operation is dispatched by itself."""
     this = case(variant)
-    few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     got = this.llm(jit=False, use_cache=use_cache).generate(goldens.prompts()[:1], few)
-    assert [list(c.tokens) for c in got] == this.reference.greedy[:1, :3].tolist()
+    assert [list(c.tokens) for c in got] == this.reference.greedy[:1, :2].tolist()
 
 
 @pytest.mark.parametrize("kernels", ["native", "pallas"])
@@ -188,11 +185,9 @@ def test_two_devices_give_the_single_devices_tokens(case, mesh, options):
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "gpt_oss", "llama3_tied"])
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_oss_short"])
 def test_other_families_on_two_devices(case, mesh, variant):
     this = case(variant)
-    if this.model.config.num_kv_heads % 2:
-        pytest.skip("its heads do not divide")
     got = LLM(this.folder, mesh=mesh).generate(goldens.prompts(), GREEDY)
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 

@@ -67,7 +67,7 @@ def test_committed_references_are_what_transformers_says(references, variant):
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_are_not_a_matter_of_rounding(references, variant):
-    """The best logit leads by far more than the tolerance, so equal tokens prove something."""
+    """The best logit leads by more than two may differ, and the text does not stand still."""
     import torch
 
     model, reference = goldens.reference_model(variant), references(variant)
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_not_a_matter_of_rounding(references, variant):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *generated.tolist()]])).logits[0].numpy()
         best = np.sort(logits[len(prompt) - 1 : -1], axis=-1)[:, -2:]
-        assert (best[:, 1] - best[:, 0]).min() > TOLERANCE
+        assert (best[:, 1] - best[:, 0]).min() > 2 * TOLERANCE
         assert len(set(generated.tolist())) > 4
 
 
@@ -88,7 +88,8 @@ def test_both_spellings_of_rope_give_the_same_config():
         modern = {k: v for k, v in raw.items() if k not in ("rope_theta", "rope_scaling")}
         scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         theta = scaling.get("rope_theta", raw.get("rope_theta"))
-        modern["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        modern["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
         legacy = {k: v for k, v in raw.items() if k != "rope_parameters"}
         without_theta = {k: v for k, v in scaling.items() if k != "rope_theta"}
         legacy |= {"rope_theta": theta, "rope_scaling": without_theta or None}

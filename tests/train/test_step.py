@@ -53,14 +53,15 @@ def gradient(model, config, batch):
     step = make_train_step(model, KEEP_GRADIENT, config)
     program = step.lower(state, model.rope, batch).compile()
     state, metrics = program(state, model.rope, batch)
-    grads = unstack_layers(state.opt_state) if config.layers == "scan" else state.opt_state
+    grads = jax.tree.map(np.asarray, state.opt_state)
+    grads = unstack_layers(grads) if config.layers == "scan" else grads
     bytes_ = program.memory_analysis().temp_size_in_bytes
     return metrics.loss, grads, metrics.grad_norm, bytes_
 
 
 def deviation(a, b):
     return max(
-        float(jnp.max(jnp.abs(x - y)))
+        float(np.max(np.abs(np.asarray(x) - np.asarray(y))))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
@@ -88,8 +89,8 @@ def test_every_weight_has_a_finite_gradient(plain, family):
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         assert leaf.dtype == jnp.float32, name
-        assert bool(jnp.all(jnp.isfinite(leaf))), name
-        assert bool(jnp.any(leaf != 0)), name
+        assert np.isfinite(leaf).all(), name
+        assert leaf.any(), name
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)]
     assert float(norm) == pytest.approx(math.sqrt(sum((x**2).sum() for x in leaves)), rel=1e-5)
 
@@ -99,9 +100,9 @@ def test_every_expert_and_head_has_a_gradient(plain):
     for layer in grads["layers"]:
         for name in ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias"):
             for expert, part in enumerate(layer[name]):
-                assert bool(jnp.any(part != 0)), (name, expert)
-        assert bool(jnp.all(layer["attn.sinks"] != 0))
-        assert bool(jnp.all(jnp.any(layer["mlp.router"] != 0, axis=0)))
+                assert part.any(), (name, expert)
+        assert (layer["attn.sinks"] != 0).all()
+        assert layer["mlp.router"].any(axis=0).all()
 
 
 @pytest.mark.parametrize("family", families("llama", "gpt_oss"))
@@ -117,7 +118,9 @@ def test_the_gradient_is_the_slope_of_the_loss(plain, family):
     step = 0.005 / float(norm)
 
     def loss_at(distance):
-        moved = jax.tree.map(lambda w, g: w + distance * g, model.weights, grads)
+        moved = jax.tree.map(
+            lambda w, g: np.asarray(w) + np.float32(distance) * g, model.weights, grads
+        )
         return float(evaluate(moved, model.rope, batch)[0]) / float(count)
 
     slope = (loss_at(step) - loss_at(-step)) / (2 * step)
@@ -281,7 +284,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(plain, family):
     got, got_grads, _, _ = gradient(model, settings(dtype="bfloat16"), batch)
     assert float(got) == pytest.approx(float(loss), rel=0.01)
     assert float(got) != float(loss)
-    off = global_norm(jax.tree.map(jnp.subtract, got_grads, grads))
+    off = global_norm(jax.tree.map(np.subtract, got_grads, grads))
     assert {leaf.dtype for leaf in jax.tree.leaves(got_grads)} == {jnp.dtype(jnp.float32)}
     assert float(off) < 0.1 * float(norm)
 
@@ -323,7 +326,7 @@ def test_only_matrices_decay(layers):
     state = init_state(weights, optimizer)
     nothing = jax.tree.map(jnp.zeros_like, state.weights)
     updates, _ = jax.jit(optimizer.update)(nothing, state.opt_state, state.weights)
-    moved = optax.apply_updates(state.weights, updates)
+    moved = jax.tree.map(lambda w, u: np.asarray(w) + np.asarray(u), state.weights, updates)
     moved = unstack_layers(moved) if layers == "scan" else moved
     both = zip(by_slot(model, moved), by_slot(model, model.weights), strict=True)
     for (name, matrix, now), (_, _, then) in both:
@@ -414,25 +417,26 @@ def test_clipping_by_global_norm(clip, size, factor):
         np.testing.assert_allclose(moments[name], 0.25 * factor * grads[name], rtol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def run():
+    """(model, function of weights and batches that gives the last state and metrics)."""
+    model = tiny.make_model("llama")
+    config = settings(weight_decay=0.0, clip_norm=1e-3)
+    optimizer = make_optimizer(model.table, model.weights, config)
+    step = make_train_step(model, optimizer, config)
+
+    def steps(weights, *batches):
+        state = init_state(weights, optimizer)
+        for batch in batches:
+            state, metrics = step(state, model.rope, batch)
+        assert step._cache_size() == 1
+        return state, metrics
+
+    return model, steps
+
+
 class TestOneProgram:
     """What a run's one compiled step does."""
-
-    @pytest.fixture(scope="class")
-    def run(self):
-        """(model, function of weights and batches that gives the last state and metrics)."""
-        model = tiny.make_model("llama")
-        config = settings(weight_decay=0.0, clip_norm=1e-3)
-        optimizer = make_optimizer(model.table, model.weights, config)
-        step = make_train_step(model, optimizer, config)
-
-        def steps(weights, *batches):
-            state = init_state(weights, optimizer)
-            for batch in batches:
-                state, metrics = step(state, model.rope, batch)
-            assert step._cache_size() == 1
-            return state, metrics
-
-        return model, steps
 
     def test_is_compiled_once_and_counts_its_steps(self, run):
         model, steps = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from rooflax.models.initialize import random_weights
@@ -55,14 +56,13 @@ def make_model(
     weights = random_weights(name, config, seed=seed)
     if noise:
         rng = np.random.default_rng(seed)
-        weights = tree_map(lambda w: w + noise * rng.standard_normal(w.shape, np.float32), weights)
+
+        def noisy(w: Any) -> Any:
+            added = noise * rng.standard_normal(w.shape, np.float32)
+            return jax.device_put((np.asarray(w) + added).astype(np.float32))
+
+        weights = jax.tree.map(noisy, weights)
     return build(name, config, weights, None)
-
-
-def tree_map(function: Any, *trees: Any) -> Any:
-    import jax
-
-    return jax.tree.map(function, *trees)
 
 
 def settings(**changes: Any) -> TrainConfig:

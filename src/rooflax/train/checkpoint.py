@@ -84,9 +84,15 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(about, dict) or not {"step", "config", "log_position"} <= about.keys():
-        raise CheckpointError(f"{path} does not state step, config and log_position.")
+    if not isinstance(about, dict) or not _states_all(about):
+        raise CheckpointError(f"{path} does not state step, config, loss and log_position.")
     return about
+
+
+def _states_all(about: dict[str, Any]) -> bool:
+    counts = all(type(about.get(k)) is int and about[k] >= 0 for k in ("step", "log_position"))
+    loss = "loss" in about and (about["loss"] is None or type(about["loss"]) is float)
+    return counts and loss and isinstance(about.get("config"), dict)
 
 
 def load_state(checkpoint: Path, like: TrainState) -> TrainState:

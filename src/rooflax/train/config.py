@@ -34,7 +34,8 @@ class TrainConfig:
         beta1, beta2: AdamW's.
         seed: of the order of rows.
         dtype: of the forward and backward computation; weights and optimizer are float32.
-        remat: name of a policy in nn.layers.REMAT_POLICIES; None keeps every intermediate.
+        remat: name of a policy in nn.layers.REMAT_POLICIES; None keeps every intermediate. On CPU
+            it needs layers="scan": XLA there merges what unrolled layers compute twice.
         layers: "unrolled" or "scan".
         loss_rows: rows whose logits exist at a time; None is all of a micro-batch.
         eval_every: steps between held-out losses; 0 only at the end.

@@ -124,16 +124,19 @@ class Rows:
 
     Each epoch cuts at another offset, so that no document is always broken at the same place.
 
+    Args:
+        called: what a sentence calls the corpus.
+
     Raises:
         RequestError: the corpus is too short for one row.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, seed: int = 0):
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int = 0, *, called: str = "corpus"):
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.num_rows = (corpus.tokens.size - seq_len) // seq_len
         if self.num_rows < 1:
             raise RequestError(
-                f"the corpus has {corpus.tokens.size} tokens; rows of {seq_len} need at least "
+                f"the {called} has {corpus.tokens.size} tokens; rows of {seq_len} need at least "
                 f"{2 * seq_len}: give more text or a smaller seq_len."
             )
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)

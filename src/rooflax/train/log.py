@@ -51,6 +51,12 @@ class TrainLog:
     def close(self) -> None:
         self._file.close()
 
+    def __enter__(self) -> TrainLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log."""

@@ -110,9 +110,14 @@ class _Run:
     ):
         self.config, self.folder, self.held_out = config, folder, held_out
         _check_fits(model, config)
+        _check_ids(model, training, "corpus")
+        if held_out is not None:
+            _check_ids(model, held_out, "held-out corpus")
         self.model = model.stacked() if config.layers == "scan" else model
         self.rows = Rows(training, config.seq_len, config.seed)
-        self.held_out_rows = Rows(held_out, config.seq_len) if held_out else None
+        self.held_out_rows = None
+        if held_out is not None:
+            self.held_out_rows = Rows(held_out, config.seq_len, called="held-out corpus")
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
         self.train_step = make_train_step(self.model, self.optimizer, config)
         self.eval_step = make_eval_step(self.model, config)
@@ -246,6 +251,16 @@ def _check_fits(model: Model, config: TrainConfig) -> None:
         raise RequestError(
             f"seq_len is {config.seq_len}, but the model takes {model.max_model_len} tokens; "
             f"choose at most that."
+        )
+
+
+def _check_ids(model: Model, corpus: Corpus, called: str) -> None:
+    """An id beyond the embedding would not fail by itself: its loss is NaN."""
+    largest, size = int(corpus.tokens.max(initial=0)), model.config.vocab_size
+    if largest >= size:
+        raise RequestError(
+            f"the {called} holds the token id {largest}, but the model has {size} tokens; "
+            f"encode the text with the model's own tokenizer."
         )
 
 

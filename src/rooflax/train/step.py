@@ -87,9 +87,9 @@ def make_optimizer(
 def _mixing_types(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """optax mixes floats and integers, which a process may have made an error."""
 
-    def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(updates, state, weights)
+            return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 

@@ -4,7 +4,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PROMPT = def read_config(path):
+define PROMPT
+class Reader:
+    def __init__(self, path):
+        self.path = path
+
+    def read(self
+endef
+export PROMPT
 PYPROJECT = pyproject.toml
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
@@ -14,7 +21,7 @@ TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers=
 .PHONY: demo test test-all lint goldens docs clean
 
 demo: $(VENV)/.installed
-	$(BIN)/rooflax generate --prompt "$(PROMPT)" --max-tokens 160 --temperature 0.7 --top-p 0.9 --seed 1
+	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest

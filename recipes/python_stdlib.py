@@ -48,6 +48,9 @@ MODEL = llama.Config(
     rope_theta=10000.0,
     tied_embeddings=True,
 )
+# A model this small repeats itself when it is greedy.
+GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
+
 # Small micro-batches: on CPU two rows' intermediates are cheaper to touch than sixteen rows'.
 TRAINING = TrainConfig(
     tokens=12_000_000,
@@ -176,6 +179,7 @@ def export(out: Path, result: TrainResult, training: Corpus, held_out: Corpus) -
         result.model.weights,
         dtype="bfloat16",
         eos_token_ids=[eos],
+        generation=GENERATION,
         files=files,
     )
     summary = {

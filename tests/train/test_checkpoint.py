@@ -122,6 +122,9 @@ class Failing:
         if len(self.calls) == self.fail_at:
             raise self.error
 
+    def is_over(self):
+        return self.fail_at is not None and len(self.calls) >= self.fail_at
+
     def _wrap(self, monkeypatch, module, name):
         real = getattr(module, name)
 
@@ -210,25 +213,39 @@ class Killed(BaseException):
     """Nothing after it is done."""
 
 
-def test_a_kill_at_every_step_of_saving(tmp_path, monkeypatch):
-    """As a killed process leaves the folder: no clean-up of any kind runs."""
+def test_a_kill_at_every_step_of_saving(tmp_path):
+    """As a killed process leaves the folder: no clean-up runs to its end."""
     for fail_at in range(1, 100):
         folder = tmp_path / str(fail_at)
-        save(folder, 1, keep=1)
+        for step in (1, 2):
+            save(folder, step)
         with pytest.MonkeyPatch.context() as patch:
             failing = Failing(patch, fail_at, Killed())
-            patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-            patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+
+            def remove_half(path, failing=failing, **kwargs):
+                if failing.is_over():
+                    return
+                (path / "state.json").unlink(missing_ok=True)
+                failing.touch("rmtree")
+
+            patch.setattr(shutil, "rmtree", remove_half)
+            patch.setattr(Path, "unlink", unless_over(Path.unlink, failing))
             with contextlib.suppress(Killed):
-                save(folder, 2, keep=1)
-        if len(failing.calls) < fail_at:
+                save(folder, 2 if fail_at % 2 else 3)
+                assert not failing.is_over()
+        if len(failing.calls) < fail_at - 1:
             break
-        step = 2 if (folder / "step-00000002").exists() else 1
-        assert is_whole(folder, step), failing.calls
-        save(folder, 3, keep=1)
-        assert is_whole(folder, 3)
-        assert names(folder) == ["step-00000003"]
+        for path in list_checkpoints(folder):
+            read(path)
+        assert len(list_checkpoints(folder)) >= 1, failing.calls
+        save(folder, 4, keep=1)
+        assert is_whole(folder, 4)
+        assert names(folder) == ["step-00000004"]
     assert fail_at > 12
+
+
+def unless_over(function, failing):
+    return lambda *args, **kwargs: None if failing.is_over() else function(*args, **kwargs)
 
 
 def test_a_file_that_may_not_grow(tmp_path):
@@ -343,7 +360,7 @@ def assert_same_run(folder, other):
     assert arrays[0] == arrays[1]
 
 
-def test_going_on_from_each_checkpoint_gives_the_same_run(uninterrupted, corpora, tmp_path):
+def test_going_on_from_an_older_checkpoint_gives_the_same_run(uninterrupted, corpora, tmp_path):
     whole, wanted = uninterrupted
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -54,6 +54,7 @@ def save_model(
     dtype: str = "bfloat16",
     eos_token_ids: Sequence[int] = (),
     bos_token_id: int | None = None,
+    generation: Mapping[str, Any] | None = None,
     files: Mapping[str, Path] | None = None,
 ) -> None:
     """Writes config.json, generation_config.json and model.safetensors.
@@ -63,6 +64,7 @@ def save_model(
         name: the family.
         weights: with "layers", as the family's table describes (not stacked).
         dtype: of the file, "bfloat16", "float32" or "float16".
+        generation: further keys of generation_config.json, such as a temperature.
         files: further files to put into the folder (name there -> file here), such as the
             tokenizer's.
 
@@ -80,7 +82,7 @@ def save_model(
 
     def fill(new: Path) -> None:
         _write_json(new / "config.json", settings)
-        _write_json(new / "generation_config.json", ends)
+        _write_json(new / "generation_config.json", ends | dict(generation or {}))
         write_safetensors(new / "model.safetensors", tensors(name, config, weights, dtype))
         for target, source in (files or {}).items():
             shutil.copyfile(source, new / target)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rooflax
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
@@ -68,7 +67,7 @@ class Description:
 
 def embedded_folder() -> Path:
     """Where the embedded default lies."""
-    folder = Path(rooflax.__file__).parent / "assets" / EMBEDDED_NAME
+    folder = Path(__file__).resolve().parents[1] / "assets" / EMBEDDED_NAME
     if not folder.is_dir():
         raise CheckpointError(
             f"This installation has no embedded model ({folder} is missing); name a MODEL."

@@ -109,7 +109,8 @@ def resolve_max_model_len(config: Any, max_model_len: Any) -> int:
     whole = isinstance(max_model_len, int) and not isinstance(max_model_len, bool)
     if not whole or not 1 <= max_model_len <= config.max_position:
         raise RequestError(
-            f"max_model_len is {max_model_len!r}; this model takes 1 to {config.max_position} tokens."
+            f"max_model_len is {max_model_len!r}; this model takes 1 to {config.max_position} "
+            f"tokens."
         )
     return max_model_len
 

@@ -1,7 +1,7 @@
 """Branches and loops that stay what they are when nothing is jitted.
 
-lax.cond, lax.fori_loop and lax.scan compile their bodies even outside of jit, anew for every new closure.
-With concrete arguments these run the Python code instead, one operation after the other.
+lax.cond, lax.fori_loop and lax.scan compile their bodies even outside of jit, anew for every new
+closure. With concrete arguments these run the Python code instead, one operation after the other.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 import jax.numpy as jnp
 
 
 def is_traced(*values: Any) -> bool:
     """Whether a value is known only when a program runs."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def cond(predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.core import Tracer
 import jax.numpy as jnp
+from jax.core import Tracer
 
 
 def is_traced(*values: Any) -> bool:

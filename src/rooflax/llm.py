@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine, check_prompt
@@ -24,6 +23,7 @@ from rooflax.engine.runner import bucket
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import TokenLogprobs
+from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.incremental import IncrementalDecoder
@@ -31,7 +31,6 @@ from rooflax.loading.load import Description, describe, load
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn import mesh as mesh_lib
-from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.nn.host_memory import available_bytes
 from rooflax.ops.kernels import check_kernels
@@ -139,7 +138,7 @@ class LLM:
         self._engine: Engine | None = None
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
-        place = None if self.mesh is None else _placer(self.about, self.mesh)
+        place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)
         model = load(
             self.about,
             dtype=self.precision.dtype or "float32",
@@ -148,6 +147,8 @@ class LLM:
             progress=progress,
             place=place,
         )
+        if place is not None:
+            model = replace(model, config=place.config)
         model = model.stacked() if self.options.layers == "scan" else model
         jax.block_until_ready(model.weights)
         return model
@@ -307,6 +308,7 @@ class LLM:
         Returns:
             Per prompt an array of len(tokens) - 1 natural logarithms.
         """
+        functions = StepFunctions(self.options, self.mesh, max_steps=1)
         scores = []
         for prompt in _as_prompts(prompts):
             ids = self.encode(prompt)
@@ -314,7 +316,8 @@ class LLM:
             length = min(bucket(len(ids), 16), self.max_model_len)
             padded = np.zeros((1, length), np.int32)
             padded[0, : len(ids)] = ids
-            logprobs = _score(self.model, padded, np.array([len(ids)], np.int32), self.options)
+            lengths = np.array([len(ids)], np.int32)
+            logprobs, _ = functions.score(self.model, (None, ()), padded, lengths)
             scores.append(np.asarray(logprobs)[0, : len(ids) - 1])
         return scores
 
@@ -421,36 +424,3 @@ def _as_params(
     if len(params) != count:
         raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one for each.")
     return list(params)
-
-
-def _placer(about: Description, mesh: Mesh) -> Callable[..., Any]:
-    """Puts each weight where the mesh splits it, the vocabulary padded to the split."""
-    shards = mesh.shape[mesh_lib.TENSOR]
-    mesh_lib.check_split(about.config.axis_sizes, shards)
-
-    def place(slot: Any, array: np.ndarray) -> jax.Array:
-        names = slot.weight.axis_names
-        if names[0] == "vocab":
-            rows = mesh_lib.padded_vocab(array.shape[0], shards)
-            padded = np.zeros((rows, *array.shape[1:]), array.dtype)
-            padded[: array.shape[0]] = array
-            array = padded
-        return jax.device_put(array, NamedSharding(mesh, mesh_lib.weight_spec(slot.weight)))
-
-    return place
-
-
-def _score_tokens(
-    model: Model, tokens: jax.Array, lengths: jax.Array, options: ExecutionOptions
-) -> jax.Array:
-    """[rows, seq - 1] log-probability of each next token."""
-    hidden, _ = model.forward(Batch.dense(tokens, lengths=lengths), None, options=options)
-
-    def row_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logprobs = jax.nn.log_softmax(model.logits(hidden, options=options), axis=-1)
-        return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
-
-    return row_chunk(hidden[:, :-1], tokens[:, 1:])
-
-
-_score = jax.jit(_score_tokens, static_argnums=3)

@@ -2,15 +2,20 @@
 
 import itertools
 import re
+import shutil
 import time
 
 import jax
 import numpy as np
 import pytest
 
+import rooflax
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache
 from rooflax.engine.compilation import count_compilations
 from rooflax.errors import RequestError
+from rooflax.models.initialize import random_weights
+from rooflax.models.model import build
+from rooflax.models.registry import read_config
 from rooflax.nn.mesh import check_split, padded_vocab
 from tests import goldens
 
@@ -197,3 +202,20 @@ def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, me
         LLM(case("qwen2").folder, mesh=mesh)
     with pytest.raises(RequestError, match=r"104 mlp.*104 = 3 x 34 \+ 2"):
         check_split({"kv_heads": 6, "mlp": 104}, 3)
+
+
+def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
+    """One K/V head on two devices: each has it whole, and half of its query heads."""
+    raw = goldens.VARIANTS["llama_bias"] | {"num_key_value_heads": 1}
+    name, config = read_config(raw)
+    folder = tmp_path / "mqa"
+    rooflax.save(build(name, config, random_weights(name, config), None), folder, dtype="float32")
+    for path in case("llama_bias").folder.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    one, two = LLM(folder), LLM(folder, mesh=mesh)
+    assert two.model.config.num_kv_heads == 2
+    prompts = goldens.prompts()
+    assert [c.tokens for c in two.generate(prompts, GREEDY)] == [
+        c.tokens for c in one.generate(prompts, GREEDY)
+    ]
+    np.testing.assert_allclose(two.score(prompts[:1])[0], one.score(prompts[:1])[0], atol=1e-5)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
@@ -107,6 +107,37 @@ def decode(
     return out, (cache, counts)
 
 
+def score(
+    model: Model,
+    carry: tuple[None, tuple[()]],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[Float[Array, "B T"], tuple[None, tuple[()]]]:
+    """Log-probability of the token after each; the last column means nothing.
+
+    Logits exist for SCORED_AT_ONCE tokens at a time.
+    """
+    batch = Batch.dense(tokens, lengths=lengths)
+    hidden, _ = model.forward(batch, None, options=options, shards=shards)
+    rows, seq, width = hidden.shape
+    chunk = min(SCORED_AT_ONCE, rows * seq)
+    padding = -(rows * seq) % chunk
+    flat = jnp.pad(hidden.reshape(-1, width), ((0, padding), (0, 0)))
+    targets = jnp.pad(jnp.roll(tokens, -1, axis=1).reshape(-1), (0, padding))
+
+    def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = model.logits(part[0], options=options, shards=shards)
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
+
+    parts = (flat.reshape(-1, chunk, width), targets.reshape(-1, chunk))
+    scores = jax.lax.map(score_chunk, parts).reshape(-1)[: rows * seq]
+    return scores.reshape(rows, seq), carry
+
+
 def _run(
     model: Model,
     cache: KVCache | None,
@@ -135,6 +166,10 @@ def _advance(batch: Batch, tokens: Int[Array, " B"]) -> Batch:
     )
 
 
+SCORED_AT_ONCE = 256
+"""Tokens whose logits exist at the same time while scoring."""
+
+
 class StepFunctions:
     """The step functions for one set of options and one mesh, jitted once per process."""
 
@@ -142,6 +177,7 @@ class StepFunctions:
         static = {"options": options, "shards": tensor_shards(mesh)}
         self.prefill = _compiled(prefill, options.jit, mesh, **static)
         self.rerun = _compiled(rerun, options.jit, mesh, **static)
+        self.score = _compiled(score, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
 
 

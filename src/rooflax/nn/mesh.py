@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Weight
+from rooflax.nn.weights import Slot, Weight
 
 TENSOR = "tensor"
 SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
@@ -42,6 +43,57 @@ def check_split(sizes: Mapping[str, int], num_shards: int) -> None:
                 f"({sizes[axis]} = {num_shards} x {sizes[axis] // num_shards} "
                 f"+ {sizes[axis] % num_shards}); choose a mesh whose tensor axis divides them."
             )
+
+
+class Placer:
+    """Puts each weight of a model where a mesh splits it.
+
+    The vocabulary is padded to the split. Where there are more shards than K/V heads, each K/V head
+    is copied to as many shards, and its query heads are divided among them.
+
+    Attributes:
+        config: the model's, with as many K/V heads as the split needs.
+
+    Raises:
+        RequestError: a split that leaves a remainder.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh):
+        self._mesh, self._shards = mesh, mesh.shape[TENSOR]
+        self._copies = _kv_copies(config, self._shards)
+        self.config = config
+        if self._copies > 1:
+            self.config = replace(config, num_kv_heads=self._shards)
+        check_split(self.config.axis_sizes, self._shards)
+
+    def __call__(self, slot: Slot, array: np.ndarray) -> jax.Array:
+        names = slot.weight.axis_names
+        if names[0] == "vocab":
+            array = _pad_rows(array, padded_vocab(array.shape[0], self._shards))
+        if "qkv_group" in names and self._copies > 1:
+            array = _copy_kv_heads(array, self._copies)
+        return jax.device_put(array, NamedSharding(self._mesh, weight_spec(slot.weight)))
+
+
+def _kv_copies(config: Any, num_shards: int) -> int:
+    kv_heads = config.num_kv_heads
+    fits = num_shards % kv_heads == 0 and config.num_heads % num_shards == 0
+    return num_shards // kv_heads if num_shards > kv_heads and fits else 1
+
+
+def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
+    padded = np.zeros((rows, *array.shape[1:]), array.dtype)
+    padded[: array.shape[0]] = array
+    return padded
+
+
+def _copy_kv_heads(array: np.ndarray, copies: int) -> np.ndarray:
+    """[..., K, G + 2, H] to [..., K * copies, G / copies + 2, H], query heads in their order."""
+    *lead, kv_heads, group, head_dim = array.shape
+    q = array[..., :-2, :].reshape(*lead, kv_heads, copies, (group - 2) // copies, head_dim)
+    kv = array[..., None, -2:, :]
+    kv = np.broadcast_to(kv, (*lead, kv_heads, copies, 2, head_dim))
+    return np.concatenate((q, kv), axis=-2).reshape(*lead, kv_heads * copies, -1, head_dim)
 
 
 def padded_vocab(vocab_size: int, num_shards: int) -> int:

@@ -6,6 +6,7 @@ Everything that a run leaves lies in one folder: `log.jsonl`, `curves.png`, `che
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import RequestError
+from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.nn.layers import unstack_layers
 from rooflax.train.checkpoint import (
@@ -97,6 +98,15 @@ def run_training(
     return run.result(held_out_loss, interrupted)
 
 
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise EngineError(
+            f"The loss is {loss} at step {step}: the run diverged; lower the learning rate and "
+            f"start again, or resume from the newest checkpoint with other settings."
+        )
+    return loss
+
+
 class _Run:
     """A run's parts, and where it stands."""
 
@@ -150,7 +160,7 @@ class _Run:
         batch = self.rows.batch(self.step, self.config.batch_size)
         lr = float(self.rate(self.step))
         self.state, metrics = self.train_step(self.state, self.model.rope, batch)
-        self.loss = float(metrics.loss)
+        self.loss = _finite(float(metrics.loss), self.step + 1)
         self.step += 1
         step_s = time.perf_counter() - started
         self.log.write(

@@ -118,7 +118,7 @@ def test_a_full_disk_is_code_1():
 
 
 def test_sigint_ends_generate_with_130_and_no_traceback():
-    argv = ["generate", "preset:gpt2-tiny", "-p", "x", "-c", "256", "--decode-steps", "1"]
+    argv = ["generate", "preset:gpt2-tiny", "-p", "x", "-c", "256", "--no-cache"]
     with subprocess.Popen(
         [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

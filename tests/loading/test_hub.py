@@ -21,6 +21,7 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture

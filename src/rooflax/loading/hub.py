@@ -66,13 +66,14 @@ def resolve(
 
 def _download(repo_id: str, revision: str | None, offline: bool, progress: bool) -> Path:
     import huggingface_hub
+    from huggingface_hub import constants
 
     try:
         with _progress_bars(progress):
             folder = huggingface_hub.snapshot_download(
                 repo_id,
                 revision=revision,
-                local_files_only=offline or huggingface_hub.constants.HF_HUB_OFFLINE,
+                local_files_only=offline or constants.HF_HUB_OFFLINE,
                 allow_patterns=list(ALLOW_PATTERNS),
                 ignore_patterns=list(IGNORE_PATTERNS),
             )

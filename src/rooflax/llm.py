@@ -31,8 +31,8 @@ from rooflax.loading.load import Description, describe, load
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn import mesh as mesh_lib
+from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
-from rooflax.nn.host_memory import available_bytes
 from rooflax.ops.kernels import check_kernels
 
 MAX_SLOTS = 16
@@ -133,7 +133,9 @@ class LLM:
         self.tokenizer = self.about.tokenizer()
         self.defaults = self.about.generation_defaults()
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
-        self.model = self._load(check, progress)
+        self._compiled = CompileCounts()  # of loading, until the first generation reports it
+        with count_compilations(self._compiled):
+            self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
 
@@ -164,7 +166,7 @@ class LLM:
             tokens=tokens,
         )
         what = f"{self.about.name} with {rows} x {tokens} tokens"
-        check_fits(replace(need, weights=0), available_bytes(), what)
+        check_fits(replace(need, weights=0), free_bytes(), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -258,21 +260,24 @@ class LLM:
         values = {
             name: getattr(d, name)
             for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        }
-        if d.do_sample is False and d.temperature is None:
+        } | {"max_tokens": d.max_new_tokens}
+        if d.do_sample is False:  # said outright: greedy, as in transformers
             values["temperature"] = 0.0
         return values
 
     def _run(self, samples: list[_Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
         engine = self._engine_for(sequences)
-        with count_compilations() as compiled:
+        compiled, self._compiled = self._compiled, CompileCounts()
+        with count_compilations(compiled):
             engine.warm_up(sequences)
         by_sequence = {id(sample.sequence): sample for sample in samples}
         engine.add(sequences)
         try:
             while engine.has_unfinished:
-                for sequence, new in engine.step():
+                with count_compilations(compiled):
+                    stepped = engine.step()
+                for sequence, new in stepped:
                     delta = by_sequence[id(sequence)].take(new, self.load_s, compiled)
                     if delta.completion is not None and not sequence.is_finished:
                         engine.cancel(sequence)

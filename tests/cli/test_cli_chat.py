@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from rooflax.cli import chat
 from rooflax.cli.conversation import Conversation
 from rooflax.cli.harmony import HarmonyFilter, speaks_harmony
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.llm import Completion, Delta
 from rooflax.loading.tokenizer import Tokenizer
 
@@ -140,14 +141,60 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talk, harmony):
     assert "xxxxx<|end|>" in llm.asked[1]
 
 
-def test_ctrl_c_at_the_prompt_is_130(talk, harmony, monkeypatch):
-    def pressed():
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("pressed", "code", "hints"),
+    [
+        ((KeyboardInterrupt, KeyboardInterrupt), 130, 1),
+        ((KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError), 0, 2),
+        ((KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt), 130, 2),
+    ],
+)
+def test_ctrl_c_at_the_prompt_says_how_to_end_and_twice_is_130(
+    talk, harmony, monkeypatch, pressed, code, hints
+):
+    keys = iter(pressed)
+
+    def typed(prompt):
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(chat.terminal, "is_terminal", lambda stream: stream is sys.stdin)
+    ran = talk(FakeLLM(harmony, ["<|message|>ok"]), stdin=b"")
+    assert (ran.code, ran.out) == (code, "ok\n" if "hi" in pressed else "")
+    assert ran.err.count("\n(Ctrl-D ends)\n") == hints
+
+
+def test_a_template_that_fails_ends_the_talk_and_keeps_no_turn(talk, harmony, monkeypatch):
+    def fails(messages):
+        raise CheckpointError("the chat template loops")
+
+    llm = FakeLLM(harmony, [])
+    llm.encode_chat = fails
+    ran = talk(llm, stdin=b"hi\nagain\n")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "rooflax: the chat template loops\n"
+    conversation = Conversation(llm)
+    with pytest.raises(CheckpointError):
+        conversation.ask("hi", 10)
+    assert conversation.turns == []
+
+
+def test_a_turn_that_fails_while_answering_is_not_remembered(talk, harmony):
+    llm = FakeLLM(harmony, ["<|message|>ok"])
+    whole = llm.stream
+
+    def fails_once(prompts, params):
+        llm.stream = whole
+        raise RequestError("too much")
         yield
 
-    monkeypatch.setattr(chat, "_questions", pressed)
-    ran = talk(FakeLLM(harmony, []), stdin=b"")
-    assert (ran.code, ran.out) == (130, "")
+    llm.stream = fails_once
+    ran = talk(llm, stdin=b"first\nsecond\n")
+    assert (ran.code, ran.out) == (0, "ok\n")
+    assert "first" not in llm.asked[0]
 
 
 def test_a_base_model_goes_on_with_the_text_and_says_so(rooflax):

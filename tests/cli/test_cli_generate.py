@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from rooflax import LLM, SamplingParams
 from rooflax.cli import statistics, terminal
+from tests import goldens
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = "def f(x):"
@@ -67,6 +69,18 @@ def test_wrong_meshes_are_refused(rooflax, mesh, said):
     ran = rooflax("generate", TINY, "-p", "x", "--mesh", mesh)
     assert ran.code == 2
     assert said in ran.err
+
+
+def test_log_probabilities_that_are_no_numbers_are_no_json(rooflax, tmp_path):
+    def change(tensors):
+        tensors["model.norm.weight"][:] = np.nan
+
+    reference = goldens.committed("llama_gqa")
+    folder = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", reference, change=change)
+    ran = rooflax("generate", folder, "-p", "a", "-n", 2, "--logprobs", 2, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    assert "--check" in ran.err
+    assert len(ran.err.splitlines()) == 1
 
 
 def test_samples_are_told_apart(rooflax):

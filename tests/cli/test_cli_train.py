@@ -113,3 +113,12 @@ def test_other_data_in_the_same_folder_is_refused(rooflax, data):
     ran = train(rooflax, *NEW, "--held-out-fraction", 0.5)
     assert ran.code == 2
     assert "a run on other data" in ran.err
+    (data / "config.json").write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.1}))
+    ran = train(rooflax, *NEW)
+    assert (ran.code, ran.out) == (2, "")
+    assert "or another config" in ran.err
+    assert not list((data / "run").glob("data.json?*"))
+    (data / "run/data.json").write_text('{"data": [')
+    ran = train(rooflax, *NEW)
+    assert (ran.code, len(ran.err.splitlines())) == (2, 1)
+    assert "data.json is damaged" in ran.err

@@ -14,31 +14,31 @@ NOT_WHOLE = (*NOT_NUMBERS, 1.5, 2.0)
 
 GOOD = {
     "max_tokens": (1, 10**6, None),
-    "temperature": (0, 0.0, 0.7, 5, None),
-    "top_k": (0, 1, 10**6, None),
+    "temperature": (0, 0.0, 0.7, 5, 1e6, None),
+    "top_k": (0, 1, 10**6, 2**31 - 1, None),
     "top_p": (1e-6, 0.5, 1, 1.0, None),
     "min_p": (0, 0.5, 1, None),
     "seed": (0, 2**32 - 1, None),
     "stop": ((), None, "a", ["a", "b"], ("\n\n",)),
     "stop_token_ids": ((), None, [3], (0, 5)),
-    "repetition_penalty": (1e-3, 1, 2.5, None),
+    "repetition_penalty": (1e-3, 1, 2.5, 1e6, None),
     "presence_penalty": (-2, 0, 2.0, None),
     "frequency_penalty": (-2, 0, 2.0, None),
     "logit_bias": ({}, None, {3: 1.5, 0: -100, 7: 100.0}),
     "logprobs": (0, MAX_LOGPROBS, None),
-    "n": (1, 7),
+    "n": (1, 7, 1024),
     "ignore_eos": (True, False),
 }
 BAD = {
     "max_tokens": (0, -1, *NOT_WHOLE),
-    "temperature": (-1e-9, -1, *NOT_NUMBERS),
-    "top_k": (-1, *NOT_WHOLE),
+    "temperature": (-1e-9, -1, 1e7, 1e300, 10**400, *NOT_NUMBERS),
+    "top_k": (-1, 2**31, *NOT_WHOLE),
     "top_p": (0, 0.0, -0.1, 1.0001, *NOT_NUMBERS),
     "min_p": (-0.1, 1.1, *NOT_NUMBERS),
     "seed": (-1, 2**32, *NOT_WHOLE),
     "stop": ("", ["a", ""], [3]),
     "stop_token_ids": ([-1], [True], [1.5], ["a"]),
-    "repetition_penalty": (0, -1, *NOT_NUMBERS),
+    "repetition_penalty": (0, -1, 1e7, 10**400, *NOT_NUMBERS),
     "presence_penalty": (-2.1, 2.1, *NOT_NUMBERS),
     "frequency_penalty": (-2.1, 2.1, *NOT_NUMBERS),
     "logit_bias": (
@@ -46,7 +46,7 @@ BAD = {
         dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5),
     ),
     "logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
-    "n": (0, -1, None, *NOT_WHOLE),
+    "n": (0, -1, 1025, None, *NOT_WHOLE),
     "ignore_eos": (1, 0, None, "yes"),
 }  # fmt: skip
 

@@ -110,6 +110,9 @@ def test_missing_and_empty_folder(tmp_path):
     write(tmp_path / "other.safetensors", "a")
     with pytest.raises(CheckpointError, match=r"only other.safetensors"):
         Checkpoint(tmp_path)
+    (tmp_path / WEIGHTS_FILE).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{WEIGHTS_FILE} is not a file"):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

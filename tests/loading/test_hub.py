@@ -58,11 +58,10 @@ def download(monkeypatch):
 
 def test_local_folder_is_itself(tmp_path, download):
     assert hub.resolve(str(tmp_path)) == tmp_path
-    (tmp_path / "m.gguf").touch()
-    assert hub.resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
-    (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        hub.resolve(str(tmp_path / "config.json"))
+    for name in ("m.gguf", "config.json"):
+        (tmp_path / name).touch()
+        with pytest.raises(CheckpointError, match=rf"{name} is a file; .*GGUF files are not read"):
+            hub.resolve(str(tmp_path / name))
     with pytest.raises(CheckpointError, match=r"a revision .* is for hub ids"):
         hub.resolve(str(tmp_path), revision="main")
     assert not download.calls

@@ -142,6 +142,36 @@ def test_misshapen_tensors_are_named_with_both_shapes(write, name, array, shapes
         load(write("llama_gqa", lambda t: t.update({name: array.astype(np.float32)})))
 
 
+@pytest.mark.parametrize(
+    ("variant", "name", "dtype", "said"),
+    [
+        *(
+            ("llama_gqa", "model.norm.weight", dtype, f"{said}, wanted floating point")
+            for dtype, said in ((bool, "BOOL"), (np.int8, "I8"), ("<c8", "C64"))
+        ),
+        ("gpt_oss_mxfp4", "model.layers.0.mlp.experts.down_proj_blocks", np.int8, "I8, wanted U8"),
+        ("gpt_oss_mxfp4", "model.layers.0.mlp.experts.down_proj_scales", "<f4", "F32, wanted U8"),
+    ],
+)
+def test_weights_of_a_type_that_is_no_weights_are_named(write, variant, name, dtype, said):
+    with pytest.raises(CheckpointError, match=rf"{name} is {said}"):
+        load(write(variant, lambda t: t.update({name: t[name].astype(dtype)})))
+
+
+def test_packed_fp4_is_refused_by_name(write):
+    path = write("llama_gqa") / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    entry = header["model.norm.weight"]
+    begin, stop = entry["data_offsets"]
+    entry |= {"dtype": "F4", "shape": [2 * (stop - begin)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is F4"):
+        load(path.parent)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("variant", ["llama_gqa", "gpt_oss"])
 def test_check_refuses_weights_that_are_not_finite(write, variant, value):
@@ -220,6 +250,8 @@ def test_state_dict_of_numpy_arrays(write):
         )
     with pytest.raises(CheckpointError, match="model.norm.weight is a list"):
         from_state_dict(reference.config, tensors | {"model.norm.weight": [1.0] * 54})
+    with pytest.raises(CheckpointError, match="model.norm.weight: .*complex128"):
+        from_state_dict(reference.config, tensors | {"model.norm.weight": np.ones(54) * 1j})
     with pytest.raises(UnsupportedModelError, match="'extra'"):
         from_state_dict(reference.config | {"extra": 1}, tensors)
 

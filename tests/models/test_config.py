@@ -25,6 +25,8 @@ FAMILIES = {
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
+LLAMA3 = RopeScaling("llama3", 4.0, 16)
+ORIGINAL = "original_max_position_embeddings"
 OTHER = {
     "activation": "relu",
     "rope_scaling": YARN,
@@ -154,6 +156,7 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         "eos_token_id": [2, 3], "pad_token_id": None, "initializer_range": 0.02,
         "attention_dropout": 0.0, "hidden_dropout": 0.1, "resid_pdrop": 0.1,
         "auto_map": {"AutoModel": "modeling.Evil"}, "pretraining_tp": 1, "id2label": {"0": "A"},
+        "pruned_heads": {}, "cross_attention_hidden_size": None,
         "gradient_checkpointing": False, "router_aux_loss_coef": 0.9, "n_ctx": 1024,
     }  # fmt: skip
     raw = goldens.VARIANTS[FAMILIES[name]]
@@ -171,6 +174,9 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama_gqa", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}),
         ("llama_gqa", {"partial_rotary_factor": 0.5}),
+        ("llama_gqa", {"pruned_heads": {"1": [0]}}),
+        ("llama_gqa", {"cross_attention_hidden_size": 0}),
+        ("llama_gqa", {"swiglu_limit_comment": "seven"}),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}),
         ("gpt_oss", {"hidden_act": "relu"}),
     ],
@@ -227,7 +233,7 @@ def test_absurd_sizes_are_refused(name, key):
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"])
 def test_absurd_numbers_are_refused(key):
-    for value in (0, -1.0, float("nan"), float("inf"), True, "1"):
+    for value in (0, -1.0, float("nan"), float("inf"), 10**400, True, "1"):
         with pytest.raises(CheckpointError, match=key):
             read_config(goldens.VARIANTS["gpt_oss"] | {key: value})
 
@@ -250,6 +256,17 @@ def test_absurd_numbers_are_refused(key):
             "attention_factor",
         ),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": "x"}}, "mscale"),
+        ("gpt_oss", {"rope_theta": 1.0}, "rope_theta = 1.0; with yarn .* above 1"),
+        ("gpt_oss", {"rope_scaling": YARN.to_hf() | {"factor": 10**400}}, "must be finite"),
+        ("llama_gqa", {"rope_scaling": {"rope_type": ["yarn"]}}, "must be a string"),
+        ("llama_gqa", {"rope_scaling": {"type": {}}}, "must be a string"),
+        ("llama_gqa", {"rope_scaling": {"rope_type": False, "type": "linear"}}, "a string"),
+        *(
+            ("gpt_oss", {"rope_scaling": YARN.to_hf() | {ORIGINAL: value}}, ORIGINAL)
+            for value in (0.5, 16.5, 0, True, "16", float("inf"), 2**31)
+        ),
+        ("llama_gqa", {"rope_scaling": LLAMA3.to_hf() | {ORIGINAL: None}}, ORIGINAL),
+        ("llama_gqa", {"rope_scaling": LLAMA3.to_hf() | {"high_freq_factor": 1.0}}, "above low"),
     ],
 )
 def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change, numbers):
@@ -266,6 +283,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change,
         (b"", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
+        (b"9" * 5000, r"not JSON: .*5000 digits\.$"),
         (b"{}", "no model_type"),
         (b'{"model_type": 3}', "no model_type"),
         (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, gpt_oss"),
@@ -281,6 +299,15 @@ def test_config_json_that_is_no_config(content, reason, tmp_path):
 def test_config_json_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match="no config.json"):
         read_config_json(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot read .*config.json"):
+        read_config_json(tmp_path)
+
+
+def test_the_original_context_may_be_written_as_a_float():
+    raw = goldens.VARIANTS["llama_gqa"] | {"rope_scaling": LLAMA3.to_hf()}
+    written = LLAMA3.to_hf() | {ORIGINAL: 16.0}
+    assert read_config(raw | {"rope_scaling": written}) == read_config(raw)
 
 
 def test_context_longer_than_the_model_is_refused_with_both_numbers():

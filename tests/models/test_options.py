@@ -100,6 +100,7 @@ def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, kernels):
     [
         ("use_cache", 2), ("jit", "yes"), ("layers", "rolled"), ("gqa", None), ("moe", "sparse"),
         ("kernels", "cuda"), ("decode_steps", 0), ("decode_steps", True), ("decode_steps", 1.5),
+        ("decode_steps", 1025),
     ],
 )  # fmt: skip
 def test_an_option_that_does_not_exist_is_refused(field, value):

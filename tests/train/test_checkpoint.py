@@ -457,8 +457,8 @@ class TestResuming:
             self.refused(folder, corpora, RequestError, rf"^{name} is .*was trained with", changed)
 
     def test_with_another_model(self, folder, corpora):
-        self.refused(folder, corpora, CheckpointError, "another model", num_hidden_layers=3)
-        self.refused(folder, corpora, CheckpointError, "this model needs", intermediate_size=60)
+        self.refused(folder, corpora, RequestError, "num_hidden_layers is 3", num_hidden_layers=3)
+        self.refused(folder, corpora, RequestError, "intermediate_size is 60", intermediate_size=60)
 
     def test_from_a_damaged_checkpoint(self, folder, corpora):
         arrays = folder / "checkpoints" / "step-00000009" / "state.safetensors"

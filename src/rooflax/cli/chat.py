@@ -15,7 +15,7 @@ from rooflax.cli.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.cli.signals import stop_asked
-from rooflax.errors import EngineError, RequestError, RooflaxError
+from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 
 if TYPE_CHECKING:
     from rooflax.engine.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for question in _questions():
         try:
             _turn(conversation, question, params, args)
-        except EngineError:
+        except (CheckpointError, EngineError):
             raise
         except RooflaxError as error:
             terminal.say(f"rooflax: {error}")
@@ -86,16 +86,26 @@ def _questions() -> Iterator[str]:
 
 
 def _terminal_lines() -> Iterator[str]:
+    """Lines typed at the prompt; Ctrl-C twice in a row interrupts."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (editing and history for input())
+    interrupted = False
     while True:
         try:
-            yield input(PROMPT)
+            line = input(PROMPT)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            terminal.say("\n(Ctrl-D ends)")
+            continue
         except EOFError:
             terminal.say()
             return
         except UnicodeDecodeError:
             raise RequestError("what was typed is not UTF-8; set the terminal to UTF-8.") from None
+        interrupted = False
+        yield line
 
 
 def _piped_lines() -> Iterator[str]:
@@ -121,6 +131,9 @@ def _turn(
                 answer += show(delta)
                 if stopped():
                     break
+        except RooflaxError:
+            conversation.withdraw()
+            raise
         finally:
             deltas.close()  # type: ignore[attr-defined]
     conversation.answer(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, RooflaxError
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -50,7 +50,8 @@ class Conversation:
             The prompt's ids, and how many of the oldest turns were forgotten to make room.
 
         Raises:
-            RequestError: the question alone is too long (both numbers given); it is not added.
+            RequestError: the question alone is too long (both numbers given).
+            RooflaxError: the chat template fails. In either case the question is not added.
         """
         self.turns.append(Turn(question))
         most = self.llm.max_model_len - room
@@ -66,8 +67,8 @@ class Conversation:
                     f"{self.llm.max_model_len} has room for {most} beside an answer of {room}; "
                     f"say less, or lower --max-tokens."
                 )
-        except RequestError:
-            self.turns.pop()
+        except RooflaxError:
+            self.withdraw()
             raise
         del self.turns[:forgotten]
         return ids, forgotten
@@ -75,6 +76,10 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Keeps the answer to the last question."""
         self.turns[-1].answer = text
+
+    def withdraw(self) -> None:
+        """Takes the last question back: it failed."""
+        self.turns.pop()
 
     def _ids(self, turns: list[Turn]) -> list[int]:
         if not self.has_template:

@@ -57,7 +57,13 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         "-n", "--max-tokens", metavar="N", type=whole, default=max_tokens,
         help=f"most new tokens; default {max_tokens}, or what the context has room for",
     )  # fmt: skip
-    add("--temperature", "--temp", metavar="T", type=number, help="0 is greedy; default 1")
+    add(
+        "--temperature",
+        "--temp",
+        metavar="T",
+        type=number,
+        help="0 is greedy; default the checkpoint's, else 1",
+    )
     add("--top-k", metavar="K", type=whole, help="choose among the k most likely")
     add("--top-p", metavar="P", type=number, help="choose among those that make up p")
     add("--min-p", metavar="P", type=number, help="drop those below p times the best")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, statistics, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
-from rooflax.errors import RequestError
+from rooflax.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from rooflax.engine.sampling_params import SamplingParams
@@ -106,8 +107,8 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
             done.append(delta.completion)
     if on_terminal:
         terminal.write("\n")
-        if not args.quiet:
-            terminal.say()
+    if not args.quiet:
+        terminal.say()  # apart from the statistics, wherever the two go
     return done
 
 
@@ -148,6 +149,12 @@ def _sample(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
+        values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
+        if not all(map(math.isfinite, values)):
+            raise EngineError(
+                "the model gives log-probabilities that are not finite, which JSON cannot hold; "
+                "look for NaN weights with --check."
+            )
         found["logprobs"] = [
             {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
             for entry in completion.logprobs

@@ -134,8 +134,8 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
 
     from rooflax.models.memory import estimate
     from rooflax.models.model import resolve_max_model_len
+    from rooflax.nn.device_memory import free_bytes
     from rooflax.nn.execution import Precision
-    from rooflax.nn.host_memory import available_bytes
 
     backend = jax.default_backend()
     precision = Precision(args.dtype, args.kv_dtype).resolve(backend)
@@ -148,7 +148,7 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         rows=args.batch,
         tokens=tokens,
     )
-    free = available_bytes() if backend == "cpu" else _device_free_bytes()
+    free = free_bytes()
     return {
         "batch": args.batch,
         "tokens": tokens,
@@ -161,16 +161,6 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "free_bytes": free,
         "fits": None if free is None else need.total <= free,
     }
-
-
-def _device_free_bytes() -> int | None:
-    """Of the first device; None where its runtime does not say."""
-    import jax
-
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def lines(found: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,10 +154,11 @@ class _Start:
         where = flags.find_arguments(args) if args.config is None else {}
         self.check = args.check
         self.about = None
+        self.raw: dict[str, Any] | None = None
         self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
         if args.config is not None:
-            raw = _read_config_file(Path(args.config))
-            self.family, self.config = read_config(raw, ignore=args.ignore_config_key)
+            self.raw = _read_config_file(Path(args.config))
+            self.family, self.config = read_config(self.raw, ignore=args.ignore_config_key)
             if args.vocab_size is not None and args.vocab_size > self.config.vocab_size:
                 raise RequestError(
                     f"--vocab-size is {args.vocab_size}, and the embedding of {args.config} has "
@@ -197,24 +199,36 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
 
     Raises:
         RequestError: the folder holds a run on other data, or there is no text.
+        CheckpointError: what the folder says of its data is damaged.
     """
     from rooflax.train.data import open_corpus
 
-    about = _data_settings(args)
+    about = _data_settings(args) | {"config": start.raw}
     note = out / "data.json"
     if note.exists():
-        if json.loads(note.read_text(encoding="utf-8")) != about:
+        if _read_note(note) != about:
             raise RequestError(
-                f"{out} holds a run on other data or another tokenizer; give the same flags to "
-                f"go on, or another --out."
+                f"{out} holds a run on other data, another tokenizer or another config; give the "
+                f"same flags to go on, or another --out."
             )
     else:
         _encode(args, start, out)
-        note.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        temporary = out / "data.json.tmp"
+        temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, note)
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     held_out = open_corpus(out / "held_out.bin") if (out / "held_out.bin").stat().st_size else None
     return open_corpus(out / "training.bin"), held_out
+
+
+def _read_note(note: Path) -> Any:
+    try:
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise CheckpointError(
+            f"{note} is damaged, so that the run in {note.parent} cannot go on; give another --out."
+        ) from None
 
 
 def _data_settings(args: argparse.Namespace) -> dict[str, Any]:

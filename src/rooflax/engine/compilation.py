@@ -62,7 +62,7 @@ def _configured_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-@dataclass
+@dataclass(eq=False)
 class CompileCounts:
     """What was compiled while counting.
 
@@ -88,10 +88,10 @@ _listening = False
 
 
 @contextlib.contextmanager
-def count_compilations() -> Iterator[CompileCounts]:
-    """Counts compilations of this process until the block ends."""
+def count_compilations(into: CompileCounts | None = None) -> Iterator[CompileCounts]:
+    """Counts compilations of this process until the block ends, on top of `into` if given."""
     _listen()
-    counts = CompileCounts()
+    counts = CompileCounts() if into is None else into
     _active.append(counts)
     try:
         yield counts

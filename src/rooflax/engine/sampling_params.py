@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rooflax.errors import RequestError
 from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+MAX_SAMPLES = 1024
+MAX_TOP_K = 2**31 - 1
+MAX_FACTOR = 1e6  # of temperature and repetition_penalty; float32 overflows far above
 
 
 @dataclass(frozen=True)
@@ -20,18 +23,18 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most new tokens; default: to the end of the context.
-        temperature: 0 takes the most likely token; default 1.
+        temperature: up to 1e6; 0 takes the most likely token; default 1.
         top_k: keep the k most likely tokens, 0 is off; default off.
         top_p: keep the fewest tokens whose probability reaches p, in (0, 1]; default 1.
         min_p: keep tokens at least this fraction as likely as the best, in [0, 1]; default 0.
         seed: of the draws; the same seed gives the same tokens in any batch; default 0.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: ids that end the text, besides the end-of-sequence ids.
-        repetition_penalty: above 0, 1 is off; default 1.
+        repetition_penalty: above 0 and up to 1e6, 1 is off; default 1.
         presence_penalty, frequency_penalty: in [-2, 2]; default 0.
         logit_bias: token id to a bias in [-100, 100]; at most 300 of them.
         logprobs: log-probabilities of the chosen token and this many of the best, 0 to 20.
-        n: samples per prompt.
+        n: samples per prompt, 1 to 1024.
         ignore_eos: go on after end-of-sequence ids.
     """
 
@@ -58,16 +61,16 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _whole("max_tokens", self.max_tokens, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _whole("top_k", self.top_k, 0)
+        _number("temperature", self.temperature, 0.0, MAX_FACTOR)
+        _whole("top_k", self.top_k, 0, MAX_TOP_K)
         _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _whole("seed", self.seed, 0, 2**32 - 1)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, above_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _whole("n", 0 if self.n is None else self.n, 1)
+        _whole("n", 0 if self.n is None else self.n, 1, MAX_SAMPLES)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
         _check_stop(self.stop, self.stop_token_ids)
@@ -100,11 +103,12 @@ def _number(name: str, value: Any, low: float, high: float, *, above_low: bool =
     if value is None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = number and math.isfinite(value) and low <= value <= high
+    fits = number and low <= value <= high
     if not fits or (above_low and value == low):
         begin = "above" if above_low else "at least"
-        end = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} is {value!r}; it must be a finite number {begin} {low:g}{end}.")
+        raise RequestError(
+            f"{name} is {value!r}; it must be a finite number {begin} {low:g} and at most {high:g}."
+        )
 
 
 def _several(name: str, value: Any) -> tuple[Any, ...]:

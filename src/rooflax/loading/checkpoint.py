@@ -38,6 +38,10 @@ class Checkpoint:
         self.folder = Path(folder)
         _check_folder(self.folder)
         if (self.folder / WEIGHTS_FILE).exists():
+            if not (self.folder / WEIGHTS_FILE).is_file():
+                raise CheckpointError(
+                    f"{self.folder / WEIGHTS_FILE} is not a file, it must be a safetensors file"
+                )
             weight_map, shards = {}, [WEIGHTS_FILE]
         elif (self.folder / INDEX_FILE).exists():
             weight_map = _read_index(self.folder / INDEX_FILE)

@@ -36,7 +36,7 @@ def resolve(
     """The local folder of a model, downloaded into the hub's cache if need be.
 
     Args:
-        model: an existing folder or .gguf file, or a hub id (`owner/name`).
+        model: an existing folder, or a hub id (`owner/name`).
         revision: branch, tag or commit of a hub id.
         offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
         progress: show progress bars, on stderr and only on a terminal.
@@ -53,9 +53,11 @@ def resolve(
     if os.path.exists(path):
         if revision is not None:
             raise CheckpointError(f"a revision ({revision}) is for hub ids, but {model} is local")
-        if path.is_dir() or path.suffix == ".gguf":
+        if path.is_dir():
             return path
-        raise CheckpointError(f"{model} is a file, give a checkpoint's folder or a .gguf file")
+        raise CheckpointError(
+            f"{model} is a file; this version reads checkpoint folders; GGUF files are not read yet"
+        )
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"no such folder: {model} (a model on the hub is given as owner/name, such as "

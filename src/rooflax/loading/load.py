@@ -21,7 +21,7 @@ from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
-from rooflax.nn.host_memory import available_bytes
+from rooflax.nn.device_memory import free_bytes
 
 EMBEDDED_NAME = "rooflax-python-5m"
 """The embedded default, and the name of its folder in assets/."""
@@ -150,7 +150,7 @@ def _check_fits(about: Description, dtype: str, max_model_len: int) -> None:
         tokens=min(256, max_model_len),
         max_model_len=max_model_len,
     )
-    check_fits(need, available_bytes(), about.name)
+    check_fits(need, free_bytes(), about.name)
 
 
 def from_state_dict(
@@ -159,6 +159,7 @@ def from_state_dict(
     *,
     dtype: str = "float32",
     max_model_len: int | None = None,
+    ignore_config_keys: Sequence[str] = (),
 ) -> Model:
     """A model from tensors already in memory.
 
@@ -166,7 +167,8 @@ def from_state_dict(
         config: the object of a config.json (for a transformers model, `model.config.to_dict()`).
         mapping: checkpoint names to NumPy arrays or arrays with __dlpack__ (a torch model's
             `state_dict()` on the CPU).
+        ignore_config_keys: keys of the config to pass over.
     """
-    name, parsed = read_config(config)
+    name, parsed = read_config(config, ignore=ignore_config_keys)
     weights = load_weights(ArraySource(mapping), name, parsed, dtype=dtype)
     return build(name, parsed, weights, max_model_len)

@@ -21,7 +21,7 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.models.model import Model
-from rooflax.models.registry import family
+from rooflax.models.registry import family, read_config_json
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot, slots
 
@@ -32,17 +32,46 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 
-def save(model: Model, folder: str | os.PathLike[str], *, dtype: str = "bfloat16") -> None:
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+"""Files of a checkpoint that belong to its tokenizer and its generation defaults."""
+
+WRITTEN = frozenset({"config.json", "model.safetensors", *COMPANIONS})
+
+
+def save(
+    model: Model,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    files_from: str | os.PathLike[str] | None = None,
+) -> None:
     """Writes a Model as a Hugging Face folder; `save_model` says more.
 
     Args:
         model: with its layers unrolled or stacked.
         dtype: of the file, "bfloat16", "float32" or "float16".
+        files_from: the checkpoint folder that the model came from; its tokenizer, generation
+            defaults and end-of-sequence ids go along.
     """
+    source = Path(files_from) if files_from is not None else None
+    raw = read_config_json(source) if source else {}
+    eos = raw.get("eos_token_id")
     weights = model.weights
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)
-    save_model(folder, model.family, model.config, weights, dtype=dtype)
+    save_model(
+        folder,
+        model.family,
+        model.config,
+        weights,
+        dtype=dtype,
+        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        bos_token_id=raw.get("bos_token_id"),
+        files={n: source / n for n in COMPANIONS if (source / n).is_file()} if source else None,
+    )
 
 
 def save_model(
@@ -56,27 +85,37 @@ def save_model(
     bos_token_id: int | None = None,
     generation: Mapping[str, Any] | None = None,
     files: Mapping[str, Path] | None = None,
+    may_replace: frozenset[str] = WRITTEN,
 ) -> None:
     """Writes config.json, generation_config.json and model.safetensors.
 
     Args:
-        folder: what it shall be; an existing one is replaced once the new one is complete.
+        folder: what it shall be. An existing one is replaced once the new one is complete, if it
+            holds nothing but files of a checkpoint.
         name: the family.
         weights: with "layers", as the family's table describes (not stacked).
         dtype: of the file, "bfloat16", "float32" or "float16".
         generation: further keys of generation_config.json, such as a temperature.
         files: further files to put into the folder (name there -> file here), such as the
             tokenizer's.
+        may_replace: names of files that may be lost with an existing folder.
 
     Raises:
-        RequestError: an unknown dtype, or the folder is a file.
+        RequestError: an unknown dtype, the folder is a file, or it holds other files.
         OSError: the disk is full or not writable; what was there before stays.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; a model is saved as {', '.join(DTYPES)}.")
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{folder} is a file; give the name of a folder to save into.")
+    others = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+    others = [other for other in others if other not in may_replace]
+    if others:
+        raise RequestError(
+            f"{folder} holds {others[0]}, which is no file of a checkpoint; save into a folder of "
+            f"its own, which may not exist yet."
+        )
     ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
     settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
 
@@ -104,6 +143,11 @@ def _slot_tensors(
 
     @lru_cache(maxsize=1)
     def parts() -> list[np.ndarray]:
+        if array.shape != slot.weight.shape(sizes):
+            raise RequestError(
+                f"{slot.name} is {list(array.shape)}, wanted {list(slot.weight.shape(sizes))}: a "
+                f"model placed on a mesh is not saved; load it on one device."
+            )
         return slot.weight.split(np.asarray(array), sizes)
 
     def producer(index: int) -> Callable[[], np.ndarray]:

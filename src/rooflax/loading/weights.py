@@ -17,7 +17,7 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading import mxfp4
 from rooflax.loading.arrays import aligned_empty
-from rooflax.loading.safetensors import TensorInfo, dtype_name
+from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
 from rooflax.nn.weights import Slot, assemble, slots
 
@@ -57,7 +57,8 @@ def load_weights(
         place: puts a slot's host array on its device or devices; the default device otherwise.
 
     Raises:
-        CheckpointError: tensors missing, superfluous or of another shape (the first ten named).
+        CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
+            weight's (the first ten named).
     """
     plan = _Plan(source, name, config)
     place = place or (lambda slot, array: jax.device_put(array))
@@ -105,8 +106,19 @@ class _Plan:
             return mxfp4.dequantized_shape(name, blocks, scales)
         return self.source.info(name).shape
 
+    def _wrong_types(self, name: str) -> list[str]:
+        """The stored tensors of a weight whose type cannot be one's, as text."""
+        halves = self.names.is_mxfp4(name)
+        wanted = "U8" if halves else "floating point"
+        types = {stored: self.source.info(stored).dtype for stored in self.names.stored(name)}
+        return [
+            f"{stored} is {dtype}, wanted {wanted}"
+            for stored, dtype in types.items()
+            if (dtype != "U8" if halves else not _is_floating(dtype))
+        ]
+
     def _check(self, config: Any) -> None:
-        missing, misshapen, used = [], [], set()
+        missing, mistyped, misshapen, used = [], [], [], set()
         for slot in self.slots:
             for hf, wanted in zip(slot.hf_names, slot.weight.hf_shapes(self.sizes), strict=True):
                 found = self.names.find(hf)
@@ -114,6 +126,9 @@ class _Plan:
                     missing.append(f"{hf} {list(wanted)}")
                     continue
                 used.update(self.names.stored(found))
+                if wrong := self._wrong_types(found):
+                    mistyped += wrong
+                    continue
                 shape = self._shape(found)
                 if shape != wanted:
                     misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
@@ -122,6 +137,7 @@ class _Plan:
             f"{n} {list(self.source.info(n).shape)}" for n in left if not self._waived(n, config)
         ]
         _refuse("lacks", missing)
+        _refuse("has weights of a type that is not read here:", mistyped)
         _refuse("has tensors of another shape than config.json says:", misshapen)
         _refuse("has tensors that this architecture does not use:", superfluous)
 
@@ -171,6 +187,10 @@ class _NameMap:
         return mxfp4.names(name) if self.is_mxfp4(name) else (name,)
 
 
+def _is_floating(dtype: str) -> bool:
+    return dtype in DTYPES and jnp.issubdtype(DTYPES[dtype], jnp.floating)
+
+
 def _refuse(what: str, items: list[str]) -> None:
     if items:
         rest = len(items) - NAMED_IN_ERRORS
@@ -201,7 +221,10 @@ class ArraySource:
 
     def info(self, name: str) -> TensorInfo:
         array = self.read(name)
-        return TensorInfo(dtype_name(array.dtype), array.shape, array.nbytes)
+        try:
+            return TensorInfo(dtype_name(array.dtype), array.shape, array.nbytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
         array = self._arrays[name]

@@ -21,9 +21,9 @@ WAIVED = (
     "initializer_range", "initializer_factor", "router_aux_loss_coef", "*dropout*", "*_pdrop",
     "task_specific_params", "summary_*", "finetuning_task", "problem_type", "id2label",
     "label2id", "num_labels", "gradient_checkpointing", "torchscript", "use_bfloat16",
-    "pruned_heads", "tokenizer_class", "prefix", "decoder_start_token_id", "sep_token_id",
+    "tokenizer_class", "prefix", "decoder_start_token_id", "sep_token_id",
     "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward", "is_decoder",
-    "is_encoder_decoder", "tie_encoder_decoder", "cross_attention_hidden_size",
+    "is_encoder_decoder", "tie_encoder_decoder",
     "transformers.js_config", "unsloth_*", "pretraining_tp", "n_ctx", "auto_map",
     "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "max_length", "min_length", "do_sample", "early_stopping",
@@ -31,9 +31,12 @@ WAIVED = (
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "exponential_decay_length_penalty", "tf_legacy_loss", "name_or_path", "hidden_dropout",
-    "swiglu_limit_comment", "quantization_config_comment", "use_return_dict",
+    "use_return_dict",
 )  # fmt: skip
 """Keys that change no logit here: bookkeeping, training, generation defaults, other tasks."""
+
+WAIVED_VALUES = {"pruned_heads": ({}, [], None), "cross_attention_hidden_size": (None,)}
+"""Keys that change no logit as long as they have one of these values."""
 
 MISSING = object()
 
@@ -141,7 +144,12 @@ class ConfigReader:
                 f"config.json gives two values of rope_theta, {top!r} and {theta!r}; keep one."
             )
         theta = theta if theta is not None else (top if top is not None else default_theta)
-        return self._positive("rope_theta", theta), self._rope_scaling(rope)
+        theta, scaling = self._positive("rope_theta", theta), self._rope_scaling(rope)
+        if scaling is not None and scaling.kind == "yarn" and theta <= 1:
+            raise CheckpointError(
+                f"config.json has rope_theta = {theta!r}; with yarn scaling it must be above 1."
+            )
+        return theta, scaling
 
     def _check_same_rope(self, modern: dict, legacy: dict) -> None:
         differ = [k for k in legacy if k in modern and modern[k] != legacy[k]]
@@ -151,8 +159,13 @@ class ConfigReader:
             )
 
     def _rope_scaling(self, rope: dict[str, Any]) -> RopeScaling | None:
-        kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-        rope.pop("type", None)
+        named = (rope.pop("rope_type", None), rope.pop("type", None))
+        kind = next((name for name in named if name is not None), "default")
+        for name in named:
+            if name is not None and not isinstance(name, str):
+                raise CheckpointError(
+                    f"config.json has a RoPE scaling of type {name!r}; it must be a string."
+                )
         if rope.get("partial_rotary_factor") == 1.0:
             rope.pop("partial_rotary_factor")
         if kind not in _ROPE_KEYS:
@@ -181,9 +194,14 @@ class ConfigReader:
         if kind == "linear":
             return RopeScaling("linear", factor)
         fallback = None if kind == "llama3" else self.size("max_position_embeddings")
-        original = int(number("original_max_position_embeddings", fallback))
+        original = self._original_length(rope.get("original_max_position_embeddings"), fallback)
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
+            if high <= low:
+                raise CheckpointError(
+                    f"config.json has rope_scaling.high_freq_factor = {high!r}; it must be above "
+                    f"low_freq_factor, {low!r}."
+                )
             return RopeScaling("llama3", factor, original, low, high)
         truncate = rope.get("truncate", True)
         if not isinstance(truncate, bool):
@@ -205,14 +223,29 @@ class ConfigReader:
             attention_factor=_yarn_attention_factor(factor, given),
         )
 
+    def _original_length(self, value: Any, default: int | None) -> int:
+        if value is None and default is not None:
+            return default
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+            raise CheckpointError(
+                f"config.json has rope_scaling.original_max_position_embeddings = {value!r}; it "
+                f"must be a whole number from 1 to {2**31 - 1}."
+            )
+        return number
+
     def _positive(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"config.json has {key} = {value!r}; it must be a number.")
-        if not math.isfinite(value) or value <= 0:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number <= 0:
             raise CheckpointError(
                 f"config.json has {key} = {value!r}; it must be finite and above 0."
             )
-        return float(value)
+        return number
 
     def finish(self) -> None:
         """Refuses keys that were neither read nor waived.
@@ -225,6 +258,7 @@ class ConfigReader:
             key
             for key in self._raw.keys() - self._read
             if not any(fnmatch.fnmatchcase(key, pattern) for pattern in waived)
+            and self._raw[key] not in WAIVED_VALUES.get(key, ())
         )
         if left:
             raise UnsupportedModelError(

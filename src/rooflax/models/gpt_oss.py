@@ -32,6 +32,9 @@ from rooflax.ops.rope import apply_rope
 
 __all__ = ["Config", "config_from_hf", "config_to_hf", "forward", "logits", "weights"]
 
+NO_SCALING = {"rope_type": "default"}
+"""An absent scaling means DEFAULT_ROPE here, so none at all has to be said."""
+
 DEFAULT_ROPE = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3465735902799727)
 """What transformers assumes where config.json says nothing of RoPE."""
 
@@ -100,7 +103,9 @@ def config_from_hf(reader: ConfigReader) -> Config:
         theta, scaling = reader.rope(sizes["head_dim"], default_theta=150_000.0)
     else:
         theta, scaling = reader.number("rope_theta", 150_000.0), DEFAULT_ROPE
-    reader.get("initial_context_length", None)  # the original length, which RoPE's keys state too
+    if scaling is not None and scaling.original_max_position:
+        # The original length, which RoPE's keys state too.
+        reader.expect("initial_context_length", scaling.original_max_position)
     return Config(
         **sizes,
         intermediate_size=reader.size("intermediate_size"),
@@ -127,6 +132,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "layer_types": [
             "sliding_attention" if w else "full_attention" for w in config.layer_windows
         ],
+        "rope_scaling": config.rope_scaling.to_hf() if config.rope_scaling else NO_SCALING,
         "swiglu_alpha": config.swiglu_alpha,
         "swiglu_limit": config.swiglu_limit,
         "attention_bias": config.attention_bias,

@@ -80,8 +80,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder needs one."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # int's advice on its limit of digits follows one
+        raise CheckpointError(f"{path} is not JSON: {reason}.") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__}; it must be a JSON object.")
     return raw

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.models.model import Model
+from rooflax.errors import RequestError
+from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, allocate
+from rooflax.nn.layout import ceil_div
 
 BLOCK_SIZE = 16
 
@@ -29,9 +31,16 @@ def new_cache(
     dtype: str = "float32",
     options: ExecutionOptions = DEFAULT_OPTIONS,
 ) -> KVCache:
-    """An empty cache for `rows` sequences of up to `max_tokens` tokens (default: the model's)."""
+    """An empty cache for `rows` sequences of up to `max_tokens` tokens (default: the model's).
+
+    Raises:
+        RequestError: rows or max_tokens below 1, or more tokens than the model takes.
+    """
     config = model.config
-    blocks = -(-(max_tokens or model.max_model_len) // BLOCK_SIZE)
+    if rows < 1:
+        raise RequestError(f"rows is {rows}; a cache needs at least 1.")
+    length = model.max_model_len if max_tokens is None else max_tokens
+    blocks = ceil_div(resolve_max_model_len(config, length), BLOCK_SIZE)
     return allocate(
         config.groups,
         (1 + rows * blocks,) * len(config.groups.windows),
@@ -59,6 +68,9 @@ def prefill(
 
     Returns:
         Float32 logits that follow each row's last real token, and the cache.
+
+    Raises:
+        RequestError: another number of rows than the cache has, or more tokens than it holds.
     """
     rows, seq = tokens.shape
     if lengths is None:
@@ -96,12 +108,17 @@ def decode_step(
 def _batch(
     cache: KVCache, tokens: jax.Array, positions: jax.Array, query: jax.Array, context: jax.Array
 ) -> Batch:
-    rows = tokens.shape[0]
+    rows, seq = tokens.shape
     tables = []
     for group in range(len(cache.groups.windows)):
         index = cache.groups.of_layer.index(group) % len(cache.k)
         per_layer = cache.k[index].shape[0] // cache.num_repeats
-        own = np.arange(1, 1 + rows * ((per_layer - 1) // rows), dtype=np.int32)
+        if (per_layer - 1) % rows or seq > (per_layer - 1) // rows * cache.block_size:
+            raise RequestError(
+                f"{rows} rows of {seq} tokens do not fit a cache of {per_layer - 1} blocks of "
+                f"{cache.block_size} tokens; make it with new_cache(model, rows, max_tokens)."
+            )
+        own = np.arange(1, per_layer, dtype=np.int32)
         tables.append(jnp.asarray(own.reshape(rows, -1)))
     first = jnp.zeros(rows, jnp.int32)
     return Batch(tokens, positions, query, context, tuple(tables), (first,) * len(tables))

@@ -13,6 +13,7 @@ from rooflax.errors import RequestError
 
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
+MAX_DECODE_STEPS = 1024
 
 
 def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
@@ -33,7 +34,8 @@ class ExecutionOptions:
         moe: "grouped" runs tokens sorted by expert; "per_token" one expert after the other;
             "dense" runs every expert on every token.
         kernels: the implementation of linear, attention and moe; None takes the platform's best.
-        decode_steps: tokens decoded per dispatch in one jitted loop; None lets the engine choose.
+        decode_steps: tokens decoded per dispatch in one jitted loop, 1 to 1024; None lets the
+            engine choose.
     """
 
     use_cache: bool = True
@@ -52,11 +54,11 @@ class ExecutionOptions:
         _check_choice("moe", self.moe, ("grouped", "per_token", "dense"))
         _check_choice("kernels", self.kernels, (None, *KERNELS))
         steps = self.decode_steps
-        if steps is not None and (
-            not isinstance(steps, int) or isinstance(steps, bool) or steps < 1
-        ):
+        whole = isinstance(steps, int) and not isinstance(steps, bool)
+        if steps is not None and not (whole and 1 <= steps <= MAX_DECODE_STEPS):
             raise RequestError(
-                f"decode_steps is {steps!r}; it must be a whole number of at least 1."
+                f"decode_steps is {steps!r}; it must be a whole number from 1 to "
+                f"{MAX_DECODE_STEPS}."
             )
 
     def describe(self) -> str:

@@ -168,6 +168,8 @@ def _draw(
 
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     within = ~keep[:, -1] | ((sampling.top_k > 0) & (sampling.top_k <= values.shape[1]))
+    beyond = (sampling.top_k > values.shape[1]) & (sampling.top_p < 1)  # normalised over more
+    within = within & ~beyond
     within = within | (sampling.temperature <= 0) | (values.shape[1] == vocab)
 
     def from_candidates() -> jax.Array:
@@ -185,7 +187,11 @@ def _draw(
         every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], scaled.shape)
         return _pick(scaled, every, jnp.ones(scaled.shape, bool), sampling, positions)
 
-    drawn = cond(jnp.all(within), from_candidates, from_all)
+    def by_row() -> jax.Array:
+        return jnp.where(within, from_candidates(), from_all())
+
+    # A row takes the same path whatever its neighbours take.
+    drawn = cond(jnp.all(within), from_candidates, by_row)
     return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
 
 

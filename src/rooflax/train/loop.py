@@ -6,6 +6,7 @@ Everything that a run leaves lies in one folder: `log.jsonl`, `curves.png`, `che
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
+from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
 from rooflax.train.checkpoint import (
     list_checkpoints,
@@ -98,6 +100,22 @@ def run_training(
     return run.result(held_out_loss, interrupted)
 
 
+def check_same_model(saved: Any, now: dict[str, Any]) -> None:
+    """Refuses to resume a run of another architecture.
+
+    Raises:
+        RequestError: naming the first key of config.json that differs.
+    """
+    saved = saved if isinstance(saved, dict) else {}
+    differ = [key for key in now if saved.get(key) != now[key]]
+    if differ:
+        key = differ[0]
+        raise RequestError(
+            f"the model's {key} is {now[key]!r}, but the checkpoint was trained with "
+            f"{saved.get(key)!r}; resume with the same config or train into another folder."
+        )
+
+
 def _finite(loss: float, step: int) -> float:
     if not math.isfinite(loss):
         raise EngineError(
@@ -139,6 +157,12 @@ class _Run:
         self.log = TrainLog(folder / "log.jsonl", position)
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """The model as config.json says it, in JSON's types."""
+        described = family(self.model.family).config_to_hf(self.model.config)
+        return json.loads(json.dumps(described))
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
@@ -151,6 +175,7 @@ class _Run:
             return state, 0
         about = read_about(found[-1])
         self.config.check_same(about["config"])
+        check_same_model(about.get("model"), self.architecture)
         self.loss, self.saved_step = about["loss"], about["step"]
         return load_state(found[-1], state), about["log_position"]
 
@@ -217,6 +242,7 @@ class _Run:
             "config": self.config.to_json(),
             "loss": self.loss,
             "log_position": self.log.position(),
+            "model": self.architecture,
         }
         save_checkpoint(self.checkpoints, self.state, about, keep=self.config.keep)
         self.saved_step = self.step

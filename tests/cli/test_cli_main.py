@@ -120,7 +120,11 @@ def test_a_full_disk_is_code_1():
 def test_sigint_ends_generate_with_130_and_no_traceback():
     argv = ["generate", "preset:gpt2-tiny", "-p", "x", "-c", "256", "--no-cache"]
     with subprocess.Popen(
-        [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A job in the background inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)

@@ -174,8 +174,9 @@ def test_no_cache_at_all(tmp_path, monkeypatch):
 
 
 def test_progress_bars_only_where_wanted_and_on_a_terminal(monkeypatch):
-    from huggingface_hub.utils import are_progress_bars_disabled
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
+    enable_progress_bars()  # transformers, once imported, may have turned them off
     seen = []
 
     def noting(repo_id, **kwargs):

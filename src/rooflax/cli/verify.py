@@ -81,8 +81,8 @@ def _report(args: argparse.Namespace, found: dict[str, Any], text: list[str]) ->
 
 def _import_transformers() -> Any:
     try:
-        import torch
-        import transformers
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RequestError(
             f"verify needs transformers and torch ({error}); install them with "
@@ -114,7 +114,7 @@ class _Reference:
     """What transformers computes in float32: logits of each prompt, and greedy tokens."""
 
     def __init__(self, transformers: Any, folder: Path, prompts: list[list[int]], count: int):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -117,14 +117,21 @@ def test_a_full_disk_is_code_1():
     assert ran.stderr == b"rooflax: No space left on device\n"
 
 
+# A job in the background inherits an ignored SIGINT, which Python then leaves ignored.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from rooflax.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_sigint_ends_generate_with_130_and_no_traceback():
     argv = ["generate", "preset:gpt2-tiny", "-p", "x", "-c", "256", "--no-cache"]
     with subprocess.Popen(
-        [*COMMAND, *argv],
+        [sys.executable, "-c", INTERRUPTIBLE, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A job in the background inherits an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)

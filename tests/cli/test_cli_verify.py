@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_equals_transformers(rooflax, folder):
+    pytest.importorskip("torch")
     ran = rooflax("verify", folder, "-n", 5, "--json")
     found = json.loads(ran.out)
     assert ran.code == 0, ran.err
@@ -44,6 +45,7 @@ def test_a_checkpoint_equals_transformers(rooflax, folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_differs_is_code_1(rooflax, folder, monkeypatch):
+    pytest.importorskip("torch")
     exact = verify._Reference._run
 
     def wrong(self, torch, prompt, count):

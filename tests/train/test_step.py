@@ -190,8 +190,8 @@ def test_remat_gives_the_same_gradients_in_less_memory(capsys):
             print(f"| {layers} | {remat or 'all'} | {size / 1e3:,.0f} |")
     assert table["scan", "nothing"] < 0.5 * table["scan", None]
     assert table["scan", "nothing"] < table["scan", "dots_no_batch"] < table["scan", "dots"]
-    assert table["scan", "dots"] < table["scan", "everything"] <= table["scan", None]
-    # XLA's CPU compiler merges what unrolled layers compute twice, so little is gained there.
+    assert table["scan", "dots"] < table["scan", "everything"]
+    # JAX 0.10's CPU compiler merges what unrolled layers compute twice: little is gained there.
     assert table["unrolled", "nothing"] < table["unrolled", None]
 
 

@@ -12,7 +12,7 @@ class Reader:
     def read(self
 endef
 export PROMPT
-PYPROJECT = pyproject.toml
+BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
 # versions the tests compare with the committed golden logits.
@@ -44,7 +44,7 @@ docs: $(VENV)/.installed
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python $(PYPROJECT)
+$(VENV)/.installed: $(VENV)/bin/python $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 

@@ -267,7 +267,7 @@ class LLM:
 
     def _run(self, samples: list[_Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
-        engine = self._engine_for(sequences)
+        engine = self.engine_for(sequences)
         compiled, self._compiled = self._compiled, CompileCounts()
         with count_compilations(compiled):
             engine.warm_up(sequences)
@@ -286,7 +286,7 @@ class LLM:
             for sequence in sequences:
                 engine.cancel(sequence)
 
-    def _engine_for(self, sequences: list[EngineSequence]) -> Engine:
+    def engine_for(self, sequences: list[EngineSequence]) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
         slots = min(bucket(len(sequences)), self.max_num_seqs)
         longest = max(s.longest for s in sequences)

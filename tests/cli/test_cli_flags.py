@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rooflax.bench import compare, html, quick, worker
+from rooflax.bench.quick import QuickResult
+from rooflax.bench.statistics import paired_ratio
 from rooflax.cli import isolate, terminal
 from rooflax.cli.main import VERBS, parser_of
 from rooflax.engine import compilation
@@ -19,6 +22,7 @@ from rooflax.llm import LLM
 from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
+from tests.bench.samples import measured
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -107,6 +111,27 @@ COMMANDS = {
             "--keep": ["5"],
         },
     ),
+    "bench": (
+        [TINY, "--trials", "1"],
+        FINDING | EXECUTION | PRECISION | DEVICE | OUTPUT
+        | {
+            "--platform": ["gpu"],  # refused in the row's own process
+            "--batch": ["2,3"],
+            "--prompt-tokens": ["8"],
+            "--output-tokens": ["9"],
+            "--trials": ["2"],
+            "--deterministic": [],
+            "--ablate": [],
+            "--versus": [" --no-cache"],
+            "--compare": (["x.json", "x.json"], "has no results"),
+            "--breakdown": [],
+            "--profile": ["TRACE"],
+            "--quick": [],
+            "--markdown": [],
+            "--report": [],
+            "--html": ["page.html"],
+        },
+    ),
     "inspect": (
         [TINY],
         FINDING | LENGTH | PRECISION | DEVICE
@@ -181,9 +206,28 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(
         isolate, "isolate", lambda m, target, t, quiet: asked.append((target, quiet)) or report
     )
+    replace_measuring(monkeypatch, asked)
     monkeypatch.setattr(hub, "remove", lambda name: asked.append(("remove", name)) or 1)
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
     return asked
+
+
+def replace_measuring(monkeypatch, asked):
+    """Workloads are written down instead of measured."""
+
+    def measure(work, job="measure", **arguments):
+        asked.append((work, job, arguments))
+        return measured(work, job)
+
+    def versus(a, b, label):
+        asked.append((a, b, label))
+        ratio = paired_ratio([1.0] * 5, [2.0] * 5)
+        return compare.Comparison(label, ratio, ratio, True)
+
+    monkeypatch.setattr(worker, "measure_apart", measure)
+    monkeypatch.setattr(compare, "versus", versus)
+    monkeypatch.setattr(quick, "quick", lambda: QuickResult(1.0, 4.0, True))
+    monkeypatch.setattr(html, "write_page", lambda path, document: path.write_text("page"))
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from tests.product.snippets import ROOT
 
 SCRIPT = """
 import json, os, sys
+# PYTHONPATH wins over an editable install's finder.
+sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__]
 import rooflax.models.initialize as initialize
 initialize.DEVIATION = float(os.environ.get("DEVIATION", "0.02"))
 if "JAXLIB" in os.environ:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.product.snippets import ROOT
 
 SOURCES = sorted((ROOT / "src" / "rooflax").rglob("*.py"))
+NATIVE = sorted((ROOT / "csrc").glob("*.*"))
 
 
 def test_at_most_twelve_dependencies_each_with_its_reason() -> None:
@@ -21,7 +22,9 @@ def test_at_most_twelve_dependencies_each_with_its_reason() -> None:
 
 
 def test_size_in_lines() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES) <= 14_000
+    """Readable in an evening: what is added has to be worth its lines."""
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (*SOURCES, *NATIVE)]
+    assert sum(lines) <= 16_500
 
 
 def test_no_pickle_and_no_code_from_checkpoints() -> None:

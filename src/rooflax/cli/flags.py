@@ -120,12 +120,20 @@ def add_max_model_len(parser: Parser, text: str) -> None:
     )
 
 
-def add_precision(parser: Parser, *, kv: bool = True, quantize: bool = True) -> None:
-    """Widths, which may change tokens."""
+def add_precision(
+    parser: Parser, *, kv: bool = True, quantize: bool = True, lists: bool = False
+) -> None:
+    """Widths, which may change tokens.
+
+    Args:
+        lists: several values, with commas between them.
+    """
     add = parser.group("memory and precision").add_argument
-    add("--dtype", metavar="TYPE", help="float32 or bfloat16; default float32 on CPU")
+    kind: dict[str, Any] = {"type": _words, "default": [None]} if lists else {}
+    text = "float32 or bfloat16; default float32 on CPU"
+    add("--dtype", metavar="TYPE", help=text, **kind)
     if kv:
-        add("--kv-dtype", metavar="TYPE", help="of the KV cache; default as --dtype")
+        add("--kv-dtype", metavar="TYPE", help="of the KV cache; default as --dtype", **kind)
     if quantize:
         add("-q", "--quantize", metavar="FORMAT", help="refused: no format exists yet")
 
@@ -135,22 +143,40 @@ def check_precision(args: argparse.Namespace) -> Precision:
     return Precision(args.dtype, getattr(args, "kv_dtype", None))
 
 
-def add_execution(parser: Parser, *, cached: bool = True) -> None:
+def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -> None:
     """Switches that change speed, never a token.
 
     Args:
         cached: the verb decodes with a KV cache, step by step.
+        lists: several values, with commas between them.
     """
     add = parser.group("speed, never tokens").add_argument
+
+    def choice(flag: str, default: str | None, text: str, kind: Any = str) -> None:
+        metavar = "N" if kind is whole else "NAME" if default is None else "HOW"
+        if lists:
+            add(flag, metavar=metavar, default=[default], help=text, type=_listed(kind))
+        else:
+            add(flag, metavar=metavar, default=default, help=text, type=kind)
+
     if cached:
         add("--no-cache", action="store_true", help="run the whole sequence for every token")
         add("--no-jit", action="store_true", help="dispatch every operation by itself")
-    add("--layers", metavar="HOW", default="unrolled", help="unrolled (default) or scan")
-    add("--gqa", metavar="HOW", default="grouped", help="grouped (default) or repeat")
-    add("--moe", metavar="HOW", default="grouped", help="grouped (default), per_token, dense")
-    add("--kernels", metavar="NAME", help="reference, xla, native, pallas; default the best")
+    choice("--layers", "unrolled", "unrolled (default) or scan")
+    choice("--gqa", "grouped", "grouped (default) or repeat")
+    choice("--moe", "grouped", "grouped (default), per_token, dense")
+    choice("--kernels", None, "reference, xla, native, pallas; default the best")
     if cached:
-        add("--decode-steps", metavar="N", type=whole, help="tokens per dispatch")
+        choice("--decode-steps", None, "tokens per dispatch", whole)
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _listed(kind: Any) -> Any:
+    """Values of a kind with commas between them, for `type=`."""
+    return lambda text: [kind(part) for part in _words(text)]
 
 
 def execution_options(args: argparse.Namespace) -> ExecutionOptions:

@@ -19,7 +19,17 @@ from rooflax import __version__
 from rooflax.cli.parser import Parser, see_help
 from rooflax.errors import EngineError, RequestError, RooflaxError
 
-VERBS = ("generate", "chat", "train", "inspect", "verify", "perplexity", "models", "doctor")
+VERBS = (
+    "generate",
+    "chat",
+    "bench",
+    "train",
+    "inspect",
+    "verify",
+    "perplexity",
+    "models",
+    "doctor",
+)
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 

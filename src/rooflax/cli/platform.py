@@ -19,14 +19,11 @@ THREADS_VARIABLE = "PJRT_NPROC"
 MESH_AXES = ("tensor",)
 
 
-def start_jax(args: argparse.Namespace) -> Any:
-    """Applies --platform and --threads, imports jax, and makes sure the platform is there.
-
-    Returns:
-        The jax module.
+def settle(args: argparse.Namespace) -> None:
+    """Applies --platform and --threads to this process and to those it starts; imports no jax.
 
     Raises:
-        RequestError: no such platform here.
+        RequestError: no platform has that name.
     """
     platform = args.platform
     if platform is not None and platform not in PLATFORMS:
@@ -36,7 +33,21 @@ def start_jax(args: argparse.Namespace) -> Any:
     if args.threads is not None:
         os.environ[THREADS_VARIABLE] = str(args.threads)
     os.environ.setdefault(THREADS_VARIABLE, str(default_threads()))
+
+
+def start_jax(args: argparse.Namespace) -> Any:
+    """Applies --platform and --threads, imports jax, and makes sure the platform is there.
+
+    Returns:
+        The jax module.
+
+    Raises:
+        RequestError: no such platform here.
+    """
+    settle(args)
     import jax
+
+    platform = args.platform
 
     try:
         found = jax.default_backend()

@@ -83,6 +83,14 @@ class Engine:
         """Compiles everything these sequences will need."""
         self.runner.warm_up(sequences)
 
+    def temporary_bytes(self) -> int:
+        """Device memory for intermediates of the largest program; 0 when nothing is jitted.
+
+        Compiles again where no persistent cache keeps the programs.
+        """
+        analyses = [low.compile().memory_analysis() for _, low in self.runner.lowered()]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished

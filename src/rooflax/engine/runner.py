@@ -6,7 +6,7 @@ runs when is the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -98,21 +98,29 @@ class Runner:
         return self._dispatch(step, *self.shape_of(step))
 
     def _dispatch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> Sampled:
-        host = self._inputs(step, rows, seq, context)
-        carry = (self.cache, self.counts)
-        if not self.options.use_cache:
-            function = self.functions.prefill if step.is_prefill else self.functions.rerun
-            sampled, carry = function(self.model, carry, host)
-        elif step.is_prefill:
-            sampled, carry = self.functions.prefill(self.model, carry, host)
-        else:
-            num_steps = np.int32(step.num_steps)
-            sampled, carry = self.functions.decode(self.model, carry, host, num_steps)
+        function, host = self._call(step, rows, seq, context)
+        sampled, carry = function(self.model, (self.cache, self.counts), *host)
         self.cache, self.counts = carry
         sampled = jax.tree.map(np.asarray, sampled)
         if sampled.tokens.ndim == 1:
             return jax.tree.map(lambda a: a[None], sampled)
         return jax.tree.map(lambda a: a[: step.num_steps], sampled)
+
+    def _call(self, step: ScheduledStep, rows: int, seq: int, context: int) -> tuple[Any, tuple]:
+        """The step function, and its arguments after the model and the carry."""
+        host = self._inputs(step, rows, seq, context)
+        if step.is_prefill:
+            return self.functions.prefill, (host,)
+        if not self.options.use_cache:
+            return self.functions.rerun, (host,)
+        return self.functions.decode, (host, np.int32(step.num_steps))
+
+    def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """Every program that was warmed up, by name; for tools that look into programs."""
+        for is_prefill, *shape in sorted(self._warm):
+            function, host = self._call(ScheduledStep([], [], is_prefill, num_steps=1), *shape)
+            lowered = function.lower(self.model, (self.cache, self.counts), *host)
+            yield f"{'prefill' if is_prefill else 'decode'} {shape}", lowered
 
     def shape_of(self, step: ScheduledStep) -> tuple[int, int, int]:
         """(rows, tokens per row, context) that a step is padded to."""

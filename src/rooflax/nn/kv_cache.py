@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import parts
+
 
 @dataclass(frozen=True)
 class LayerGroups:
@@ -114,6 +116,7 @@ def allocate(
     return KVCache(tuple(zeros[:half]), tuple(zeros[half:]), groups, block_size, stacked)
 
 
+@parts.cache_writes
 def write(
     pool: Float[Array, "blocks kv_heads block_size head_dim"],
     new: Float[Array, "rows seq kv_heads head_dim"],

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rooflax.ops import parts
 
+
+@parts.norms
 def rms_norm(
     x: Float[Array, "*batch hidden"], weight: Float[Array, " hidden"], *, eps: float
 ) -> Float[Array, "*batch hidden"]:
@@ -21,6 +24,7 @@ def rms_norm(
     return (x32 * scale * _expand(weight, x.ndim)).astype(x.dtype)
 
 
+@parts.norms
 def layer_norm(
     x: Float[Array, "*batch hidden"],
     weight: Float[Array, " hidden"],

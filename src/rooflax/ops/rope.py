@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import parts
 
+
+@parts.rope
 def apply_rope(
     x: Float[Array, "rows seq *heads head_dim"],
     cos: Float[Array, "max_len half"],

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from rooflax.ops import parts
 from rooflax.ops.control import cond
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
@@ -97,6 +98,7 @@ class Sampled:
     top_logprobs: Float[Array, "B top"]
 
 
+@parts.sampling
 def sample(
     logits: Float[Array, "B V"],
     sampling: Sampling,

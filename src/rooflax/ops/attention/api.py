@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import parts
 from rooflax.ops.attention import reference, xla
 from rooflax.ops.dispatch import choose
 
@@ -14,6 +15,7 @@ IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
 PAGED_IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
+@parts.attention
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
@@ -75,6 +77,7 @@ def attention(
     )
 
 
+@parts.attention
 def paged_attention(
     q: Float[Array, "B T N H"],
     k_pool: Float[Array, "blocks K block_size H"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
+from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import reference, xla
 
 IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul}
 
 
+@parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
     w: Float[Array, "*weight"],
@@ -47,6 +49,7 @@ def linear(
     return y.reshape(*x.shape[:split], *out_shape)
 
 
+@parts.matmuls
 def unembed(
     x: Float[Array, "*batch hidden"],
     table: Float[Array, "vocab hidden"],

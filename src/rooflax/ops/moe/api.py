@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
 from rooflax.ops.moe import reference, xla
 
 IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts}
 
 
+@parts.experts
 def route(
     router_logits: Float[Array, "tokens experts"], experts_per_token: int
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
@@ -25,6 +27,7 @@ def route(
     return ids, jax.nn.softmax(top, axis=-1)
 
 
+@parts.experts
 def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],

@@ -1,0 +1,1 @@
+"""Measuring: workloads, trials, the roofline, ablations, comparisons, reports."""

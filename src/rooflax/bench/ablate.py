@@ -1,0 +1,99 @@
+"""What each option brings: from the slowest honest setting up, and the best but one.
+
+Options never change a token, so every row must give the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooflax.bench.workload import Workload
+from rooflax.nn.execution import ExecutionOptions
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One option: what turns it off, and for which architectures it exists."""
+
+    name: str
+    field: str
+    slow: Any
+    applies: Callable[[Any], bool]
+
+
+SWITCHES = (
+    Switch("KV cache", "use_cache", False, lambda config: True),
+    Switch("jit", "jit", False, lambda config: True),
+    Switch("grouped GQA", "gqa", "repeat", lambda config: config.num_kv_heads < config.num_heads),
+    Switch("MoE grouping", "moe", "per_token", lambda config: hasattr(config, "num_experts")),
+    Switch("decode steps", "decode_steps", 1, lambda config: True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of the ablation.
+
+    Attributes:
+        label: "baseline", "+ jit", "all", "all but jit".
+        work: what to measure.
+        base: index of the row that it is compared with; None for the first.
+    """
+
+    label: str
+    work: Workload
+    base: int | None
+
+
+def ablation(work: Workload, config: Any) -> list[Row]:
+    """The rows, in order: the baseline, then one switch more each; then all but one each.
+
+    Args:
+        work: the shape of work; its options are the fastest setting.
+        config: of the model, which says what applies.
+    """
+    switches = [s for s in SWITCHES if s.applies(config)]
+    best = work.options
+    slow = _off(best, switches)
+    rows = [Row("baseline", replace(work, options=slow), None)]
+    for count, switch in enumerate(switches, start=1):
+        options = _off(best, switches[count:])
+        rows.append(Row(f"+ {switch.name}", replace(work, options=options), count - 1))
+    full = len(rows) - 1
+    for switch in switches[:-1]:  # all but the last is the row before the full one
+        options = _off(best, [switch])
+        rows.append(Row(f"all but {switch.name}", replace(work, options=options), full))
+    return rows
+
+
+def _off(options: ExecutionOptions, switches: list[Switch]) -> ExecutionOptions:
+    """The options with these switches turned off; steps per dispatch need a cache."""
+    changes = {s.field: s.slow for s in switches}
+    if changes.get("use_cache", options.use_cache) is False:
+        changes.pop("decode_steps", None)
+    return replace(options, **changes)
+
+
+def summarise(rows: list[Row], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per row: speeds, the ratio to its base and to the baseline, memory, and the same tokens?"""
+    first = results[0]
+    return [
+        {
+            "label": row.label,
+            "options": row.work.options.describe(),
+            "decode_tok_per_s": result["decode_tok_per_s"]["median"],
+            "prefill_tok_per_s": result["prefill_tok_per_s"]["median"],
+            "ratio": 1.0 if row.base is None else _ratio(result, results[row.base]),
+            "total_ratio": _ratio(result, first),
+            "temporary_bytes": result["memory"]["temporary_bytes"],
+            "peak_rss_bytes": result["peak_rss_bytes"],
+            "same_tokens": result["tokens"] == first["tokens"],
+        }
+        for row, result in zip(rows, results, strict=True)
+    ]
+
+
+def _ratio(result: dict[str, Any], base: dict[str, Any]) -> float:
+    return result["decode_tok_per_s"]["median"] / base["decode_tok_per_s"]["median"]

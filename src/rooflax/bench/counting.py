@@ -1,0 +1,120 @@
+"""Bytes and operations of a step, counted from the weight table and the cache's shape.
+
+A decode step reads every weight that its tokens touch once, and every visible key and value once.
+Of an embedding that is not the head it reads one row per token; of a mixture of experts only the
+experts that were chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rooflax.models.memory import ITEM_BYTES
+from rooflax.models.registry import family
+from rooflax.nn.weights import Slot, slots
+
+LOOKUPS = ("embed", "position")
+"""Tables of which a step reads one row per token, unless the head is tied to them."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step reads and multiplies.
+
+    Attributes:
+        weight_bytes: of the weights it reads.
+        kv_bytes: of the keys and values it reads.
+        operations: multiply-adds counted twice.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    operations: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
+    """How many different experts `tokens` tokens touch, if each chooses evenly."""
+    return num_experts * (1 - (1 - chosen / num_experts) ** tokens)
+
+
+def decode_cost(
+    name: str, config: Any, *, batch: int, context: int, dtype: str, kv_dtype: str
+) -> StepCost:
+    """One decode step of `batch` rows that each see `context` tokens, the new one included."""
+    weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, dtype=dtype)
+    visible = [batch * min(context, window or context) for window in _windows(config)]
+    return _with_attention(config, weight_bytes, operations, visible, visible, kv_dtype)
+
+
+def prefill_cost(
+    name: str, config: Any, *, batch: int, prompt: int, dtype: str, kv_dtype: str
+) -> StepCost:
+    """Prompts of `prompt` tokens in `batch` rows; logits of each row's last token only."""
+    tokens = batch * prompt
+    weight_bytes, operations = _weights(name, config, tokens, logit_rows=batch, dtype=dtype)
+    pairs = [batch * visible_pairs(prompt, window) for window in _windows(config)]
+    read = [batch * prompt for _ in pairs]
+    return _with_attention(config, weight_bytes, operations, pairs, read, kv_dtype)
+
+
+def visible_pairs(prompt: int, window: int | None) -> int:
+    """Query-key pairs of a causal prompt: sum over t of min(t + 1, window)."""
+    span = min(prompt, window or prompt)
+    return span * (span + 1) // 2 + (prompt - span) * span
+
+
+def _windows(config: Any) -> list[int | None]:
+    groups = config.groups
+    return [groups.windows[g] for g in groups.of_layer]
+
+
+def _with_attention(
+    config: Any,
+    weight_bytes: int,
+    operations: int,
+    pairs: list[int],
+    read: list[int],
+    kv_dtype: str,
+) -> StepCost:
+    per_pair = 4 * config.num_heads * config.head_dim  # q.k and p.v, two operations each
+    per_token = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
+    return StepCost(weight_bytes, sum(read) * per_token, operations + sum(pairs) * per_pair)
+
+
+def _weights(
+    name: str, config: Any, tokens: int, *, logit_rows: int, dtype: str
+) -> tuple[int, int]:
+    """(bytes read, operations) of all weights for `tokens` tokens."""
+    num_bytes = operations = 0
+    for slot in slots(family(name).weights(config), config.num_layers):
+        size = math.prod(slot.weight.shape(config.axis_sizes))
+        rows, share = _use(slot, config, tokens, logit_rows)
+        num_bytes += int(size * share) * ITEM_BYTES[dtype]
+        if len(slot.weight.axis_names) > 1:
+            operations += int(2 * size * rows)
+    return num_bytes, operations
+
+
+def _use(slot: Slot, config: Any, tokens: int, logit_rows: int) -> tuple[float, float]:
+    """(rows that a weight multiplies, share of it that is read)."""
+    names = slot.weight.axis_names
+    is_bias = slot.weight.init == "zeros"
+    if "experts" in names and names[0] == "experts" and len(names) > 1:
+        chosen, total = config.experts_per_token, config.num_experts
+        share = expected_experts(total, chosen, tokens) / total
+        return (0.0 if is_bias else tokens * chosen / total), share
+    is_head = slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
+    if is_head:
+        return logit_rows, 1.0
+    if slot.key in LOOKUPS:
+        rows = slot.weight.shape(config.axis_sizes)[0]
+        return 0.0, min(1.0, tokens / rows)
+    if "->" not in slot.weight.axes:
+        return 0.0, 1.0
+    return tokens, 1.0

@@ -1,0 +1,64 @@
+"""Hardware and versions, for the head of a report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import rooflax
+from rooflax.bench.ceilings import num_threads
+from rooflax.nn.host_memory import available_bytes
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides the model and the settings."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rooflax": rooflax.__version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "threads": num_threads(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "num_devices": jax.device_count(),
+        "memory_available_bytes": available_bytes(),
+        **machine_state(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def machine_state() -> dict[str, Any]:
+    """What else runs, and how fast the clock is, right now."""
+    return {"load_average": round(os.getloadavg()[0], 2), "clock_mhz": clock_mhz()}
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def clock_mhz() -> float | None:
+    """The first core's clock right now, where the kernel says it."""
+    value = _cpuinfo("cpu MHz")
+    return float(value) if value else None
+
+
+def _cpuinfo(field: str) -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == field:
+            return value.strip()
+    return None

@@ -1,0 +1,216 @@
+"""A document of `rooflax bench --json` as one page: no script, no font, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooflax.bench.plots import Plot, plots, row_labels
+from rooflax.bench.report import ablation_cells, options_of
+from rooflax.errors import RequestError
+from rooflax.models.memory import gib
+
+Result = dict[str, Any]
+Columns = tuple[tuple[str, Callable[[Result], str]], ...]
+FACTS: Columns = (
+    ("model", lambda r: r["model"]),
+    ("parameters", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
+    ("format", lambda r: r["format"]),
+    ("KV cache type", lambda r: r["precision"]["kv_dtype"]),
+    ("batch", lambda r: f"{r['batch']:,}"),
+    ("prompt tokens", lambda r: f"{r['prompt_tokens']:,}"),
+    ("output tokens", lambda r: f"{r['output_tokens']:,}"),
+    ("options", options_of),
+    ("deterministic", lambda r: "yes" if r["deterministic"] else "no"),
+    ("trials", lambda r: str(len(r["decode_tok_per_s"]["trials"]))),
+)
+"""What ran; what all rows share is said once above them."""
+FIGURES: Columns = (
+    ("prefill, tok/s", lambda r: _speed(r["prefill_tok_per_s"])),
+    ("of roofline", lambda r: f"{r['prefill_roofline']:.1%}"),
+    ("decode, tok/s", lambda r: _speed(r["decode_tok_per_s"])),
+    ("of roofline", lambda r: f"{r['decode_roofline']:.1%}"),
+    ("weights", lambda r: gib(r["weights_bytes"])),
+    ("KV cache", lambda r: gib(r["kv_cache_bytes"])),
+    ("temporaries", lambda r: gib(r["memory"]["temporary_bytes"])),
+    ("peak RSS", lambda r: _size(r["peak_rss_bytes"])),
+    ("peak on device", lambda r: _size(r["peak_device_bytes"])),
+)
+UNKNOWN = "not known"
+OPEN_WARNINGS = 12
+"""More than this many are folded."""
+LONG_CELL = 24
+"""Characters from which a cell's text may wrap."""
+CSS = """
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1d2329;
+  background: #fff; max-width: 1160px; margin: 0 auto; padding: 20px 16px 40px; }
+h1 { font-size: 1.6em; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 1.15em; margin: 32px 0 8px; padding-bottom: 4px; border-bottom: 1px solid #ddd; }
+p { margin: 0; color: #555; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(45%, 200px), 1fr));
+  gap: 10px 24px; margin: 0; }
+dt { color: #666; font-size: .85em; }
+dd { margin: 0; overflow-wrap: anywhere; }
+.table { overflow-x: auto; margin-top: 16px; }
+table { border-collapse: collapse; min-width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 8px; text-align: right; white-space: nowrap; font-size: 14px; }
+th { color: #666; font-weight: 600; font-size: 13px; border-bottom: 2px solid #ddd; }
+td { border-bottom: 1px solid #eee; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.wide { white-space: normal; min-width: 150px; overflow-wrap: anywhere; }
+summary { cursor: pointer; margin-bottom: 8px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr));
+  gap: 28px 32px; align-items: start; margin-top: 16px; }
+figure { margin: 0; }
+figcaption { font-size: .9em; font-weight: 600; margin-bottom: 6px; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif !important; }
+ul { margin: 4px 0 12px; padding-left: 20px; }
+"""
+HEAD = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'">
+<style>{CSS}</style>
+"""
+
+
+def write_page(path: Path, document: dict[str, Any]) -> None:
+    """Writes the page of a document; a file that was there is replaced whole.
+
+    Raises:
+        RequestError: no page can be made here, or there.
+        OSError: the disk is full, or the folder may not be written to.
+    """
+    check_page(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        temporary.write_text(page(document), encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def check_page(path: Path) -> None:
+    """Refuses before anything is measured what `write_page` would refuse after it.
+
+    Raises:
+        RequestError: the folder does not exist, or matplotlib is not installed.
+    """
+    if not path.parent.is_dir():
+        raise RequestError(f"{path} cannot be written: there is no folder {path.parent}; make it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RequestError(
+            "a page has plots, which need matplotlib, and that is not installed: "
+            "pip install matplotlib"
+        )
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page; the same document always gives the same text."""
+    results, roofline = document["results"], document["roofline"]
+    title = "rooflax bench: " + ", ".join(dict.fromkeys(r["model"] for r in results))
+    read, multiply = roofline["read_gb_per_s"], roofline["flops_per_s"] / 1e9
+    ceilings = f"read {read:.1f} GB/s, multiply {multiply:.0f} GFLOP/s ({roofline['source']})"
+    parts = [
+        f"{HEAD}<title>{_safe(title)}</title>\n</head>\n<body>",
+        f"<h1>{_safe(title)}</h1>\n<p>Ceilings, median reading: {_safe(ceilings)}</p>",
+        "<h2>Results</h2>",
+        *_results(results, row_labels(document) if "ablation" in document else None),
+        *_warnings(results, row_labels(document)),
+    ]
+    if "ablation" in document:
+        header, *rows = ablation_cells(document["ablation"])
+        said = "Speeds are medians; a step's ratio is to the row above it, or to all options."
+        parts += [f"<h2>Ablation</h2>\n<p>{said}</p>", _table(header, rows)]
+    parts += ["<h2>Plots</h2>", _plots(plots(document))]
+    parts += ["<h2>Environment</h2>", _facts(_environment(document["environment"]))]
+    return "\n".join([*parts, "</body>\n</html>\n"])
+
+
+def _results(results: Sequence[Result], settings: list[str] | None) -> Iterable[str]:
+    """What the rows share, and a table of the rest."""
+    facts, figures = (
+        [(name, [text(r) for r in results]) for name, text in columns]
+        for columns in (FACTS, FIGURES)
+    )
+    yield _facts((name, cells[0]) for name, cells in facts if len(set(cells)) == 1)
+    columns = [] if settings is None else [("setting", settings)]
+    columns += [(name, cells) for name, cells in facts if len(set(cells)) > 1]
+    columns += [(name, cells) for name, cells in figures if set(cells) != {UNKNOWN}]
+    header, cells = zip(*columns, strict=True)
+    yield _table(header, zip(*cells, strict=True))
+
+
+def _warnings(results: Sequence[Result], names: Sequence[str]) -> Iterable[str]:
+    said, count = [], 0
+    for name, result in zip(names, results, strict=True):
+        lines = list(result["warnings"])
+        cost = result.get("deterministic_over_plain")
+        if cost:
+            lines.append(f"deterministic decode is {cost['ratio']:.3f}x the plain one's speed")
+        if lines:
+            items = "".join(f"<li>{_safe(line)}</li>" for line in lines)
+            said.append(f"<div>{_safe(name)}</div>\n<ul>{items}</ul>")
+            count += len(lines)
+    if not said:
+        return []
+    opened = " open" if count <= OPEN_WARNINGS else ""
+    summary = f"<summary>{count} about {len(said)} of {len(results)} rows</summary>"
+    return ["<h2>Warnings</h2>", f"<details{opened}>{summary}", *said, "</details>"]
+
+
+def _plots(drawn: Sequence[Plot]) -> str:
+    figures = [
+        f'<figure id="{plot.name}">\n<figcaption>{_safe(plot.caption)}</figcaption>\n'
+        f"{plot.svg}</figure>"
+        for plot in drawn
+    ]
+    return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
+
+
+def _environment(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in found.items():
+        if name.endswith("_bytes"):
+            yield name.removesuffix("_bytes").replace("_", " "), _size(value)
+        elif value != "":
+            said = UNKNOWN if value is None else str(value)
+            yield name.replace("_", " ").replace("mhz", "MHz"), said
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    pairs = (f"<div><dt>{_safe(k)}</dt><dd>{_safe(v)}</dd></div>" for k, v in facts)
+    return "<dl>\n" + "\n".join(pairs) + "\n</dl>"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{_safe(name)}</th>" for name in header)
+    lines = ["".join(map(_cell, row)) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in [head, *lines])
+    return f'<div class="table"><table>\n{body}\n</table></div>'
+
+
+def _cell(text: str) -> str:
+    wide = ' class="wide"' if len(text) > LONG_CELL else ""
+    return f"<td{wide}>{_safe(text)}</td>"
+
+
+def _speed(speed: dict[str, Any]) -> str:
+    return f"{speed['mean']:,.1f} ± {speed['std']:,.1f}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return UNKNOWN if num_bytes is None else gib(num_bytes)
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)

@@ -1,0 +1,216 @@
+"""Measuring one workload in this process.
+
+Load outside the clock; warm up until nothing compiles; then trials. Token ids in and out.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from rooflax.bench.ceilings import Ceiling, ceiling_reader
+from rooflax.bench.counting import StepCost, decode_cost, prefill_cost
+from rooflax.bench.environment import machine_state
+from rooflax.bench.statistics import Summary, doubts
+from rooflax.bench.timeline import Timeline
+from rooflax.bench.trials import Trial, run_trials, warm_up
+from rooflax.bench.workload import Workload
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.sequence import Sequence
+from rooflax.errors import EngineError, RequestError
+from rooflax.llm import LLM
+from rooflax.loading.load import describe
+from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
+
+
+def measure(work: Workload) -> dict[str, Any]:
+    """One entry of `results` in `bench --json`, with what is doubtful in "warnings"."""
+    if work.deterministic:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(()))())
+    at_start = anonymous_bytes()
+    with AnonymousPeak() as sampled, count_compilations() as compiled:
+        bench = Bench(work)
+        warm_ups = warm_up(bench.run)
+    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
+    state_before = machine_state()
+    trials, void = run_trials(bench.run, read, work.trials)
+    state_after = machine_state()
+    check_output([t.timeline for t in trials], work, bench.llm)
+    warnings = warnings_of(trials, void, state_before, state_after)
+    return {
+        **bench.describe(),
+        **figures(trials, work, bench.decode, bench.prefill),
+        "warm_ups": warm_ups,
+        "load_s": bench.llm.load_s,
+        "compile_s": compiled.seconds,
+        "compilations": compiled.compilations,
+        "compilations_while_timed": sum(t.compilations for t in trials),
+        "void_trials": len(void),
+        "memory": {
+            "anonymous_before_bytes": at_start,
+            "anonymous_after_bytes": anonymous_bytes(),
+            "anonymous_peak_bytes": sampled.peak,
+            "temporary_bytes": bench.engine.temporary_bytes(),
+        },
+        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_device_bytes": device_peak(),
+        "machine": {"before": state_before, "after": state_after},
+        "tokens": [list(row) for row in trials[0].timeline.tokens],
+        "warnings": warnings,
+    }
+
+
+class Bench:
+    """A loaded model with an engine and prompts: a job that can be run again and again.
+
+    Raises:
+        RequestError: the context does not hold the work.
+    """
+
+    def __init__(self, work: Workload):
+        about = describe(work.model, **work.source)
+        self.work = work
+        self.llm = LLM(
+            about,
+            dtype=work.precision.dtype,
+            kv_dtype=work.precision.kv_dtype,
+            options=work.options,
+            max_num_seqs=work.batch,
+        )
+        longest, room = work.prompt_tokens + work.output_tokens, self.llm.max_model_len
+        if longest > room:
+            raise RequestError(
+                f"{work.prompt_tokens} prompt tokens and {work.output_tokens} new ones are "
+                f"{longest}, and the context of {about.name} holds {room}"
+            )
+        self.prompts = work.prompts(about.config.vocab_size)
+        self.engine = self.llm.engine_for(self._sequences())
+        precision = self.llm.precision
+        self.dtype = precision.dtype or "float32"
+        widths = {
+            "dtype": self.dtype,
+            "kv_dtype": precision.kv_dtype or "float32",
+            "batch": work.batch,
+        }
+        middle = work.prompt_tokens + work.output_tokens // 2
+        self.decode = decode_cost(about.family, about.config, context=middle, **widths)
+        self.prefill = prefill_cost(about.family, about.config, prompt=work.prompt_tokens, **widths)
+
+    def _sequences(self) -> list[Sequence]:
+        params = self.work.params()
+        return [
+            Sequence(row, prompt, params, self.work.output_tokens, frozenset())
+            for row, prompt in enumerate(self.prompts)
+        ]
+
+    def run(self) -> Timeline:
+        """Runs every prompt to its end."""
+        sequences = self._sequences()
+        self.engine.warm_up(sequences)
+        start = time.perf_counter()
+        self.engine.add(sequences)
+        while self.engine.has_unfinished:
+            self.engine.step()
+        return Timeline(
+            start,
+            [s.token_times_s for s in sequences],
+            [tuple(s.output_tokens) for s in sequences],
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What ran, for a reader of the result."""
+        work, llm = self.work, self.llm
+        options = work.as_json()["options"]
+        return {
+            "model": llm.about.name,
+            "format": self.dtype,
+            "parameters": llm.model.num_parameters,
+            "batch": work.batch,
+            "prompt_tokens": work.prompt_tokens,
+            "output_tokens": work.output_tokens,
+            "options": options | {"kernels": options["kernels"] or "xla"},
+            "precision": {"dtype": self.dtype, "kv_dtype": llm.precision.kv_dtype},
+            "deterministic": work.deterministic,
+            "weights_bytes": llm.model.weights_bytes,
+            "kv_cache_bytes": self.engine.kv_cache_bytes,
+        }
+
+
+def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:
+    """Refuses figures whose output is wrong.
+
+    Raises:
+        EngineError: a wrong number of tokens, NaN, or other tokens than the first trial's.
+    """
+    for timeline in timelines:
+        if any(len(row) != work.output_tokens for row in timeline.tokens):
+            raise EngineError("a trial gave another number of tokens than was asked for")
+        if timeline.tokens != timelines[0].tokens:
+            raise EngineError("two trials of the same work gave different tokens")
+    if not np.isfinite(llm.score([list(timelines[0].tokens[0])])[0]).all():
+        raise EngineError("the model's logits hold NaN or infinity")
+
+
+def warnings_of(
+    trials: list[Trial], void: list[Trial], before: dict[str, Any], after: dict[str, Any]
+) -> list[str]:
+    """What is doubtful about the figures, each as one sentence."""
+    found = []
+    if void:
+        found.append(
+            f"{len(void)} trials were void and taken again: something compiled while the clock ran"
+        )
+    speeds = {
+        "prefill": [1 / t.timeline.ttft_s for t in trials],
+        "decode": [t.timeline.decode_tok_per_s for t in trials],
+    }
+    noise = [f"{name}: {d}" for name, values in speeds.items() for d in doubts(Summary.of(values))]
+    if noise:
+        load, clock = (f"{before[k]} -> {after[k]}" for k in ("load_average", "clock_mhz"))
+        noise.append(f"over the trials, load average {load}, clock {clock} MHz")
+    return found + noise
+
+
+def figures(
+    trials: list[Trial], work: Workload, decode: StepCost, prefill: StepCost
+) -> dict[str, Any]:
+    """Speeds and shares."""
+    lines = [t.timeline for t in trials]
+    return {
+        "prefill_tok_per_s": _summary([t.prefill_tok_per_s(work.prompt_tokens) for t in lines]),
+        "decode_tok_per_s": _summary([t.decode_tok_per_s for t in lines]),
+        "ttft_s": _summary([t.ttft_s for t in lines]),
+        "tpot_s": _summary([t.tpot_s for t in lines]),
+        "decode_roofline": median_share(trials, [t.tpot_s for t in lines], decode),
+        "prefill_roofline": median_share(trials, [t.ttft_s for t in lines], prefill),
+        "ceilings": [{"before": vars(t.before), "after": vars(t.after)} for t in trials],
+        "decode_step": vars(decode) | {"total_bytes": decode.total_bytes},
+        "prefill_step": vars(prefill) | {"total_bytes": prefill.total_bytes},
+    }
+
+
+def _summary(values: list[float]) -> dict[str, object]:
+    return Summary.of(values).as_json()
+
+
+def median_share(trials: list[Trial], seconds: list[float], cost: StepCost) -> float:
+    """Median over trials of (time the ceilings allow) / (time it took)."""
+    pairs = zip(trials, seconds, strict=True)
+    return float(np.median([share_of_roofline(cost, t.before, t.after, s) for t, s in pairs]))
+
+
+def share_of_roofline(cost: StepCost, before: Ceiling, after: Ceiling, seconds: float) -> float:
+    """The longer of reading at the ceiling and multiplying at the ceiling, over the time taken."""
+    read = (before.read_gb_per_s + after.read_gb_per_s) / 2 * 1e9
+    multiply = (before.flops_per_s + after.flops_per_s) / 2
+    return max(cost.total_bytes / read, cost.operations / multiply) / seconds
+
+
+def device_peak() -> int | None:
+    """Peak bytes in use on the device, where it says so."""
+    stats = jax.devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")

@@ -1,0 +1,208 @@
+"""Results as text: tables for the terminal, Markdown, and the full report block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rooflax.models.memory import gib
+from rooflax.nn.execution import ExecutionOptions
+
+Result = dict[str, Any]
+HEADER = ("model", "size", "params", "format", "batch", "options", "test", "tok/s", "roofline")
+ALWAYS = ("batch", "test", "tok/s", "roofline")
+ABLATION = ("setting", "decode tok/s", "step", "in all", "temporary", "peak RSS", "tokens")
+BAR = 20
+
+
+def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Two rows per result, prefill and decode, in the manner of llama-bench."""
+    out = []
+    for result in results:
+        head = (
+            result["model"],
+            gib(result["weights_bytes"]),
+            f"{result['parameters'] / 1e6:.1f} M",
+            result["format"],
+            str(result["batch"]),
+            options_of(result),
+        )
+        for test, tokens in (("prefill", "prompt_tokens"), ("decode", "output_tokens")):
+            speed = result[f"{test}_tok_per_s"]
+            shown = f"{speed['mean']:.1f} ± {speed['std']:.1f}"
+            share = f"{result[f'{test}_roofline']:.1%}"
+            out.append((*head, f"{test} {result[tokens]}", shown, share))
+    return out
+
+
+def options_of(result: Result) -> str:
+    """The switches that are not the default."""
+    given = dict(result["options"])
+    if given.get("kernels") == "xla":
+        given["kernels"] = None
+    return ExecutionOptions(**given).describe()
+
+
+def table(results: Sequence[Result]) -> str:
+    """For the terminal: what all rows share is said once above."""
+    lines = rows(results)
+    shared = [
+        i for i, name in enumerate(HEADER)
+        if name not in ALWAYS and len({line[i] for line in lines}) == 1
+    ]  # fmt: skip
+    head = "  ".join(lines[0][i] for i in shared)
+    cells = [
+        tuple(cell for i, cell in enumerate(line) if i not in shared) for line in (HEADER, *lines)
+    ]
+    return "\n".join([*([head, ""] if head else []), *_aligned(cells)])
+
+
+def _aligned(cells: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    text = []
+    for index, row in enumerate(cells):
+        text.append(
+            "  ".join(
+                cell.ljust(width) if i in left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+        )
+        if index == 0:
+            text.append("  ".join("-" * width for width in widths))
+    return text
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A Markdown table of the same rows."""
+    return _markdown([HEADER, *rows(results)])
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
+    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def notes(document: dict[str, Any]) -> list[str]:
+    """The ceiling, and what is doubtful."""
+    roofline = document["roofline"]
+    lines = [
+        (
+            f"ceiling: read {roofline['read_gb_per_s']:.1f} GB/s, multiply "
+            f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s ({roofline['source']})"
+        )
+    ]
+    for result in document["results"]:
+        lines += [f"note: {warning}" for warning in result["warnings"]]
+        cost = result.get("deterministic_over_plain")
+        if cost:
+            lines.append(
+                f"note: deterministic decode is {cost['ratio']:.3f}x the plain one's speed"
+            )
+    return lines
+
+
+def ablation_cells(ablation: Sequence[Result]) -> list[tuple[str, ...]]:
+    """The rows of an ablation, header first."""
+    return [
+        ABLATION,
+        *(
+            (
+                row["label"],
+                f"{row['decode_tok_per_s']:.1f}",
+                f"{row['ratio']:.2f}x",
+                f"{row['total_ratio']:.1f}x",
+                gib(row["temporary_bytes"]),
+                gib(row["peak_rss_bytes"] or 0),
+                "same" if row["same_tokens"] else "DIFFERENT",
+            )
+            for row in ablation
+        ),
+    ]
+
+
+def ablation_table(ablation: Sequence[Result]) -> str:
+    """The rows, and a bar per row."""
+    best = max(row["decode_tok_per_s"] for row in ablation)
+    names = max(len(row["label"]) for row in ablation)
+    bars = [
+        f"{row['label']:<{names}}  {'█' * max(1, round(BAR * row['decode_tok_per_s'] / best))}"
+        for row in ablation
+    ]
+    return "\n".join([*_aligned(ablation_cells(ablation), left=(0,)), "", *bars])
+
+
+def ablation_markdown(ablation: Sequence[Result]) -> str:
+    return _markdown(ablation_cells(ablation))
+
+
+def breakdown_table(found: dict[str, Any]) -> str:
+    """Shares of the time of a decode step and of a prefill."""
+    cells = [("part", *(f"{phase} share" for phase in found["phases"]))]
+    parts = list(next(iter(found["phases"].values()))["shares"])
+    for part in parts:
+        shares = [phase["shares"][part] for phase in found["phases"].values()]
+        cells.append((part, *(f"{share:.1%}" for share in shares)))
+    return "\n".join(_aligned(cells, left=(0,)))
+
+
+def full_report(document: dict[str, Any]) -> str:
+    """Hardware, versions, settings, mean ± deviation, range, shares, memory, warnings."""
+    roofline = document["roofline"]
+    parts = [
+        "environment",
+        *(f"  {key:<22} {value}" for key, value in document["environment"].items()),
+        "",
+        (
+            f"roofline  read {roofline['read_gb_per_s']:.1f} GB/s, multiply "
+            f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s ({roofline['source']})"
+        ),
+    ]
+    for result in document["results"]:
+        parts += ["", *_result_block(result, _uncached(result, document["results"]))]
+    return "\n".join(parts)
+
+
+def _uncached(result: Result, results: Sequence[Result]) -> Result | None:
+    """The row of the same work without a cache, if it was measured."""
+    same = ("model", "format", "batch", "prompt_tokens", "output_tokens")
+    for other in results:
+        if not other["options"]["use_cache"] and all(other[n] == result[n] for n in same):
+            return other
+    return None
+
+
+def _result_block(result: Result, uncached: Result | None) -> list[str]:
+    size, work = f"{result['parameters'] / 1e6:.1f} M parameters", f"batch {result['batch']}"
+    lengths = f"{result['prompt_tokens']} + {result['output_tokens']} tokens"
+    lines = [
+        f"{result['model']} ({size}), {result['format']}, {work}, {lengths}",
+        f"  settings           {options_of(result)}; KV cache {result['precision']['kv_dtype']}",
+    ]
+    for name in ("prefill_tok_per_s", "decode_tok_per_s", "ttft_s", "tpot_s"):
+        s = result[name]
+        lines.append(
+            f"  {name:<18} {s['mean']:.4g} ± {s['std']:.2g}, range {s['min']:.4g} to "
+            f"{s['max']:.4g}, median {s['median']:.4g}, {len(s['trials'])} trials"
+        )
+    memory = result["memory"]
+    lines += [
+        (
+            f"  of the roofline    prefill {result['prefill_roofline']:.1%}, "
+            f"decode {result['decode_roofline']:.1%}"
+        ),
+        (
+            f"  load, compile      {result['load_s']:.2f} s, {result['compile_s']:.2f} s; "
+            f"{result['warm_ups']} warm-up runs, {result['void_trials']} void trials"
+        ),
+        (
+            f"  memory             weights {gib(result['weights_bytes'])}, KV cache "
+            f"{gib(result['kv_cache_bytes'])}, temporaries {gib(memory['temporary_bytes'])}, "
+            f"peak RSS {gib(result['peak_rss_bytes'] or 0)}"
+        ),
+    ]
+    if uncached is not None and uncached is not result:
+        ratio = result["decode_tok_per_s"]["mean"] / uncached["decode_tok_per_s"]["mean"]
+        lines.append(f"  without a cache    {ratio:.2f}x faster than that")
+    else:
+        lines.append("  without a cache    not measured (--ablate does)")
+    return lines + [f"  note               {warning}" for warning in result["warnings"]]

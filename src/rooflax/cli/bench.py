@@ -1,0 +1,287 @@
+"""`rooflax bench`: how fast a model is here, and how far that is from what the machine allows."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooflax.cli import flags, platform, terminal
+from rooflax.cli.parser import Parser, at_least_one
+from rooflax.errors import RequestError
+from rooflax.nn.execution import Precision
+
+if TYPE_CHECKING:
+    from rooflax.bench.workload import Workload
+
+SUMMARY = "measure speed, memory and the share of the roofline"
+DONE, FAILED = 0, 1
+MODES = ("quick", "versus", "compare", "ablate", "breakdown")
+LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype")
+NEW_PROCESS = ("platform", "threads", "deterministic", *MODES)
+"""Settings that --versus cannot change: both sides run in one process."""
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser)
+    add = parser.group("the work; N,N or HOW,HOW measures every combination").add_argument
+    add("--batch", metavar="N", type=_counts, default=[1], help="prompts at once; default 1")
+    add("--prompt-tokens", metavar="N", type=_counts, default=[64], help="default 64")
+    add("--output-tokens", metavar="N", type=_counts, default=[64], help="default 64")
+    add("--trials", metavar="N", type=at_least_one, default=5, help="timed runs; default 5")
+    add("--deterministic", action="store_true", help="fixed operations; shows what they cost")
+    add = parser.group("instead of a row per combination").add_argument
+    add("--ablate", action="store_true", help="what each option brings, from the slowest up")
+    add("--versus", metavar="FLAGS", help='these flags against the rest: --versus="--no-cache"')
+    add("--compare", metavar="FILE", nargs=2, help="two documents of --json")
+    add("--breakdown", action="store_true", help="shares of attention, products, norms ...")
+    add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
+    add("--quick", action="store_true", help="old method against new; exit 1 below 3x")
+    flags.add_precision(parser, quantize=False, lists=True)
+    flags.add_execution(parser, lists=True)
+    flags.add_device(parser)
+    add = parser.group("output").add_argument
+    add("--markdown", action="store_true", help="the table as Markdown")
+    add("--report", action="store_true", help="everything about each row, as text")
+    add("--html", metavar="FILE", help="write a page with plots too")
+    flags.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    mode = _mode(args)
+    if args.html:
+        from rooflax.bench.html import check_page
+
+        check_page(Path(args.html))
+    if mode == "compare":
+        return _compare(args)
+    if mode in ("quick", "versus"):
+        platform.start_jax(args)
+    else:
+        platform.settle(args)  # rows run in processes of their own; none of them shares a device
+    verbs = {"quick": _quick, "versus": _versus, "ablate": _ablate, "breakdown": _breakdown}
+    return verbs.get(mode, _rows)(args)
+
+
+def _mode(args: argparse.Namespace) -> str:
+    """What is asked for instead of rows, "" for rows.
+
+    Raises:
+        RequestError: flags that contradict each other.
+    """
+    if args.profile is not None:
+        args.breakdown = True
+    modes = [name for name in MODES if getattr(args, name) not in (None, False)]
+    if len(modes) > 1:
+        raise RequestError(f"--{modes[0]} and --{modes[1]} are different jobs; give one of them")
+    mode = modes[0] if modes else ""
+    for name, allowed in (
+        ("html", ("", "ablate")),
+        ("markdown", ("", "ablate")),
+        ("report", ("",)),
+        ("deterministic", ("",)),
+    ):
+        if getattr(args, name) and mode not in allowed:
+            raise RequestError(f"--{name} has no meaning with --{mode}; drop one of them")
+    shown = [name for name in ("json", "markdown", "report") if getattr(args, name)]
+    if len(shown) > 1:
+        raise RequestError(f"--{shown[0]} and --{shown[1]} both say what to print; give one")
+    return mode
+
+
+def _rows(args: argparse.Namespace) -> int:
+    """Each combination in its own process, then one table or document."""
+    from rooflax.bench.document import document
+
+    works = _workloads(args)
+    document_ = document(_measured(works, args.quiet))
+    if args.verbose:
+        for key, value in document_["environment"].items():
+            terminal.say(f"{key}: {value}")
+    _write_html(args, document_)
+    _print_rows(args, document_)
+    return DONE
+
+
+def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
+    """Each row measured apart; a deterministic one twice, for what that costs."""
+    from rooflax.bench.document import with_cost
+    from rooflax.bench.worker import measure_apart
+
+    found = []
+    for index, work in enumerate(works, start=1):
+        label = (
+            f"row {index} of {len(works)}: batch {work.batch}, "
+            f"{work.prompt_tokens} + {work.output_tokens} tokens, {work.options.describe()}"
+        )
+        with terminal.status(label[:76], quiet):
+            row = measure_apart(work)
+            if work.deterministic:
+                row = with_cost(row, measure_apart(work.undetermined()))
+        found.append(row)
+    return found
+
+
+def _print_rows(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    from rooflax.bench import report
+
+    if args.json:
+        terminal.print_json(document)
+    elif args.report:
+        print(report.full_report(document))
+    elif args.markdown:
+        print(report.markdown(document["results"]))
+    else:
+        print(report.table(document["results"]))
+        if not args.quiet:
+            for line in report.notes(document):
+                terminal.say(line)
+
+
+def _ablate(args: argparse.Namespace) -> int:
+    from rooflax.bench import report
+    from rooflax.bench.ablate import ablation, summarise
+    from rooflax.bench.document import document
+    from rooflax.loading.load import describe
+
+    work = _one(args, "--ablate")
+    rows = ablation(work, describe(work.model, **work.source).config)
+    measured = _measured([row.work for row in rows], args.quiet)
+    whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
+    _write_html(args, whole)
+    if args.json:
+        terminal.print_json(whole)
+    else:
+        draw = report.ablation_markdown if args.markdown else report.ablation_table
+        print(draw(whole["ablation"]))
+    same = all(row["same_tokens"] for row in whole["ablation"])
+    if not same:
+        terminal.say("rooflax: an option changed the tokens, which none may do")
+    return DONE if same else FAILED
+
+
+def _breakdown(args: argparse.Namespace) -> int:
+    from rooflax.bench import report
+    from rooflax.bench.worker import measure_apart
+
+    work = _one(args, "--profile" if args.profile else "--breakdown")
+    folder = None if args.profile is None else str(Path(args.profile).absolute())
+    with terminal.status("profiling", args.quiet):
+        found = measure_apart(work, "breakdown", folder=folder)
+    if args.json:
+        terminal.print_json({"environment": found["environment"], **found["result"]})
+    else:
+        print(report.breakdown_table(found["result"]))
+        if folder and not args.quiet:
+            terminal.say(f"trace: {folder}")
+    return DONE
+
+
+def _quick(args: argparse.Namespace) -> int:
+    from rooflax.bench.quick import LEAST_RATIO, quick
+
+    with terminal.status("old method against new", args.quiet):
+        found = quick()
+    if args.json:
+        terminal.print_json(vars(found) | {"ratio": found.ratio, "passed": found.passed})
+    else:
+        same = "the same tokens" if found.same_tokens else "DIFFERENT tokens"
+        print(
+            f"without cache {found.old_tok_per_s:.0f} tok/s, with cache {found.new_tok_per_s:.0f} "
+            f"tok/s: {found.ratio:.1f}x (at least {LEAST_RATIO:.0f}x), {same}"
+        )
+    return DONE if found.passed else FAILED
+
+
+def _versus(args: argparse.Namespace) -> int:
+    from rooflax.bench.compare import versus
+
+    work = _one(args, "--versus")
+    other = _one(_other_args(args), "--versus")
+    with terminal.status("interleaved trials", args.quiet):
+        found = versus(work, other, f"{args.versus} against without")
+    if args.json:
+        terminal.print_json(found.as_json())
+    else:
+        print("\n".join(found.lines()))
+    return DONE
+
+
+def _other_args(args: argparse.Namespace) -> argparse.Namespace:
+    """The same command with the flags of --versus on top.
+
+    Raises:
+        RequestError: a flag that needs a process of its own, or one that is not known.
+    """
+    from rooflax.cli.main import parser_of
+
+    own = argparse.Namespace(**vars(args))
+    try:
+        words = shlex.split(args.versus)
+    except ValueError as error:
+        raise RequestError(f"--versus is {args.versus!r}: {error}") from None
+    other = parser_of("bench").parse_args(words, namespace=own)
+    other.model = other.model or args.model
+    for name in NEW_PROCESS:
+        if getattr(other, name) != getattr(args, name):
+            raise RequestError(f"--versus cannot hold --{name}: both sides run in one process")
+    return other
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from rooflax.bench.compare import compare_documents
+    from rooflax.bench.document import read_document
+
+    a, b = (read_document(Path(name)) for name in args.compare)
+    found = compare_documents(a, b)
+    if args.json:
+        terminal.print_json({"comparisons": [c.as_json() for c in found]})
+        return DONE
+    for comparison in found:
+        print("\n".join(comparison.lines()))
+    if not args.quiet:
+        terminal.say("note: not measured interleaved; the machine may have changed in between")
+    return DONE
+
+
+def _one(args: argparse.Namespace, flag: str) -> Workload:
+    """The only combination; RequestError if there are several."""
+    works = _workloads(args)
+    if len(works) != 1:
+        raise RequestError(f"{flag} is about one row; {len(works)} combinations were given")
+    return works[0]
+
+
+def _workloads(args: argparse.Namespace) -> list[Workload]:
+    from rooflax.bench.workload import Workload, combinations
+
+    base = Workload(
+        args.model,
+        trials=args.trials,
+        source=flags.find_arguments(args),
+        deterministic=args.deterministic,
+    )
+    singles = [
+        argparse.Namespace(**vars(args) | dict(zip(LISTS, values, strict=True)))
+        for values in itertools.product(*(getattr(args, name) for name in LISTS))
+    ]
+    return combinations(
+        base,
+        batches=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        settings=[(flags.execution_options(s), Precision(s.dtype, s.kv_dtype)) for s in singles],
+    )
+
+
+def _counts(text: str) -> list[int]:
+    return [at_least_one(part.strip()) for part in text.split(",")]
+
+
+def _write_html(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    if args.html:
+        from rooflax.bench.html import write_page
+
+        write_page(Path(args.html), document)

@@ -1,0 +1,70 @@
+"""Bytes and operations of a step, against the arrays' own and against arithmetic by hand."""
+
+import jax
+import pytest
+
+from rooflax.bench.counting import decode_cost, expected_experts, prefill_cost, visible_pairs
+from rooflax.bench.measure import Bench
+from rooflax.bench.workload import Workload
+from rooflax.loading.load import describe
+
+WIDTHS = {"dtype": "float32", "kv_dtype": "float32"}
+
+
+def cost(name, batch=1, context=8):
+    about = describe(name)
+    return decode_cost(about.family, about.config, batch=batch, context=context, **WIDTHS)
+
+
+@pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
+def test_weight_bytes_are_the_arrays_bytes_less_what_is_looked_up(name):
+    """All weights are read; of an embedding that is no head, only the rows of this step."""
+    model = Bench(Workload(name)).llm.model
+    arrays = jax.tree.leaves(model.weights)
+    whole = sum(array.nbytes for array in arrays)
+    unread = 0
+    if "position" in model.weights:
+        unread += model.weights["position"].nbytes * (1 - 1 / model.weights["position"].shape[0])
+    if "lm_head" in model.weights:
+        unread += model.weights["embed"].nbytes * (1 - 1 / model.weights["embed"].shape[0])
+    assert cost(name).weight_bytes == pytest.approx(whole - unread, abs=8)
+
+
+def test_kv_bytes_are_the_caches_bytes_for_the_visible_tokens():
+    bench = Bench(Workload("preset:qwen2.5-tiny"))
+    pool = bench.engine.runner.cache.k[0]
+    per_token = 2 * pool.nbytes // (pool.shape[0] * pool.shape[2])
+    layers = bench.llm.about.config.num_layers
+    assert cost("preset:qwen2.5-tiny", batch=3, context=20).kv_bytes == 3 * 20 * per_token * layers
+
+
+def test_windows_and_experts_are_read_in_part():
+    config = describe("preset:gpt-oss-tiny").config
+    short, long = cost("preset:gpt-oss-tiny", context=4), cost("preset:gpt-oss-tiny", context=4000)
+    windows = [config.groups.windows[g] for g in config.groups.of_layer]
+    per_token = 2 * config.num_kv_heads * config.head_dim * 4
+    visible = sum(min(4000, window or 4000) - min(4, window or 4) for window in windows)
+    assert long.kv_bytes - short.kv_bytes == visible * per_token
+    many = cost("preset:gpt-oss-tiny", batch=64)
+    assert many.weight_bytes > cost("preset:gpt-oss-tiny").weight_bytes
+    assert expected_experts(32, 4, 1) == pytest.approx(4)
+    assert expected_experts(32, 4, 10_000) == pytest.approx(32)
+
+
+def test_operations_of_gpt2_by_hand():
+    """Two per weight of every product, and four per head dimension and visible pair."""
+    config = describe("preset:gpt2").config
+    hidden, mlp, layers, vocab = 768, 3072, 12, 50257
+    products = layers * (3 * hidden * hidden + hidden * hidden + 2 * hidden * mlp) + vocab * hidden
+    assert cost("preset:gpt2", context=10).operations == 2 * products + layers * 4 * hidden * 10
+    prompt = prefill_cost("gpt2", config, batch=2, prompt=5, **WIDTHS)
+    blocks = products - vocab * hidden
+    assert prompt.operations == (
+        2 * (blocks * 10 + vocab * hidden * 2) + layers * 4 * hidden * 2 * (1 + 2 + 3 + 4 + 5)
+    )
+
+
+def test_visible_pairs():
+    assert visible_pairs(4, None) == 10
+    assert visible_pairs(4, 2) == 1 + 2 + 2 + 2
+    assert visible_pairs(2, 5) == 3

@@ -1,0 +1,198 @@
+"""Rows in processes of their own, ablations, breakdowns, comparisons, and how they print."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rooflax.bench import report
+from rooflax.bench.ablate import Row, ablation, summarise
+from rooflax.bench.breakdown import DISPATCH, Event, breakdown, covered, instruction_parts, shares
+from rooflax.bench.compare import compare_documents
+from rooflax.bench.document import document, read_document, with_cost
+from rooflax.bench.worker import measure_apart
+from rooflax.bench.workload import Workload, combinations
+from rooflax.errors import EngineError, RequestError
+from rooflax.loading.load import describe
+from rooflax.nn.execution import ExecutionOptions, Precision
+from tests.bench.samples import measured, row
+
+TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A row as it is really measured, in a process of its own."""
+    return measure_apart(TINY)
+
+
+def test_a_row_in_its_own_process_has_its_own_memory(real):
+    result = real["result"]
+    assert set(result) == set(row(TINY)) | {"ceilings"}
+    memory = result["memory"]
+    start, peak = memory["anonymous_before_bytes"], memory["anonymous_peak_bytes"]
+    assert start + result["weights_bytes"] < peak
+    assert result["peak_rss_bytes"] > peak
+    assert memory["temporary_bytes"] > 0
+    assert result["compilations_while_timed"] == 0
+    assert 0 < result["decode_roofline"] < 1
+    assert real["environment"]["jax"]
+
+
+def test_deterministic_rows_set_the_flags_and_say_what_they_cost():
+    fixed = measure_apart(replace(TINY, deterministic=True))
+    assert "deterministic_ops" in fixed["environment"]["xla_flags"]
+    cost = with_cost(fixed, measured(TINY))["result"]["deterministic_over_plain"]
+    assert cost["low"] < cost["ratio"] < cost["high"]
+
+
+def test_a_fault_in_a_row_is_one_sentence():
+    with pytest.raises(RequestError, match="no preset"):
+        measure_apart(replace(TINY, model="preset:nothing"))
+    with pytest.raises(RequestError, match="context"):
+        measure_apart(replace(TINY, prompt_tokens=100_000))
+
+
+@pytest.mark.parametrize("name", ["batch", "prompt_tokens", "output_tokens", "trials"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_absurd_sizes_are_refused(name, value):
+    with pytest.raises(RequestError, match=name):
+        replace(TINY, **{name: value})
+
+
+def test_every_combination_and_back_from_json():
+    works = combinations(
+        TINY,
+        batches=[1, 2],
+        prompt_tokens=[3],
+        output_tokens=[4, 5],
+        settings=[
+            (ExecutionOptions(), Precision()),
+            (ExecutionOptions(layers="scan"), Precision("bfloat16")),
+        ],
+    )
+    assert len(works) == len(set(map(repr, works))) == 8
+    assert [Workload.from_json(json.loads(json.dumps(w.as_json()))) for w in works] == works
+
+
+def test_ablation_turns_on_what_the_architecture_has():
+    labels = {
+        name: [r.label for r in ablation(TINY, describe(f"preset:{name}").config)]
+        for name in ("gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny")
+    }
+    assert labels["gpt2-tiny"][:4] == ["baseline", "+ KV cache", "+ jit", "+ decode steps"]
+    assert "+ grouped GQA" in labels["qwen2.5-tiny"]
+    assert "all but MoE grouping" in labels["gpt-oss-tiny"]
+    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config)
+    slowest, full = rows[0].work.options, rows[5].work.options
+    assert (slowest.use_cache, slowest.jit, slowest.gqa, slowest.moe) == (
+        False, False, "repeat", "per_token",
+    )  # fmt: skip
+    assert full == TINY.options
+    assert len({repr(r.work) for r in rows}) == len(rows)
+
+
+def test_ablation_rows_really_give_the_same_tokens():
+    work = replace(TINY, trials=1, output_tokens=48)
+    slow = replace(work, options=ExecutionOptions(use_cache=False))
+    rows = [Row("without a cache", slow, None), Row("with", work, 0)]
+    found = summarise(rows, [measure_apart(r.work)["result"] for r in rows])
+    assert all(r["same_tokens"] for r in found)
+    assert found[1]["ratio"] == found[1]["total_ratio"] > 3
+
+
+def test_other_tokens_in_an_ablation_are_seen():
+    rows = ablation(TINY, describe(TINY.model).config)
+    results = [row(r.work) for r in rows]
+    results[2]["tokens"][0][0] += 1
+    assert [r["same_tokens"] for r in summarise(rows, results)].count(False) == 1
+    assert "DIFFERENT" in report.ablation_table(summarise(rows, results))
+
+
+def test_shares_of_a_trace_by_hand():
+    program = """
+  %dot.1 = f32[1,4]{1,0} dot(%a, %b), metadata={op_name="jit(decode)/while/body/matmuls/dot"}
+  %dot.2 = f32[1,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}
+  ROOT %fusion.3 = f32[4]{0} fusion(%x), metadata={op_name="jit(decode)/attention/norms/exp"}
+  %while.4 = (s32[]) while(%t), metadata={op_name="jit(decode)/while"}
+  %add.5 = f32[4]{0} add(%x, %y), metadata={op_name="jit(decode)/add"}
+"""
+    parts = instruction_parts(program)
+    assert parts == {
+        "dot.1": "matmuls", "dot.2": "matmuls", "fusion.3": "attention", "while.4": None,
+        "add.5": "other",
+    }  # fmt: skip
+    events = [
+        Event("m", "while.4", 0, 100),
+        Event("m", "dot.1", 0, 40),
+        Event("m", "dot.1", 10, 50),  # another thread
+        Event("m", "fusion.3", 60, 80),
+    ]
+    found = shares(events, parts, 100e-9)
+    assert found["matmuls"] == pytest.approx(0.7 * 0.8)
+    assert found["attention"] == pytest.approx(0.7 * 0.2)
+    assert found[DISPATCH] == pytest.approx(0.3)
+    assert sum(found.values()) == pytest.approx(1)
+    assert covered([(0, 2), (1, 3), (5, 6)]) == 4
+    with pytest.raises(EngineError, match="no event"):
+        shares([], parts, 1.0)
+
+
+def test_breakdown_and_profile(tmp_path):
+    work = replace(TINY, prompt_tokens=32, output_tokens=17)
+    found = measure_apart(work, "breakdown", folder=str(tmp_path))["result"]
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    for phase in found["phases"].values():
+        assert sum(phase["shares"].values()) == pytest.approx(1)
+        assert phase["shares"]["matmuls"] > 0.02
+        assert phase["shares"]["attention"] > 0.02
+    assert "matmuls" in report.breakdown_table(found)
+    with pytest.raises(RequestError, match="--no-jit"):
+        breakdown(replace(work, options=ExecutionOptions(jit=False)))
+
+
+def test_comparing_documents():
+    a = document([measured(TINY)])
+    b = json.loads(json.dumps(a))
+    b["results"][0]["decode_tok_per_s"]["trials"] = [20.0, 20.1, 19.9, 20.0, 20.0]
+    b["results"][0]["options"]["layers"] = "scan"
+    (found,) = compare_documents(a, b)
+    assert found.decode.verdict == "faster"
+    assert found.decode.ratio == pytest.approx(2.0, rel=0.01)
+    assert found.prefill.verdict == "no difference shown"
+    assert "layers unrolled -> scan" in found.label
+    b["results"][0]["batch"] = 7
+    with pytest.raises(RequestError, match="no row in common"):
+        compare_documents(a, b)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[1]", "has no results"),
+        ('{"results": [{}]}', "a row without 'model'"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_documents_that_are_none(tmp_path, text, words):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RequestError, match=words):
+        read_document(path)
+
+
+def test_tables_fit_a_terminal_and_name_what_differs():
+    works = [TINY, replace(TINY, batch=16, options=ExecutionOptions(use_cache=False))]
+    whole = document([measured(work) for work in works])
+    text = report.table(whole["results"])
+    assert all(len(line) <= 80 for line in text.splitlines()), text
+    assert "use_cache=False" in text
+    assert report.markdown(whole["results"]).count("\n") == 5
+    full = report.full_report(whole)
+    assert "a processor" in full
+    assert "10 ± 0" in full
+    whole["results"][1]["batch"] = whole["results"][0]["batch"]
+    assert "0.06x faster than that" in report.full_report(whole)

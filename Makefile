@@ -18,12 +18,12 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo test test-all lint goldens docs clean
+.PHONY: demo test test-all lint sanitize goldens docs clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
 
-test: $(VENV)/.installed-test lint
+test: $(VENV)/.installed-test lint sanitize
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed-test lint
@@ -34,6 +34,14 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+# The kernels' own test program under the sanitizers; skipped loudly without a compiler.
+sanitize: build/sanitized
+
+build/sanitized: $(wildcard csrc/*)
+	@mkdir -p build
+	@if command -v $(CXX) >/dev/null; then tools/sanitize.sh $(CXX) && touch $@; \
+	else echo "*** NOT TESTED under sanitizers: no $(CXX) ***"; fi
 
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens

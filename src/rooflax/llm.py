@@ -33,7 +33,7 @@ from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
-from rooflax.ops.kernels import check_kernels
+from rooflax.ops import kernels
 
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
@@ -84,8 +84,9 @@ class LLM:
     Args:
         model: checkpoint folder, hub id ("owner/name"), "preset:NAME", or None for the embedded
             default; or what `describe` found.
-        quantize: weight format; none exists yet, anything but None is refused.
-        dtype: "float32" or "bfloat16"; None is float32 on CPU and bfloat16 elsewhere.
+        quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
+        dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
+            bfloat16 weights left as they are where a native kernel reads them.
         kv_dtype: of the KV cache; None is dtype.
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
@@ -114,15 +115,15 @@ class LLM:
         check: bool = False,
         progress: Callable[[int], None] | None = None,
     ):
-        if quantize is not None:
-            raise RequestError(f"quantize is {quantize!r}; this version has no quantised formats.")
         if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
-        check_kernels(options.kernels)
+        kernels.check_kernels(options.kernels)
         enable_persistent_cache()
         started = time.perf_counter()
         self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
-        self.precision = Precision(dtype, kv_dtype).resolve(jax.default_backend())
+        self.precision = Precision(dtype, kv_dtype, quantize).resolve(jax.default_backend())
+        if mesh is not None and quantize is not None:
+            raise RequestError("quantize with a mesh does not exist yet; drop one of them.")
         self.about = (
             model
             if isinstance(model, Description)
@@ -134,6 +135,10 @@ class LLM:
         self.defaults = self.about.generation_defaults()
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
+        native_linear = kernels.chosen(options.kernels)["linear"] == "native"
+        self.storage = self.about.storage(
+            self.precision.dtype or "float32", quantize, narrow=dtype is None and native_linear
+        )
         with count_compilations(self._compiled):
             self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
@@ -143,7 +148,9 @@ class LLM:
         place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)
         model = load(
             self.about,
-            dtype=self.precision.dtype or "float32",
+            dtype=self.storage.dtype,
+            quantize=self.storage.quantize,
+            narrow=self.storage.narrow,
             max_model_len=self.max_model_len,
             check=check,
             progress=progress,
@@ -160,7 +167,7 @@ class LLM:
         need = estimate(
             self.about.family,
             self.about.config,
-            dtype=self.precision.dtype or "float32",
+            storage=self.storage,
             kv_dtype=self.precision.kv_dtype or "float32",
             rows=rows,
             tokens=tokens,
@@ -175,6 +182,12 @@ class LLM:
         if not ids and self.about.folder is not None and self.tokenizer.eos_id is not None:
             ids.add(self.tokenizer.eos_id)
         return frozenset(ids)
+
+    @property
+    def format(self) -> str:
+        """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
+        storage = self.storage
+        return storage.quantize or ("bfloat16" if storage.narrow else storage.dtype)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -7,8 +7,9 @@ from rooflax.bench.counting import decode_cost, expected_experts, prefill_cost, 
 from rooflax.bench.measure import Bench
 from rooflax.bench.workload import Workload
 from rooflax.loading.load import describe
+from rooflax.nn.storage import Storage
 
-WIDTHS = {"dtype": "float32", "kv_dtype": "float32"}
+WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}
 
 
 def cost(name, batch=1, context=8):

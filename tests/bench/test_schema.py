@@ -135,4 +135,4 @@ def test_no_result_and_no_trial_are_refused(is_valid, sample):
 def test_options_are_those_of_the_engine(schema):
     options = schema["$defs"]["options"]["properties"]
     assert set(options) == {field.name for field in fields(ExecutionOptions)}
-    assert set(options["kernels"]["enum"]) == set(KERNELS)
+    assert set(options["kernels"]["enum"]) == {*KERNELS, None}

@@ -57,7 +57,7 @@ LAYERS = {
 }
 EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]}
 PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
-QUANTIZE = {"--quantize": (["int8"], "no quantised formats")}
+QUANTIZE = {"--quantize": ["int8"]}
 DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
 CHECK = {"--check": []}
@@ -113,7 +113,7 @@ COMMANDS = {
     ),
     "bench": (
         [TINY, "--trials", "1"],
-        FINDING | EXECUTION | PRECISION | DEVICE | OUTPUT
+        FINDING | EXECUTION | PRECISION | QUANTIZE | DEVICE | OUTPUT
         | {
             "--platform": ["gpu"],  # refused in the row's own process
             "--batch": ["2,3"],
@@ -134,7 +134,7 @@ COMMANDS = {
     ),
     "inspect": (
         [TINY],
-        FINDING | LENGTH | PRECISION | DEVICE
+        FINDING | LENGTH | PRECISION | QUANTIZE | DEVICE
         | {"--batch": ["3"], "--json": [], "--help": []},
     ),
     "verify": (

@@ -125,7 +125,7 @@ def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
         (("--no-cache", "--decode-steps", "2"), "--decode-steps needs the cache"),
         (("-c", "3"), "context holds 3"),
         (("-c", "0"), "max_model_len is 0"),
-        (("--kernels", "native"), "linear has only reference, xla"),
+        (("--kernels", "pallas"), "linear has only reference, xla"),
         (("--layers", "folded"), "layers is 'folded'"),
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--platform", "abacus"), "--platform is 'abacus'"),

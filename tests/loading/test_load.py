@@ -9,6 +9,7 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.load import describe, embedded_folder, load
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.steps import new_cache
+from rooflax.nn.storage import Storage
 from tests import goldens
 
 
@@ -65,7 +66,13 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     model = load(folder, dtype=dtype)
     about = describe(folder)
     need = estimate(
-        about.family, about.config, dtype=dtype, kv_dtype=dtype, rows=3, tokens=64, prefill_chunk=64
+        about.family,
+        about.config,
+        storage=Storage(dtype),
+        kv_dtype=dtype,
+        rows=3,
+        tokens=64,
+        prefill_chunk=64,
     )
     assert need.weights == sum(a.nbytes for a in jax.tree.leaves(model))  # and the RoPE table
     cache = new_cache(model, rows=3, max_tokens=64, dtype=dtype)
@@ -76,7 +83,7 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
 def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
     about = describe(folder)
     need = estimate(
-        about.family, about.config, dtype="float32", kv_dtype="float32", rows=1, tokens=64
+        about.family, about.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64
     )
     check_fits(need, need.total, "it")
     with pytest.raises(RequestError, match=r"weights \+ .*KV cache \+ .*workspace = .*is free"):

@@ -55,7 +55,7 @@ def test_readme_shell_commands_exist() -> None:
 
 
 def test_readme_tree_names_what_exists() -> None:
-    (block,) = [s for s in snippets("README.md", "") if s.code.startswith("src/rooflax/")]
+    (block,) = [s for s in snippets("README.md", "") if "\nsrc/rooflax/" in s.code]
     inside = [line.split()[0] for line in block.code.splitlines() if line.startswith("  ")]
     outside = [line.split()[0] for line in block.code.splitlines() if not line.startswith("  ")]
     for name in inside:

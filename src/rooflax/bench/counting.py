@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rooflax.models.memory import ITEM_BYTES
 from rooflax.models.registry import family
+from rooflax.nn.storage import ITEM_BYTES, Storage
 from rooflax.nn.weights import Slot, slots
 
 LOOKUPS = ("embed", "position")
@@ -44,20 +44,20 @@ def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
 
 
 def decode_cost(
-    name: str, config: Any, *, batch: int, context: int, dtype: str, kv_dtype: str
+    name: str, config: Any, *, batch: int, context: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """One decode step of `batch` rows that each see `context` tokens, the new one included."""
-    weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, dtype=dtype)
+    weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, storage=storage)
     visible = [batch * min(context, window or context) for window in _windows(config)]
     return _with_attention(config, weight_bytes, operations, visible, visible, kv_dtype)
 
 
 def prefill_cost(
-    name: str, config: Any, *, batch: int, prompt: int, dtype: str, kv_dtype: str
+    name: str, config: Any, *, batch: int, prompt: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """Prompts of `prompt` tokens in `batch` rows; logits of each row's last token only."""
     tokens = batch * prompt
-    weight_bytes, operations = _weights(name, config, tokens, logit_rows=batch, dtype=dtype)
+    weight_bytes, operations = _weights(name, config, tokens, logit_rows=batch, storage=storage)
     pairs = [batch * visible_pairs(prompt, window) for window in _windows(config)]
     read = [batch * prompt for _ in pairs]
     return _with_attention(config, weight_bytes, operations, pairs, read, kv_dtype)
@@ -88,14 +88,15 @@ def _with_attention(
 
 
 def _weights(
-    name: str, config: Any, tokens: int, *, logit_rows: int, dtype: str
+    name: str, config: Any, tokens: int, *, logit_rows: int, storage: Storage
 ) -> tuple[int, int]:
     """(bytes read, operations) of all weights for `tokens` tokens."""
     num_bytes = operations = 0
     for slot in slots(family(name).weights(config), config.num_layers):
         size = math.prod(slot.weight.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
-        num_bytes += int(size * share) * ITEM_BYTES[dtype]
+        kept = storage.num_bytes(slot, config, stored_narrow=storage.narrow)
+        num_bytes += int(kept * share)
         if len(slot.weight.axis_names) > 1:
             operations += int(2 * size * rows)
     return num_bytes, operations

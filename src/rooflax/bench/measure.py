@@ -24,6 +24,10 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
 from rooflax.loading.load import describe
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
+from rooflax.ops.kernels import chosen
+
+PRODUCTS = {"w8a8": "int8", "w4a8": "int8"}
+"""What a quantised format multiplies; the ceiling is that of these operations."""
 
 
 def measure(work: Workload) -> dict[str, Any]:
@@ -78,6 +82,7 @@ class Bench:
             about,
             dtype=work.precision.dtype,
             kv_dtype=work.precision.kv_dtype,
+            quantize=work.precision.quantize,
             options=work.options,
             max_num_seqs=work.batch,
         )
@@ -90,9 +95,9 @@ class Bench:
         self.prompts = work.prompts(about.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
         precision = self.llm.precision
-        self.dtype = precision.dtype or "float32"
+        self.dtype = PRODUCTS.get(self.llm.format, self.llm.format)
         widths = {
-            "dtype": self.dtype,
+            "storage": self.llm.storage,
             "kv_dtype": precision.kv_dtype or "float32",
             "batch": work.batch,
         }
@@ -127,13 +132,14 @@ class Bench:
         options = work.as_json()["options"]
         return {
             "model": llm.about.name,
-            "format": self.dtype,
+            "format": self.llm.format,
             "parameters": llm.model.num_parameters,
             "batch": work.batch,
             "prompt_tokens": work.prompt_tokens,
             "output_tokens": work.output_tokens,
-            "options": options | {"kernels": options["kernels"] or "xla"},
-            "precision": {"dtype": self.dtype, "kv_dtype": llm.precision.kv_dtype},
+            "options": options,
+            "kernels": chosen(work.options.kernels),
+            "precision": vars(llm.precision),
             "deterministic": work.deterministic,
             "weights_bytes": llm.model.weights_bytes,
             "kv_cache_bytes": self.engine.kv_cache_bytes,

@@ -37,10 +37,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 def options_of(result: Result) -> str:
     """The switches that are not the default."""
-    given = dict(result["options"])
-    if given.get("kernels") == "xla":
-        given["kernels"] = None
-    return ExecutionOptions(**given).describe()
+    return ExecutionOptions(**result["options"]).describe()
 
 
 def table(results: Sequence[Result]) -> str:

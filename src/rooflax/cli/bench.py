@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.nn.execution import Precision
 
 if TYPE_CHECKING:
     from rooflax.bench.workload import Workload
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 SUMMARY = "measure speed, memory and the share of the roofline"
 DONE, FAILED = 0, 1
 MODES = ("quick", "versus", "compare", "ablate", "breakdown")
-LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype")
+LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype", "quantize")
 NEW_PROCESS = ("platform", "threads", "deterministic", *MODES)
 """Settings that --versus cannot change: both sides run in one process."""
 
@@ -39,7 +38,7 @@ def add_flags(parser: Parser) -> None:
     add("--breakdown", action="store_true", help="shares of attention, products, norms ...")
     add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
     add("--quick", action="store_true", help="old method against new; exit 1 below 3x")
-    flags.add_precision(parser, quantize=False, lists=True)
+    flags.add_precision(parser, lists=True)
     flags.add_execution(parser, lists=True)
     flags.add_device(parser)
     add = parser.group("output").add_argument
@@ -272,7 +271,7 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         batches=args.batch,
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
-        settings=[(flags.execution_options(s), Precision(s.dtype, s.kv_dtype)) for s in singles],
+        settings=[(flags.execution_options(s), flags.check_precision(s)) for s in singles],
     )
 
 

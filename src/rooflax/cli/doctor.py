@@ -19,7 +19,7 @@ DEPENDENCIES = (
     "tqdm",
 )  # fmt: skip
 OPTIONAL = ("transformers", "torch", "matplotlib")
-NOT_BUILT = {"native": "this version has none", "pallas": "this version has none"}
+NOT_WRITTEN = "this version has none"
 
 
 def add_flags(parser: Parser) -> None:
@@ -87,14 +87,22 @@ def host() -> dict[str, Any]:
 def kernels() -> dict[str, dict[str, str]]:
     """Per operation, each implementation: "used", "available", or why it is not there."""
     from rooflax.nn.execution import KERNELS
-    from rooflax.ops.kernels import OPERATIONS
+    from rooflax.ops import native
+    from rooflax.ops.dispatch import available
+    from rooflax.ops.kernels import OPERATIONS, chosen
 
-    found = {}
+    found, best = {}, chosen(None)
     for operation, known in OPERATIONS.items():
-        best = list(known)[-1]
-        states = {name: "used" if name == best else "available" for name in known}
-        missing = {n: f"not built: {NOT_BUILT[n]}" for n in KERNELS if n not in known}
-        found[operation] = states | missing
+        here = available(known)
+        states = {name: "used" if name == best[operation] else "available" for name in here}
+        for name in KERNELS:
+            if name in known and name not in here:
+                states[name] = f"cannot run: {native.status().reason}"
+            elif name not in known:
+                states[name] = f"not built: {NOT_WRITTEN}"
+        if "native" in here:
+            states["native"] += f" ({native.status().reason})"
+        found[operation] = states
     return found
 
 

@@ -135,12 +135,13 @@ def add_precision(
     if kv:
         add("--kv-dtype", metavar="TYPE", help="of the KV cache; default as --dtype", **kind)
     if quantize:
-        add("-q", "--quantize", metavar="FORMAT", help="refused: no format exists yet")
+        add("-q", "--quantize", metavar="FORMAT", help="weights as int8 or int4", **kind)
 
 
 def check_precision(args: argparse.Namespace) -> Precision:
     """The widths as they were asked for; RequestError for one that is not known."""
-    return Precision(args.dtype, getattr(args, "kv_dtype", None))
+    quantize = getattr(args, "quantize", None)
+    return Precision(args.dtype, getattr(args, "kv_dtype", None), quantize)
 
 
 def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -> None:

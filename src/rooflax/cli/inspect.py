@@ -24,7 +24,7 @@ SUMMARY = "architecture, weights, and the memory it will take"
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_max_model_len(parser, "tokens per sequence to plan for; default the model's longest")
-    flags.add_precision(parser, quantize=False)
+    flags.add_precision(parser)
     parser.group("memory and precision").add_argument(
         "--batch", metavar="N", type=at_least_one, default=1, help="sequences at once; default 1"
     )
@@ -135,15 +135,16 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
     from rooflax.models.memory import estimate
     from rooflax.models.model import resolve_max_model_len
     from rooflax.nn.device_memory import free_bytes
-    from rooflax.nn.execution import Precision
+    from rooflax.ops import kernels
 
-    backend = jax.default_backend()
-    precision = Precision(args.dtype, args.kv_dtype).resolve(backend)
+    precision = flags.check_precision(args).resolve(jax.default_backend())
+    narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
+    storage = about.storage(precision.dtype or "float32", precision.quantize, narrow=narrow)
     tokens = resolve_max_model_len(about.config, args.max_model_len)
     need = estimate(
         about.family,
         about.config,
-        dtype=precision.dtype or "float32",
+        storage=storage,
         kv_dtype=precision.kv_dtype or "float32",
         rows=args.batch,
         tokens=tokens,
@@ -154,6 +155,7 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "tokens": tokens,
         "dtype": precision.dtype,
         "kv_dtype": precision.kv_dtype,
+        "quantize": precision.quantize,
         "weights_bytes": need.weights,
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,

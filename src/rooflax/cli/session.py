@@ -52,18 +52,20 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def _bytes(about: Any, given: dict[str, Any]) -> int:
-    """What loading will read into memory, for the bar's end."""
+    """What loading will keep in memory, about, for the bar's end."""
     import jax
 
-    from rooflax.models.memory import ITEM_BYTES
     from rooflax.models.registry import family
     from rooflax.nn.execution import Precision
-    from rooflax.nn.weights import num_parameters
+    from rooflax.nn.weights import slots
 
-    table, config = family(about.family).weights(about.config), about.config
-    count = num_parameters(table, config.axis_sizes, config.num_layers)
-    dtype = Precision(given["dtype"]).resolve(jax.default_backend()).dtype or "float32"
-    return count * ITEM_BYTES[dtype]
+    config = about.config
+    precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
+    storage = about.storage(precision.dtype, precision.quantize, narrow=given["dtype"] is None)
+    return sum(
+        storage.num_bytes(slot, config, stored_narrow=storage.narrow)
+        for slot in slots(family(about.family).weights(config), config.num_layers)
+    )
 
 
 def say_settings(llm: LLM) -> None:

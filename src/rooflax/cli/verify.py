@@ -145,7 +145,9 @@ def compare(
     """Our logits and greedy tokens against the reference's; the prompts run as one batch."""
     from rooflax.engine.sampling_params import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    greedy = SamplingParams(
+        temperature=0.0, repetition_penalty=1.0, max_tokens=count, ignore_eos=True
+    )
     ours = [list(c.tokens) for c in llm.generate(prompts, greedy)]
     rows = []
     for prompt, wanted, theirs, mine in zip(prompts, logits, tokens, ours, strict=True):

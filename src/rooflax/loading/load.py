@@ -22,6 +22,8 @@ from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.storage import Storage
+from rooflax.ops.formats import resolve_format
 
 EMBEDDED_NAME = "rooflax-python-5m"
 """The embedded default, and the name of its folder in assets/."""
@@ -58,6 +60,18 @@ class Description:
                 f"embedding has {rows} rows; they do not belong together."
             )
         return tokenizer
+
+    def storage(self, dtype: str, quantize: str | None, *, narrow: bool) -> Storage:
+        """At which width the weights will be kept.
+
+        config.json says whether they are bfloat16; each tensor's own type decides as it is read.
+
+        Raises:
+            RequestError: there is no such format.
+        """
+        declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
+        chosen = None if quantize is None else resolve_format(quantize)
+        return Storage(dtype, chosen, narrow and "bfloat16" in declared)
 
     def generation_defaults(self) -> GenerationDefaults:
         if self.folder is None:
@@ -104,6 +118,8 @@ def load(
     model: str | Path | Description | None = None,
     *,
     dtype: str = "float32",
+    quantize: str | None = None,
+    narrow: bool = False,
     max_model_len: int | None = None,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -114,24 +130,27 @@ def load(
 
     Args:
         model: folder, hub id, "preset:NAME", None for the embedded default, or a Description.
-        dtype: of the weights, "float32" or "bfloat16".
+        dtype: of activations and weights, "float32" or "bfloat16".
+        quantize: format of the products' weights ("int8", "int4", see ops.quantization).
+        narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
-    _check_fits(about, dtype, resolve_max_model_len(about.config, max_model_len))
+    storage = about.storage(dtype, quantize, narrow=narrow)
+    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len))
     if about.folder is None:
         weights = random_weights(
-            about.family, about.config, seed=SEED, dtype=dtype, place=place, progress=progress
+            about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
         )
     else:
         weights = load_weights(
             Checkpoint(about.folder),
             about.family,
             about.config,
-            dtype=dtype,
+            storage=storage,
             check=check,
             progress=progress,
             place=place,
@@ -139,13 +158,13 @@ def load(
     return build(about.family, about.config, weights, max_model_len)
 
 
-def _check_fits(about: Description, dtype: str, max_model_len: int) -> None:
+def _check_fits(about: Description, storage: Storage, max_model_len: int) -> None:
     """The weights with a small cache must fit; a request's own cache is checked when it comes."""
     need = estimate(
         about.family,
         about.config,
-        dtype=dtype,
-        kv_dtype=dtype,
+        storage=storage,
+        kv_dtype=storage.dtype,
         rows=1,
         tokens=min(256, max_model_len),
         max_model_len=max_model_len,
@@ -170,5 +189,5 @@ def from_state_dict(
         ignore_config_keys: keys of the config to pass over.
     """
     name, parsed = read_config(config, ignore=ignore_config_keys)
-    weights = load_weights(ArraySource(mapping), name, parsed, dtype=dtype)
+    weights = load_weights(ArraySource(mapping), name, parsed, storage=Storage(dtype))
     return build(name, parsed, weights, max_model_len)

@@ -19,12 +19,14 @@ from rooflax.loading import mxfp4
 from rooflax.loading.arrays import aligned_empty
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
+from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
 
 NAMED_IN_ERRORS = 10
+DEFAULT_STORAGE = Storage()
 
 
 class Source(Protocol):
@@ -41,7 +43,7 @@ def load_weights(
     name: str,
     config: Any,
     *,
-    dtype: str = "float32",
+    storage: Storage = DEFAULT_STORAGE,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
     place: Callable[[Slot, np.ndarray], Any] | None = None,
@@ -51,27 +53,27 @@ def load_weights(
     Args:
         source: the checkpoint's tensors.
         name: the family.
-        dtype: that every weight is converted to.
+        storage: at which width each weight is kept.
         check: refuse weights that hold NaN or infinity.
         progress: called with the bytes of each weight when it is done.
-        place: puts a slot's host array on its device or devices; the default device otherwise.
+        place: puts a slot's host array on its devices; `storage.keep` otherwise.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
             weight's (the first ten named).
     """
     plan = _Plan(source, name, config)
-    place = place or (lambda slot, array: jax.device_put(array))
+    place = place or (lambda slot, array: storage.keep(slot, array, config))
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in plan.slots:
-            array = aligned_empty(slot.weight.shape(config.axis_sizes), jnp.dtype(dtype))
-            plan.fill(slot, array)
+            array = plan.read(slot, storage, config)
             if check:
                 _check_finite(slot, array)
             yield slot, place(slot, array)
+            plan.release(slot)
             if progress:
-                progress(array.nbytes)
+                progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
 
     return assemble(config.num_layers, arrays())
 
@@ -85,14 +87,32 @@ class _Plan:
         self.names = _NameMap(set(source.names()), family(name))
         self._check(config)
 
-    def fill(self, slot: Slot, out: np.ndarray) -> None:
-        """Reads a slot's tensors into `out`."""
-        names = [self.names.find(hf) for hf in slot.hf_names]
-        parts = [self._read(hf) for hf in names if hf is not None]
+    def read(self, slot: Slot, storage: Storage, config: Any) -> np.ndarray:
+        """A slot's tensors in our layout: a copy, or the file's own pages where that will do."""
+        parts = [self._read(hf) for hf in self._found(slot)]
+        shape = slot.weight.shape(self.sizes)
+        if storage.takes_views(slot, config):
+            return parts[0].reshape(shape)
+        dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
+        out = aligned_empty(shape, jnp.dtype(dtype))
         slot.weight.layout.join(parts, out)
-        for hf in names:
+        self.release(slot)
+        return out
+
+    def release(self, slot: Slot) -> None:
+        """Lets go of the file's pages behind a slot."""
+        for hf in self._found(slot):
             for stored in self.names.stored(hf):
                 self.source.release(stored)
+
+    def is_narrow(self, slot: Slot) -> bool:
+        """Whether all of a slot's tensors are bfloat16 in the checkpoint."""
+        stored = [name for hf in self._found(slot) for name in self.names.stored(hf)]
+        return all(self.source.info(name).dtype == "BF16" for name in stored)
+
+    def _found(self, slot: Slot) -> list[str]:
+        names = [self.names.find(hf) for hf in slot.hf_names]
+        return [name for name in names if name is not None]
 
     def _read(self, name: str) -> np.ndarray:
         if self.names.is_mxfp4(name):

@@ -6,14 +6,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rooflax.models.registry import family
+from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
 
 DEVIATION = 0.02
+DEFAULT_STORAGE = Storage()
 
 
 def random_weights(
@@ -21,7 +22,7 @@ def random_weights(
     config: Any,
     *,
     seed: int = 0,
-    dtype: str = "float32",
+    storage: Storage = DEFAULT_STORAGE,
     place: Callable[[Slot, np.ndarray], Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -32,18 +33,19 @@ def random_weights(
     that its values depend on nothing else. Made array by array on the host.
 
     Args:
-        place: puts a slot's host array on its device or devices; the default device otherwise.
+        storage: at which width each weight is kept.
+        place: puts a slot's host array on its devices; `storage.keep` otherwise.
         progress: called with the bytes of each weight when it is done.
     """
-    put = place or (lambda slot, array: jax.device_put(array))
+    put = place or (lambda slot, array: storage.keep(slot, array, config))
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in slots(family(name).weights(config), config.num_layers):
             shape = slot.weight.shape(config.axis_sizes)
-            array = _values(slot, shape, config, seed, dtype)
+            array = _values(slot, shape, config, seed, storage.dtype)
             yield slot, put(slot, array)
             if progress:
-                progress(array.nbytes)
+                progress(storage.num_bytes(slot, config, stored_narrow=False))
 
     return assemble(config.num_layers, arrays())
 

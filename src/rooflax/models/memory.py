@@ -8,9 +8,8 @@ from typing import Any
 from rooflax.errors import RequestError
 from rooflax.models.registry import family
 from rooflax.nn.layout import blocks_needed
-from rooflax.nn.weights import num_parameters
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+from rooflax.nn.storage import ITEM_BYTES, Storage
+from rooflax.nn.weights import slots
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def estimate(
     name: str,
     config: Any,
     *,
-    dtype: str,
+    storage: Storage,
     kv_dtype: str,
     rows: int,
     tokens: int,
@@ -47,12 +46,16 @@ def estimate(
     """Counts weights, cache and workspace.
 
     Args:
+        storage: at which width each weight will be kept.
         rows: sequences that run at once.
         tokens: longest context of each.
         max_model_len: rows of the RoPE table; the model's own by default.
     """
     table = family(name).weights(config)
-    parameters = num_parameters(table, config.axis_sizes, config.num_layers)
+    weights = sum(
+        storage.num_bytes(slot, config, stored_narrow=storage.narrow)
+        for slot in slots(table, config.num_layers)
+    )
     chunk = min(prefill_chunk, tokens)
     per_token = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
     groups = config.groups
@@ -69,7 +72,7 @@ def estimate(
     if hasattr(config, "rope_theta"):
         rope = (max_model_len or config.max_position) * config.head_dim * 4
     return MemoryEstimate(
-        weights=parameters * ITEM_BYTES[dtype] + rope,
+        weights=weights + rope,
         kv_cache=kv_cache,
         workspace=rows * (2 * scores + hidden + logits),
     )

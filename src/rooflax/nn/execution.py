@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from rooflax.errors import RequestError
+from rooflax.ops.formats import resolve_format
 
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
@@ -77,18 +78,22 @@ class Precision:
     Attributes:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of the KV cache; None is the activations' dtype.
+        quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
     """
 
     dtype: str | None = None
     kv_dtype: str | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, (None, *DTYPES))
         _check_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
+        if self.quantize is not None:
+            object.__setattr__(self, "quantize", resolve_format(self.quantize))
 
     def resolve(self, platform: str) -> Precision:
         """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu")."""
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
-        return Precision(dtype=dtype, kv_dtype=self.kv_dtype or dtype)
+        return Precision(dtype, self.kv_dtype or dtype, self.quantize)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
 from rooflax.nn.weights import Slot, Weight
+from rooflax.ops.quantization import QuantizedArray, rows_of
 
 TENSOR = "tensor"
 SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
@@ -136,9 +137,13 @@ def once(
 
 
 def embed(
-    table: Float[Array, "vocab hidden"], tokens: Int[Array, "rows seq"], shards: Shards | None
+    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    tokens: Int[Array, "rows seq"],
+    shards: Shards | None,
 ) -> Float[Array, "rows seq hidden"]:
     """Rows of the embedding table, which may be split over the vocabulary."""
+    if isinstance(table, QuantizedArray):
+        return rows_of(table, jnp.clip(tokens, 0, table.out_shape[0] - 1))
     if shards is None:
         return table.at[tokens].get(mode="clip")
     local = tokens - jax.lax.axis_index(shards.axis) * table.shape[0]

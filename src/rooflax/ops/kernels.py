@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rooflax.errors import RequestError
 from rooflax.ops.attention import api as attention
+from rooflax.ops.dispatch import available
 from rooflax.ops.linear import api as linear
 from rooflax.ops.moe import api as moe
 
@@ -22,7 +23,16 @@ def check_kernels(name: str | None) -> None:
         RequestError: naming the operation and what it has.
     """
     for operation, implementations in OPERATIONS.items():
-        if name is not None and name not in implementations:
+        here = available(implementations)
+        if name is not None and name not in here:
             raise RequestError(
-                f"kernels is {name!r}, but {operation} has only {', '.join(implementations)} here."
+                f"kernels is {name!r}, but {operation} has only {', '.join(here)} here."
             )
+
+
+def chosen(name: str | None) -> dict[str, str]:
+    """Per operation the implementation that runs when `name` is asked for."""
+    return {
+        operation: name or list(available(implementations))[-1]
+        for operation, implementations in OPERATIONS.items()
+    }

@@ -1,13 +1,37 @@
-"""The package's native library (csrc/), opened once; absent where it could not be built."""
+"""The package's native library (csrc/): opened once, its kernels registered with XLA's CPU client.
+
+Absent where it could not be built; `status` says why.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
+
 LIBRARY = "librooflax_native.so"
+TARGETS = (
+    "rooflax_matmul", "rooflax_unembed", "rooflax_int8", "rooflax_int4", "rooflax_attention",
+)  # fmt: skip
+INSTRUCTION_SETS = ("generic", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether the kernels can run here.
+
+    Attributes:
+        ready: they are registered.
+        reason: why not, as a sentence; or the instruction set in use.
+    """
+
+    ready: bool
+    reason: str
 
 
 def library_path() -> Path | None:
@@ -31,3 +55,59 @@ def load() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if path else None
     except OSError:
         return None
+
+
+def is_ready() -> bool:
+    """Whether this process computes on CPU and has the kernels."""
+    return status().ready
+
+
+@cache
+def status() -> Status:
+    """Registers the kernels if they fit this jaxlib; a newer interface would cost JAX its CPU."""
+    if jax.default_backend() != "cpu":
+        return Status(
+            False, f"the native kernels are for CPU, and JAX runs on {jax.default_backend()}"
+        )
+    library = load()
+    if library is None:
+        return Status(False, "the native library was not built: no C++ compiler at installation")
+    built, here = library.rooflax_ffi_version(), _ffi_version()
+    if here is None or built > here:
+        return Status(
+            False,
+            f"the native library was built for FFI version {built}, and this jaxlib has {here}; "
+            f"install rooflax again",
+        )
+    for name in TARGETS:
+        target = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    return Status(True, instruction_set())
+
+
+def _ffi_version() -> int | None:
+    """What jaxlib's header says, major * 1000 + minor."""
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if found[0] is None or found[1] is None:
+        return None
+    return int(found[0].group(1)) * 1000 + int(found[1].group(1))
+
+
+def instruction_set() -> str:
+    """The one that the kernels use now."""
+    library = load()
+    if library is None:
+        return "none"
+    library.rooflax_instruction_set.restype = ctypes.c_char_p
+    return library.rooflax_instruction_set().decode()
+
+
+def force_instruction_set(name: str) -> bool:
+    """For tests: one of INSTRUCTION_SETS, or "" for the best; False if this processor lacks it."""
+    library = load()
+    return library is not None and bool(library.rooflax_force_instruction_set(name.encode()))

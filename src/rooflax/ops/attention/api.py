@@ -8,11 +8,15 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
-from rooflax.ops.attention import reference, xla
+from rooflax.ops.attention import cpu, reference, xla
 from rooflax.ops.dispatch import choose
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
-PAGED_IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+PAGED_IMPLEMENTATIONS = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+    "native": cpu.paged_attention,
+}
 
 
 @parts.attention
@@ -100,6 +104,8 @@ def paged_attention(
     Everything else is as in `attention`.
     """
     _check_heads(q.shape[2], k_pool.shape[1])
+    if implementation is None and repeat_kv:  # the kernel has nothing to copy
+        implementation = "xla"
     compute = choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)
     return compute(
         q,

@@ -6,15 +6,16 @@ from jaxtyping import Array, Float
 
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
-from rooflax.ops.linear import reference, xla
+from rooflax.ops.linear import cpu, reference, xla
+from rooflax.ops.quantization import QuantizedArray
 
-IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul}
+IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul, "native": cpu.matmul}
 
 
 @parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
-    w: Float[Array, "*weight"],
+    w: Float[Array, "*weight"] | QuantizedArray,
     bias: Float[Array, "*out"] | None = None,
     *,
     contract: int = 1,
@@ -29,10 +30,10 @@ def linear(
 
     Args:
         x: [..., *in].
-        w: [*in, *out].
+        w: [*in, *out], in any width; quantised ones round x as their format says.
         bias: [*out] or None.
         contract: number of axes in `*in`.
-        implementation: "reference", "xla", or None for the platform's best.
+        implementation: "reference", "xla", "native", or None for the platform's best.
 
     Raises:
         ValueError: the contracted axes differ.
@@ -45,23 +46,32 @@ def linear(
     matmul = choose("linear", IMPLEMENTATIONS, implementation)
     rows = x.reshape(-1, _size(in_shape))
     flat_bias = None if bias is None else bias.reshape(-1)
-    y = matmul(rows, w.reshape(_size(in_shape), _size(out_shape)), flat_bias)
+    if not isinstance(w, QuantizedArray):
+        w = w.reshape(_size(in_shape), _size(out_shape))
+    y = matmul(rows, w, flat_bias)
     return y.reshape(*x.shape[:split], *out_shape)
 
 
 @parts.matmuls
 def unembed(
     x: Float[Array, "*batch hidden"],
-    table: Float[Array, "vocab hidden"],
+    table: Float[Array, "vocab hidden"] | QuantizedArray,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*batch vocab"]:
-    """Logits: x times the transposed embedding, accumulated and returned in float32."""
+    """Logits: x times the transposed embedding, accumulated and returned in float32.
+
+    A quantised table contracts hidden: its in_shape is (hidden,), its out_shape (vocab,).
+    """
     product = choose("unembed", UNEMBED_IMPLEMENTATIONS, implementation)
-    return product(x.reshape(-1, x.shape[-1]), table).reshape(*x.shape[:-1], table.shape[0])
+    return product(x.reshape(-1, x.shape[-1]), table).reshape(*x.shape[:-1], -1)
 
 
-UNEMBED_IMPLEMENTATIONS = {"reference": reference.unembed, "xla": xla.unembed}
+UNEMBED_IMPLEMENTATIONS = {
+    "reference": reference.unembed,
+    "xla": xla.unembed,
+    "native": cpu.unembed,
+}
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Linear as one dot_general, left to XLA."""
+"""Linear as one dot_general, left to XLA; a quantised weight is dequantised first."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rooflax.ops.dot import dot_general
+from rooflax.ops.quantization import QuantizedArray, quantized_product
 
 
 def matmul(
-    x: Float[Array, "rows in"], w: Float[Array, "in out"], bias: Float[Array, " out"] | None
+    x: Float[Array, "rows in"],
+    w: Float[Array, "in out"] | QuantizedArray,
+    bias: Float[Array, " out"] | None,
 ) -> Float[Array, "rows out"]:
-    y = dot_general(x, w, (((1,), (0,)), ((), ())))
+    if isinstance(w, QuantizedArray):
+        y = quantized_product(x.astype(jnp.float32), w)
+    else:
+        y = dot_general(x, w, (((1,), (0,)), ((), ())))
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(x.dtype)
 
 
 def unembed(
-    x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"]
+    x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
 ) -> Float[Array, "rows vocab"]:
+    if isinstance(table, QuantizedArray):
+        return quantized_product(x.astype(jnp.float32), table)
     return dot_general(x, table, (((1,), (1,)), ((), ())))

@@ -1,0 +1,68 @@
+// Which instruction set the kernels use: the processor's best, or the one a test forces.
+
+#include <atomic>
+#include <cstring>
+#include <initializer_list>
+
+#include "kernels.h"
+
+namespace rooflax {
+namespace {
+
+#if defined(__x86_64__)
+bool HasAvx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
+
+// Null where this processor does not have it, or there is no such name.
+const Kernels* Find(const char* name) {
+#if defined(__x86_64__)
+  if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
+  if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
+#endif
+  return std::strcmp(name, "generic") == 0 ? &generic::kKernels : nullptr;
+}
+
+const Kernels* Best() {
+  for (const char* name : {"avx512", "avx2"}) {
+    if (const Kernels* found = Find(name)) return found;
+  }
+  return &generic::kKernels;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& ChosenKernels() {
+  const Kernels* kernels = chosen.load(std::memory_order_relaxed);
+  if (kernels == nullptr) {
+    kernels = Best();
+    chosen.store(kernels, std::memory_order_relaxed);
+  }
+  return *kernels;
+}
+
+}  // namespace rooflax
+
+extern "C" {
+
+// The name of the instruction set in use.
+__attribute__((visibility("default"))) const char* rooflax_instruction_set() {
+  return rooflax::ChosenKernels().name;
+}
+
+// Forces "generic", "avx2" or "avx512"; 0 if this processor lacks it. "" takes the best again.
+__attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
+  const rooflax::Kernels* found = *name ? rooflax::Find(name) : rooflax::Best();
+  if (found == nullptr) return 0;
+  rooflax::chosen.store(found, std::memory_order_relaxed);
+  return 1;
+}
+
+}  // extern "C"

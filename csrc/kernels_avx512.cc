@@ -1,0 +1,4 @@
+// The kernels for avx512; CMakeLists.txt gives this file its instruction set.
+#define ROOFLAX_ISA avx512
+#define ROOFLAX_ISA_NAME "avx512"
+#include "kernels_impl.h"

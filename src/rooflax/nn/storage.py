@@ -1,0 +1,90 @@
+"""`Storage`: at which width each weight lies in memory.
+
+Weights of products can be narrower than the activations, because kernels widen them as they read:
+bfloat16 as a checkpoint has it, or quantised. Everything else (norms, biases, tables that are only
+looked up, experts) has the activations' dtype. This module knows no files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rooflax.nn.weights import Layout, Slot
+from rooflax.ops.quantization import QuantizedArray, fits, packed_bytes, quantize
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Widths of a model's weights.
+
+    Attributes:
+        dtype: of the activations, and of every weight that is not a product's.
+        quantize: format of the products' weights; None keeps them unquantised.
+        narrow: products' weights that the checkpoint has in bfloat16 stay so.
+    """
+
+    dtype: str = "float32"
+    quantize: str | None = None
+    narrow: bool = False
+
+    def format_of(self, slot: Slot, config: Any) -> str | None:
+        """The format that a weight is quantised to; None where it is not.
+
+        int8 stands in where groups of 32 do not divide the inputs.
+        """
+        if self.quantize is None or not is_product(slot, config):
+            return None
+        in_shape, _ = product_shape(slot, config)
+        return self.quantize if fits(self.quantize, math.prod(in_shape)) else "w8a8"
+
+    def dtype_of(self, slot: Slot, config: Any, stored_narrow: bool) -> str:
+        """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
+        keep = self.narrow and stored_narrow and is_product(slot, config)
+        return "bfloat16" if keep else self.dtype
+
+    def takes_views(self, slot: Slot, config: Any) -> bool:
+        """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
+        return self.format_of(slot, config) is not None and type(slot.weight.layout) is Layout
+
+    def keep(self, slot: Slot, array: np.ndarray, config: Any) -> jax.Array | QuantizedArray:
+        """A host array in our layout, as it will lie on the device."""
+        found = self.format_of(slot, config)
+        if found is None:
+            return jax.device_put(array)
+        in_shape, out_shape = product_shape(slot, config)
+        return quantize(array, found, in_shape, out_shape, transposed=is_head(slot, config))
+
+    def num_bytes(self, slot: Slot, config: Any, *, stored_narrow: bool) -> int:
+        """What a weight will take."""
+        found = self.format_of(slot, config)
+        if found is None:
+            size = math.prod(slot.weight.shape(config.axis_sizes))
+            return size * ITEM_BYTES[self.dtype_of(slot, config, stored_narrow)]
+        in_shape, out_shape = product_shape(slot, config)
+        return packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
+
+
+def is_head(slot: Slot, config: Any) -> bool:
+    """The matrix that makes logits: [vocab, hidden], multiplied along hidden."""
+    return slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
+
+
+def is_product(slot: Slot, config: Any) -> bool:
+    """Whether a weight multiplies activations, other than an expert's."""
+    return "->" in slot.weight.axes or is_head(slot, config)
+
+
+def product_shape(slot: Slot, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(in, out) of a product's weight."""
+    in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
+    if is_head(slot, config):
+        vocab, hidden = out_shape
+        return (hidden,), (vocab,)
+    return in_shape, out_shape

@@ -1,0 +1,34 @@
+"""Paged attention by the native kernel: blocks are read in place, cost follows the visible keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    k_pool: Float[Array, "blocks K block_size H"],
+    v_pool: Float[Array, "blocks K block_size H"],
+    *,
+    block_tables: Int[Array, "B nb"],
+    first_positions: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    repeat_kv: bool,
+) -> Float[Array, "B T N H"]:
+    if repeat_kv:
+        raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
+    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    call = jax.ffi.ffi_call("rooflax_attention", out)
+    wide = q.astype(jnp.float32)
+    arrays = (block_tables, first_positions, positions, context_lens, sinks)
+    return call(
+        wide, k_pool, v_pool, *arrays, scale=np.float32(scale), window=np.int64(window or 0)
+    ).astype(q.dtype)

@@ -1,0 +1,81 @@
+"""The pages about measuring: their tables are what their JSON says, and nothing is left out."""
+
+import json
+import re
+import shlex
+from importlib import resources
+
+import pytest
+
+from benchmarks import optimizations, rules
+from rooflax.cli.main import parse
+from rooflax.errors import RequestError
+from tests.product.snippets import ROOT
+
+PAGES = ("benchmarking.md", "optimizations.md", "troubleshooting.md")
+SCHEMA = json.loads(resources.files("rooflax.bench").joinpath("bench.schema.json").read_text())
+
+
+def text(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", [rules, optimizations])
+def test_the_tables_are_those_of_the_figures(script):
+    page, document = (path.read_text(encoding="utf-8") for path in (script.PAGE, script.FIGURES))
+    wanted = script.page_with_figures(page, json.loads(document))
+    assert page == wanted, f"run: python {script.__file__} --render"
+
+
+@pytest.mark.parametrize("script", [rules, optimizations])
+def test_a_page_without_its_markers_is_refused(script):
+    document = json.loads(script.FIGURES.read_text(encoding="utf-8"))
+    with pytest.raises(ValueError, match="lacks"):
+        script.page_with_figures("# A page\n", document)
+
+
+def test_every_rule_has_figures():
+    document = json.loads(rules.FIGURES.read_text(encoding="utf-8"))
+    assert {rules.SAME_RUNS.get(name, name) for name in rules.RULES} == set(document["rules"])
+
+
+def test_orders_of_equal_runs_by_hand():
+    runs = [float(n) for n in range(10)]
+    assert rules.alternating(runs) == ([0, 3, 4, 7, 8], [1, 2, 5, 6, 9])
+    equal = [100.0] * (2 * rules.TRIALS * rules.COMPARISONS)
+    found = rules.order(equal)
+    assert all(o == {"claimed": 0, "verdicts": 0} for o in found.values())
+    half = len(equal) // 2
+    found = rules.order(equal[:half] + [120.0] * half)  # it became faster half way
+    assert found["apart"]["claimed"] == rules.COMPARISONS
+    assert found["interleaved"] == {"claimed": 0, "verdicts": 0}
+
+
+def test_every_field_of_the_schema_is_explained():
+    page = text("benchmarking.md")
+    for name in ("document", "environment", "result", "setting", "summary", "step", "ceiling"):
+        for field in SCHEMA["$defs"][name]["properties"]:
+            assert f"`{field}`" in page, (name, field)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_known(page):
+    """Of every command in the page, verbs and flags are what the command line takes."""
+    shown = re.findall(r"^(rooflax .*)$|`(rooflax\s[a-z][^`]*)`", text(page), re.MULTILINE)
+    commands = {" ".join((line or inline).split()) for line, inline in shown}
+    assert len(commands) >= 3
+    for command in commands:
+        words = shlex.split(command.partition(" > ")[0])[1:]
+        try:
+            assert parse(words) is not None
+        except RequestError as error:
+            raise AssertionError(f"{page}: {command}: {error}") from None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_links_exist(page):
+    folder = ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#]+)\)", text(page)):
+        assert (folder / target).exists(), target
+    for path in re.findall(r"`((?:bench|engine|nn|ops)/\w+(?:/\w+)?\.py)`", text(page)):
+        assert (ROOT / "src" / "rooflax" / path).exists(), path

@@ -1,0 +1,164 @@
+"""The native kernels against their references, for every instruction set that is here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.ops import native
+from rooflax.ops.attention import cpu as attention_cpu
+from rooflax.ops.attention import reference as attention_reference
+from rooflax.ops.linear import cpu, reference
+from rooflax.ops.quantization import quantize, quantized_product
+
+pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30]
+SHAPES = [(64, 48), (99, 37), (160, 130)]
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(params=native.INSTRUCTION_SETS)
+def instruction_set(request):
+    """Forces one instruction set."""
+    if not native.force_instruction_set(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    native.force_instruction_set("")
+
+
+def inputs(rows, inner, outer):
+    x = RNG.standard_normal((rows, inner)).astype(np.float32)
+    w = RNG.standard_normal((inner, outer)).astype(np.float32)
+    return jnp.asarray(x), w, jnp.asarray(RNG.standard_normal(outer).astype(np.float32))
+
+
+def close(found, wanted, tolerance=2e-4):
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=tolerance)
+
+
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products(instruction_set, inner, outer, dtype):
+    for rows in ROWS:
+        x, w, bias = inputs(rows, inner, outer)
+        weight = jnp.asarray(w, dtype)
+        close(jax.jit(cpu.matmul)(x, weight, bias), reference.matmul(x, weight, bias))
+        close(jax.jit(cpu.matmul)(x, weight, None), reference.matmul(x, weight, None))
+        close(jax.jit(cpu.unembed)(x, weight.T), reference.unembed(x, weight.T))
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (96, 37), (160, 130)])
+def test_quantised_products(instruction_set, inner, outer, format):
+    for rows in ROWS:
+        x, w, bias = inputs(rows, inner, outer)
+        packed = quantize(w, format, (inner,), (outer,))
+        wanted = quantized_product(x, packed)
+        close(jax.jit(cpu.matmul)(x, packed, bias), wanted + bias[None])
+        close(jax.jit(cpu.unembed)(x, packed), wanted)
+
+
+def test_int8_with_inputs_that_are_no_multiple_of_four(instruction_set):
+    x, w, bias = inputs(5, 67, 40)
+    packed = quantize(w, "w8a8", (67,), (40,))
+    close(jax.jit(cpu.matmul)(x, packed, bias), quantized_product(x, packed) + bias[None])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8", "w4a8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
+    """Bit for bit, for any number of rows, wide enough to be shared among threads."""
+    x, w, bias = inputs(40, 256, 1000)
+    weight = quantize(w, dtype, (256,), (1000,)) if dtype[0] == "w" else jnp.asarray(w, dtype)
+    call = jax.jit(cpu.matmul)
+    alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(40)])
+    for rows in (2, 3, 7, 8, 9, 12, 13, 25, 40):
+        np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
+    if dtype[0] != "w":
+        call, table = jax.jit(cpu.unembed), weight.T
+        alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(40)])
+        for rows in (2, 5, 8, 9, 40):
+            np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
+
+
+def test_activations_of_other_types_and_zero_rows(instruction_set):
+    x, w, _ = inputs(3, 64, 48)
+    narrow = x.astype(jnp.bfloat16)
+    found = jax.jit(cpu.matmul)(narrow, jnp.asarray(w), None)
+    assert found.dtype == jnp.bfloat16
+    for format in ("w8a8", "w4a8"):
+        packed = quantize(w, format, (64,), (48,))
+        assert not np.asarray(jax.jit(cpu.matmul)(jnp.zeros((2, 64)), packed, None)).any()
+
+
+def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
+    """Two rows of unequal length over shuffled blocks; a third row is padding."""
+    heads, kv_heads, block, blocks = 6, 2, 4, 9
+    pools = [
+        jnp.asarray(RNG.standard_normal((30, kv_heads, block, head_dim)), dtype) for _ in range(2)
+    ]
+    lengths = np.array([31, 17, 0], np.int32)
+    queries = np.array([seq, seq, 0], np.int32)
+    start = lengths - queries
+    first = np.array([0, 4 if window else 0, 0], np.int32)
+    order = RNG.permutation(29)[: 2 * blocks] + 1
+    tables = np.zeros((3, blocks), np.int32)
+    tables[:2] = order.reshape(2, blocks)
+    return {
+        "q": jnp.asarray(RNG.standard_normal((3, seq, heads, head_dim)), jnp.float32),
+        "k_pool": pools[0],
+        "v_pool": pools[1],
+        "block_tables": jnp.asarray(tables),
+        "first_positions": jnp.asarray(first),
+        "positions": jnp.asarray(start[:, None] + np.arange(seq, dtype=np.int32)[None]),
+        "context_lens": jnp.asarray(lengths),
+        "scale": 0.3,
+        "window": window,
+        "sinks": jnp.asarray(RNG.standard_normal(heads), jnp.float32) if sinks else None,
+        "repeat_kv": False,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("head_dim", [20, 64, 80])
+def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
+    case = attention_case(head_dim=head_dim, window=window, dtype=dtype, sinks=sinks)
+    found = np.asarray(attention_cpu.paged_attention(**case))
+    wanted = np.asarray(attention_reference.paged_attention(**case))
+    close(found[:2], wanted[:2], 2e-5)
+    assert np.isfinite(found).all()
+
+
+def test_attention_does_not_depend_on_batch_or_chunk(instruction_set):
+    case = attention_case(seq=3)
+    whole = np.asarray(attention_cpu.paged_attention(**case))
+    batched = ("q", "block_tables", "first_positions", "positions", "context_lens")
+    alone = attention_cpu.paged_attention(**case | {n: case[n][1:2] for n in batched})
+    np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
+    last = {n: case[n][:, 2:] for n in ("q", "positions")}
+    np.testing.assert_array_equal(
+        np.asarray(attention_cpu.paged_attention(**case | last))[:2, 0], whole[:2, 2]
+    )
+
+
+def test_wrong_shapes_are_refused_by_the_kernel():
+    with pytest.raises(Exception, match="rooflax matmul"):
+        jax.block_until_ready(
+            jax.ffi.ffi_call("rooflax_matmul", jax.ShapeDtypeStruct((2, 4), jnp.float32))(
+                jnp.ones((2, 3)), jnp.ones((5, 4)), jnp.zeros(0)
+            )
+        )
+
+
+def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
+    native.status.cache_clear()
+    monkeypatch.setattr(native, "_ffi_version", lambda: 0)
+    try:
+        assert "install rooflax again" in native.status().reason
+        assert not native.is_ready()
+    finally:
+        monkeypatch.undo()
+        native.status.cache_clear()
+        assert native.is_ready()

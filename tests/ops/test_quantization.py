@@ -1,0 +1,95 @@
+"""Formats: what packing means, and that it loses no more than rounding does."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.ops.formats import resolve_format
+from rooflax.ops.quantization import (
+    GROUP,
+    dequantize,
+    fits,
+    packed_bytes,
+    quantize,
+    quantized_product,
+    rows_of,
+)
+
+SHAPES = [(64, 48), (96, 37), (160, 16), (32, 5)]
+
+
+def weight(inner, outer, seed=0):
+    return np.random.default_rng(seed).standard_normal((inner, outer)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [*SHAPES, (35, 20)])
+def test_int8_is_within_half_a_step(inner, outer):
+    w = weight(inner, outer)
+    packed = quantize(w, "w8a8", (inner,), (outer,))
+    step = np.abs(w).max(axis=0) / 127
+    assert (np.abs(np.asarray(dequantize(packed)) - w) <= step / 2 * 1.0001).all()
+    assert packed.num_bytes == packed_bytes("w8a8", inner, outer)
+    q = np.asarray(dequantize(packed)) / np.asarray(packed.scales)[:outer]
+    assert np.array_equal(np.rint(q).sum(axis=0), np.asarray(packed.sums)[:outer])
+
+
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_int4_equals_ggml_q4_0(inner, outer):
+    """Against quantize_row_q4_0_ref of ggml-quants.c, written out here value by value."""
+    w = weight(inner, outer)
+    found = np.asarray(dequantize(quantize(w, "w4a8", (inner,), (outer,))))
+    for n in range(outer):
+        for start in range(0, inner, GROUP):
+            block = w[start : start + GROUP, n]
+            largest = block[np.abs(block).argmax()]
+            d = np.float32(largest) / np.float32(-8)
+            inverse = np.float32(1) / d if d else np.float32(0)
+            q = np.minimum(15, (block * inverse + np.float32(8.5)).astype(np.int8))
+            want = (q - 8).astype(np.float32) * np.float32(np.float16(d))
+            np.testing.assert_array_equal(found[start : start + GROUP, n], want)
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+def test_zero_weights_stay_zero(format):
+    w = np.zeros((64, 20), np.float32)
+    assert not np.asarray(dequantize(quantize(w, format, (64,), (20,)))).any()
+    product = quantized_product(jnp.ones((2, 64)), quantize(w, format, (64,), (20,)))
+    assert not np.asarray(product).any()
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+def test_a_table_from_its_other_side_and_its_rows(format):
+    w = weight(64, 37)
+    packed = quantize(w, format, (64,), (37,))
+    turned = quantize(np.ascontiguousarray(w.T), format, (64,), (37,), transposed=True)
+    assert np.array_equal(np.asarray(packed.values), np.asarray(turned.values))
+    index = jnp.asarray([[0, 36], [17, 5]])
+    whole = np.asarray(dequantize(packed)).T
+    np.testing.assert_array_equal(np.asarray(rows_of(packed, index)), whole[np.asarray(index)])
+
+
+def test_axes_of_several_sizes_and_chunks(monkeypatch):
+    monkeypatch.setattr("rooflax.ops.quantization.CHUNK", 32)
+    w = np.random.default_rng(1).standard_normal((64, 3, 5, 6)).astype(np.float32)
+    packed = quantize(w, "w4a8", (64,), (3, 5, 6))
+    assert packed.shape == w.shape
+    whole = quantize(w.reshape(64, 90), "w4a8", (64,), (90,))
+    assert np.array_equal(np.asarray(packed.values)[:5], np.asarray(whole.values)[:5])
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_products_are_close_to_the_exact_ones(format, tokens):
+    w, x = weight(256, 48), np.random.default_rng(2).standard_normal((tokens, 256))
+    exact = x.astype(np.float32) @ w
+    found = quantized_product(jnp.asarray(x, jnp.float32), quantize(w, format, (256,), (48,)))
+    error = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
+    assert error < {"w8a8": 0.02, "w4a8": 0.12}[format]
+
+
+def test_names():
+    assert resolve_format("int8") == "w8a8" == resolve_format("w8a8")
+    assert not fits("w4a8", 33)
+    with pytest.raises(RequestError, match="int8, int4"):
+        resolve_format("int3")

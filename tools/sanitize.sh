@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds csrc/test_kernels.cc with the address, undefined behaviour and thread sanitizers; runs it.
+#   tools/sanitize.sh [compiler]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+compiler=${1:-c++}
+flags="-std=c++17 -O1 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+
+for sanitizer in address,undefined thread; do
+  objects=()
+  pids=()
+  build() {
+    local name=$1
+    shift
+    "$compiler" $flags "-fsanitize=$sanitizer" -fno-sanitize-recover=all "$@" \
+      -c "csrc/$name.cc" -o "$out/$name.o" &
+    pids+=($!)
+    objects+=("$out/$name.o")
+  }
+  build dispatch
+  build test_kernels
+  build kernels_generic
+  if [ "$(uname -m)" = x86_64 ]; then
+    build kernels_avx2 -mavx2 -mfma -mf16c
+    build kernels_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
+  fi
+  for pid in "${pids[@]}"; do wait "$pid"; done
+  "$compiler" "-fsanitize=$sanitizer" "${objects[@]}" -pthread -o "$out/test"
+  echo "sanitizer $sanitizer:"
+  "$out/test"
+done

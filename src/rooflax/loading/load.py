@@ -155,7 +155,7 @@ def load(
             progress=progress,
             place=place,
         )
-    return build(about.family, about.config, weights, max_model_len)
+    return build(about.family, about.config, weights, max_model_len, storage.dtype)
 
 
 def _check_fits(about: Description, storage: Storage, max_model_len: int) -> None:
@@ -190,4 +190,4 @@ def from_state_dict(
     """
     name, parsed = read_config(config, ignore=ignore_config_keys)
     weights = load_weights(ArraySource(mapping), name, parsed, storage=Storage(dtype))
-    return build(name, parsed, weights, max_model_len)
+    return build(name, parsed, weights, max_model_len, dtype)

@@ -153,6 +153,7 @@ def forward(
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
     remat: str | None = None,
+    dtype: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels, eps = options.kernels, config.norm_eps
@@ -173,8 +174,8 @@ def forward(
         h = linear(h, w["mlp.down"], down_bias, implementation=kernels)
         return x + mesh.all_reduce(h, shards)
 
-    x = mesh.embed(weights["embed"], batch.tokens, shards).astype(weights["final_norm"].dtype)
-    x = x + weights["position"].at[batch.positions].get(mode="clip")
+    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype)
+    x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
     x, cache = run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )

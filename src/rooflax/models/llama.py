@@ -201,6 +201,7 @@ def forward(
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
     remat: str | None = None,
+    dtype: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
@@ -224,7 +225,7 @@ def forward(
         h = linear(h, w["mlp.down"], down_bias, implementation=kernels)
         return x + mesh.all_reduce(h, shards)
 
-    x = mesh.embed(weights["embed"], batch.tokens, shards).astype(weights["final_norm"].dtype)
+    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype)
     x, cache = run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )

@@ -34,6 +34,7 @@ class Model:
         family: model_type in Hugging Face's words.
         config: the family's Config.
         max_model_len: longest context in tokens.
+        dtype: of the activations; None is the embedding's.
     """
 
     weights: dict[str, Any]
@@ -41,6 +42,7 @@ class Model:
     family: str = field(metadata={"static": True})
     config: Any = field(metadata={"static": True})
     max_model_len: int = field(metadata={"static": True})
+    dtype: str | None = field(default=None, metadata={"static": True})
 
     @property
     def table(self) -> dict[str, Weight]:
@@ -73,6 +75,7 @@ class Model:
             options=options,
             shards=shards,
             remat=remat,
+            dtype=self.dtype,
         )
 
     def logits(
@@ -115,7 +118,13 @@ def resolve_max_model_len(config: Any, max_model_len: Any) -> int:
     return max_model_len
 
 
-def build(name: str, config: Any, weights: dict[str, Any], max_model_len: int | None) -> Model:
+def build(
+    name: str,
+    config: Any,
+    weights: dict[str, Any],
+    max_model_len: int | None,
+    dtype: str | None = None,
+) -> Model:
     """A Model from parts already on the device."""
     length = resolve_max_model_len(config, max_model_len)
-    return Model(weights, make_rope(config, length), name, config, length)
+    return Model(weights, make_rope(config, length), name, config, length, dtype)

@@ -140,8 +140,18 @@ def embed(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     tokens: Int[Array, "rows seq"],
     shards: Shards | None,
+    dtype: str | None = None,
 ) -> Float[Array, "rows seq hidden"]:
-    """Rows of the embedding table, which may be split over the vocabulary."""
+    """Rows of the embedding table, which may be split over the vocabulary, as `dtype`."""
+    rows = _rows(table, tokens, shards)
+    return rows if dtype is None else rows.astype(dtype)
+
+
+def _rows(
+    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    tokens: Int[Array, "rows seq"],
+    shards: Shards | None,
+) -> Float[Array, "rows seq hidden"]:
     if isinstance(table, QuantizedArray):
         return rows_of(table, jnp.clip(tokens, 0, table.out_shape[0] - 1))
     if shards is None:

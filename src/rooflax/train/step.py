@@ -181,7 +181,7 @@ def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Arra
     def loss_sum(
         weights: dict[str, Any], rope: RopeTable | None, batch: PackedBatch
     ) -> Float[Array, ""]:
-        computed = replace(skeleton, weights=cast(weights), rope=rope)
+        computed = replace(skeleton, weights=cast(weights), rope=rope, dtype=None)
         tokens = Batch.dense(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
         hidden, _ = computed.forward(tokens, None, options=options, remat=config.remat)
 

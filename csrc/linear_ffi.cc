@@ -1,6 +1,7 @@
 // Linear as XLA custom calls: checks of shapes, splitting of the work, nothing else.
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,30 @@ ffi::Error Unembed(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer table, ffi::Resul
              mine.end = end;
              kernels.unembed(mine);
            });
+  return ffi::Error::Success();
+}
+
+// y[i] = table[index[i]], widened; an index outside the table takes its nearest row.
+ffi::Error Rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<F32> y) {
+  Width width;
+  if (Rank(table) != 2 || Rank(index) != 1 || !WidthOf(table.element_type(), width)) {
+    return Refuse("rows: shapes or types");
+  }
+  const int64_t outer = Dim(table, 0), inner = Dim(table, 1);
+  for (int64_t i = 0; i < Dim(index, 0); ++i) {
+    const int64_t row = std::clamp<int64_t>(index.typed_data()[i], 0, outer - 1);
+    float* to = y->typed_data() + i * inner;
+    if (width == Width::kFloat32) {
+      const auto* from = static_cast<const float*>(table.untyped_data()) + row * inner;
+      std::copy(from, from + inner, to);
+    } else {
+      const auto* from = static_cast<const uint16_t*>(table.untyped_data()) + row * inner;
+      for (int64_t k = 0; k < inner; ++k) {
+        const uint32_t bits = static_cast<uint32_t>(from[k]) << 16;
+        std::memcpy(to + k, &bits, sizeof(bits));
+      }
+    }
+  }
   return ffi::Error::Success();
 }
 
@@ -157,6 +182,8 @@ ROOFLAX_HANDLER(rooflax_matmul, Matmul,
 ROOFLAX_HANDLER(rooflax_unembed, Unembed,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Ret<F32>());
+ROOFLAX_HANDLER(rooflax_rows, Rows,
+                ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<F32>());
 ROOFLAX_HANDLER(rooflax_int8, Int8,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::Buffer<ffi::S8>>()
                     .Arg<F32>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Ret<F32>());

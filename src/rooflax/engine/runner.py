@@ -69,6 +69,7 @@ class Runner:
         self.counts = self._empty_counts()
         self.prefill_seq = SMALLEST_PREFILL
         self._warm: set[tuple] = set()
+        self._plain = True  # until a sequence wants more than the most likely token
 
     def _allocate_cache(self, kv_dtype: str) -> Any:
         config = self.model.config
@@ -150,7 +151,7 @@ class Runner:
         return StepInput(
             batch=self._batch(step, rows, seq, context),
             slots=_rows([s.slot for s in step.sequences], rows, self.num_slots, np.int32),
-            sampling=sampling_arrays(step.sequences, rows),
+            sampling=replace(sampling_arrays(step.sequences, rows), plain=self._plain),
             fresh=_rows([s.num_computed_tokens == 0 for s in step.sequences], rows, False, bool),
             samples=_rows(
                 [
@@ -205,6 +206,9 @@ class Runner:
         sequences stays within the shapes compiled here.
         """
         sequences = list(sequences)
+        if self._plain and not all(s.params.is_plain for s in sequences):
+            self._plain = False
+            self._warm.clear()
         if not self.options.jit or not sequences:
             return
         longest_prompt = max(s.num_prompt_tokens for s in sequences)

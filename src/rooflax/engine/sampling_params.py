@@ -80,6 +80,21 @@ class SamplingParams:
         values = [getattr(self, f.name) for f in fields(self) if f.name != "logit_bias"]
         return hash((*values, *sorted(self.logit_bias.items())))
 
+    @property
+    def is_plain(self) -> bool:
+        """Takes the most likely token, changes no logit and wants no log-probabilities.
+
+        Of parameters without unset fields.
+        """
+        return (
+            self.temperature == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and not self.logit_bias
+            and self.logprobs is None
+        )
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Unset fields filled from `defaults`, then from the built-in ones."""
         builtin = {

@@ -235,7 +235,7 @@ def forward(
         h = mlp(w, h.reshape(-1, config.hidden_size)).reshape(x.shape)
         return x + mesh.all_reduce(h, shards)
 
-    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype)
+    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x, cache = run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )

@@ -225,7 +225,7 @@ def forward(
         h = linear(h, w["mlp.down"], down_bias, implementation=kernels)
         return x + mesh.all_reduce(h, shards)
 
-    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype)
+    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x, cache = run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
 from rooflax.nn.weights import Slot, Weight
-from rooflax.ops.quantization import QuantizedArray, rows_of
+from rooflax.ops.linear import lookup
+from rooflax.ops.quantization import QuantizedArray
 
 TENSOR = "tensor"
 SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
@@ -140,26 +141,23 @@ def embed(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     tokens: Int[Array, "rows seq"],
     shards: Shards | None,
+    *,
     dtype: str | None = None,
+    kernels: str | None = None,
 ) -> Float[Array, "rows seq hidden"]:
-    """Rows of the embedding table, which may be split over the vocabulary, as `dtype`."""
-    rows = _rows(table, tokens, shards)
-    return rows if dtype is None else rows.astype(dtype)
+    """Rows of the embedding table, which may be split over the vocabulary.
 
-
-def _rows(
-    table: Float[Array, "vocab hidden"] | QuantizedArray,
-    tokens: Int[Array, "rows seq"],
-    shards: Shards | None,
-) -> Float[Array, "rows seq hidden"]:
-    if isinstance(table, QuantizedArray):
-        return rows_of(table, jnp.clip(tokens, 0, table.out_shape[0] - 1))
-    if shards is None:
-        return table.at[tokens].get(mode="clip")
-    local = tokens - jax.lax.axis_index(shards.axis) * table.shape[0]
-    mine = (local >= 0) & (local < table.shape[0])
-    rows = table.at[jnp.where(mine, local, 0)].get(mode="clip")
-    return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), shards.axis)
+    Args:
+        dtype: of the result; None is the table's.
+    """
+    if shards is None or isinstance(table, QuantizedArray):
+        rows = lookup(table, tokens, implementation=kernels)
+    else:
+        local = tokens - jax.lax.axis_index(shards.axis) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = lookup(table, jnp.where(mine, local, 0), implementation=kernels)
+        rows = jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), shards.axis)
+    return rows.astype(dtype or table.dtype)
 
 
 def gather_vocab(

@@ -52,6 +52,11 @@ class QuantizedArray:
         return (*self.in_shape, *self.out_shape)
 
     @property
+    def dtype(self) -> np.dtype:
+        """What it stands for is float32."""
+        return np.dtype(np.float32)
+
+    @property
     def num_bytes(self) -> int:
         return sum(a.size * a.dtype.itemsize for a in (self.values, self.scales, self.sums))
 

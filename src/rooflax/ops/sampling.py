@@ -7,7 +7,7 @@ slot of any batch. All rows go through one function of fixed shape; greedy rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class Sampling:
             were generated; 0 is off.
         bias_ids, bias_values: added to the logits of these ids; the padding adds 0 to id 0.
         num_logprobs: how many log-probabilities the row wants; -1 is none.
+        plain: the caller's word that every row takes the most likely token and nothing else is
+            asked for: a program of its own, without what would only have to be compiled.
     """
 
     temperature: Float[Array, " B"]
@@ -53,6 +55,7 @@ class Sampling:
     bias_ids: Int[Array, "B num_bias"]
     bias_values: Float[Array, "B num_bias"]
     num_logprobs: Int[Array, " B"]
+    plain: bool = field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +120,8 @@ def sample(
         counts: what each slot's sequence has seen.
         slots: each row's slot.
     """
+    if sampling.plain:
+        return _nothing_but(_argmax(logits), logits.shape[1])
     adjusts = (
         jnp.any(sampling.repetition_penalty != 1)
         | jnp.any(sampling.presence_penalty != 0)
@@ -266,10 +271,18 @@ def _threefry2x32(
     return x0
 
 
+def _nothing_but(tokens: Int[Array, " B"], vocab: int) -> Sampled:
+    """Tokens without log-probabilities."""
+    rows, top = tokens.shape[0], min(MAX_LOGPROBS, vocab)
+    zeros = jnp.zeros((rows, top), jnp.float32)
+    return Sampled(tokens, jnp.zeros(rows, jnp.float32), zeros.astype(jnp.int32), zeros)
+
+
 def _with_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"], sampling: Sampling
 ) -> Sampled:
-    top = min(MAX_LOGPROBS, logits.shape[1])
+    empty = _nothing_but(tokens, logits.shape[1])
+    top = empty.top_tokens.shape[1]
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
         logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -278,9 +291,7 @@ def _with_logprobs(
         return chosen, ids, values
 
     def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
-        rows = logits.shape[0]
-        empty = jnp.zeros((rows, top), jnp.float32)
-        return jnp.zeros(rows, jnp.float32), empty.astype(jnp.int32), empty
+        return empty.logprobs, empty.top_tokens, empty.top_logprobs
 
     chosen, ids, values = cond(jnp.any(sampling.num_logprobs >= 0), compute, nothing)
     return Sampled(tokens, chosen, ids, values)

@@ -1,5 +1,5 @@
 """y = x @ w for every weight format."""
 
-from rooflax.ops.linear.api import linear, unembed
+from rooflax.ops.linear.api import linear, lookup, unembed
 
-__all__ = ["linear", "unembed"]
+__all__ = ["linear", "lookup", "unembed"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import cpu, reference, xla
-from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.quantization import QuantizedArray, rows_of
 
 IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul, "native": cpu.matmul}
 
@@ -67,6 +68,23 @@ def unembed(
     return product(x.reshape(-1, x.shape[-1]), table).reshape(*x.shape[:-1], -1)
 
 
+def lookup(
+    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    index: Int[Array, "*batch"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*batch hidden"]:
+    """Rows of an embedding table, in float32 if it is quantised or read by a kernel, else as it is.
+
+    An index outside the table takes its nearest row. No gradient goes through a kernel.
+    """
+    if isinstance(table, QuantizedArray):
+        return rows_of(table, jnp.clip(index, 0, table.out_shape[0] - 1))
+    take = choose("lookup", LOOKUP_IMPLEMENTATIONS, implementation)
+    return take(table, index.reshape(-1)).reshape(*index.shape, -1)
+
+
+LOOKUP_IMPLEMENTATIONS = {"reference": xla.rows, "xla": xla.rows, "native": cpu.rows}
 UNEMBED_IMPLEMENTATIONS = {
     "reference": reference.unembed,
     "xla": xla.unembed,

@@ -6,7 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rooflax.ops.quantization import QuantizedArray
 
@@ -34,6 +34,12 @@ def unembed(
         return _quantized(wide, table, jnp.zeros(0, jnp.float32))
     out = jax.ShapeDtypeStruct((x.shape[0], table.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("rooflax_unembed", out)(wide, _native(table))
+
+
+def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
+    """Rows of a table in float32; XLA on CPU would widen all of a bfloat16 table first."""
+    out = jax.ShapeDtypeStruct((index.shape[0], table.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call("rooflax_rows", out)(_native(table), index)
 
 
 def _quantized(x: jax.Array, w: QuantizedArray, bias: jax.Array) -> jax.Array:

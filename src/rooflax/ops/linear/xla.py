@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dot import dot_general
 from rooflax.ops.quantization import QuantizedArray, quantized_product
@@ -29,3 +29,7 @@ def unembed(
     if isinstance(table, QuantizedArray):
         return quantized_product(x.astype(jnp.float32), table)
     return dot_general(x, table, (((1,), (1,)), ((), ())))
+
+
+def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
+    return table.at[index].get(mode="clip")

@@ -11,7 +11,7 @@ from benchmarks.founding.settings import WANTED, Settings
 Tables = dict[str, dict[str, Any]]
 TOTALS = {"gpt2": gpt2.totals, "qwen2.5": qwen.totals, "gpt-oss": gpt_oss.totals}
 ABOUT = {
-    "gpt2": "all tokens, warm, against eager without a cache",
+    "gpt2": "all tokens, warm, int8 weights as in theirs, against eager float32 without a cache",
     "qwen2.5": "from request to last token, compilation included, against the old method",
     "gpt-oss": "later tokens, warm, against eager without a cache, K and V copied, MoE per token",
 }
@@ -103,7 +103,7 @@ def _totals(document: dict[str, Any]) -> str:
     tokens = (
         f"The rows of {', '.join(unequal)} gave DIFFERENT tokens, which none may."
         if unequal
-        else "All rows of a table gave the same tokens."
+        else "All float32 rows of a table gave the same tokens."
     )
     head = ("total", "theirs", "here", "", "like for like", "what is compared")
     return "\n\n".join(

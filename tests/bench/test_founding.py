@@ -133,7 +133,7 @@ def sample(gpt2_speed=20.0):
     warm = [cell(label, 1.0 + i) for i, label in enumerate(("eager", "old method", "kept"))]
     sizes = {"weights_bytes": 1_000_000, "kv_cache_bytes": 2_000_000}
     tables = {
-        "gpt2": {"rows": gpt2, **equal},
+        "gpt2": {"rows": gpt2, "int8": cell("default settings, int8 weights", gpt2_speed), **equal},
         "qwen2.5": {
             "small": {"old": [old], "new": [new], **runs},
             "warm": {"rows": [*warm, cell("default", 9.0)], **equal},

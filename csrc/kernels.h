@@ -93,6 +93,9 @@ struct AttendArgs {
   Width width;
 };
 
+// Index of the largest of `count` values: the first of equals, the first NaN if there is one.
+using ArgmaxKernel = int64_t (*)(const float* x, int64_t count);
+
 struct Kernels {
   const char* name;
   void (*matmul)(const MatmulArgs&);
@@ -102,6 +105,7 @@ struct Kernels {
   void (*int8)(const Int8Args&);
   void (*int4)(const Int4Args&);
   void (*attend)(const AttendArgs&);
+  ArgmaxKernel argmax;
 };
 
 namespace generic { extern const Kernels kKernels; }

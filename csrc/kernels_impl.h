@@ -584,10 +584,38 @@ void Attend(const AttendArgs& a) {
   a.width == Width::kFloat32 ? AttendWidth<float>(a) : AttendWidth<uint16_t>(a);
 }
 
+// ---- The largest ----
+
+int64_t Argmax(const float* x, int64_t count) {
+  const int64_t whole = count / kLanes * kLanes;
+  F16 best = Broadcast(-INFINITY);
+  I16 strange = I16{};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const F16 values = Load<F16>(x + i);
+    strange |= values != values;
+    best = values > best ? values : best;
+  }
+  float lane[kLanes];
+  Store(lane, best);
+  float highest = *std::max_element(lane, lane + kLanes);
+  bool has_nan = false;
+  int32_t flags[kLanes];
+  Store(flags, strange);
+  for (int32_t flag : flags) has_nan |= flag != 0;
+  for (int64_t i = whole; i < count; ++i) {
+    has_nan |= std::isnan(x[i]);
+    highest = std::max(highest, x[i]);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (has_nan ? std::isnan(x[i]) : x[i] == highest) return i;
+  }
+  return 0;
+}
+
 }  // namespace
 
 const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, Unembed, QuantizeRow, QuantizeGroups,
-                          Int8, Int4, Attend};
+                          Int8, Int4, Attend, Argmax};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

@@ -100,6 +100,16 @@ ffi::Error Rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<F
   return ffi::Error::Success();
 }
 
+ffi::Error Argmax(F32 x, ffi::Result<ffi::Buffer<ffi::S32>> y) {
+  if (Rank(x) != 2) return Refuse("argmax: shapes");
+  const Kernels& kernels = ChosenKernels();
+  for (int64_t row = 0; row < Dim(x, 0); ++row) {
+    const int64_t found = kernels.argmax(x.typed_data() + row * Dim(x, 1), Dim(x, 1));
+    y->typed_data()[row] = static_cast<int32_t>(found);
+  }
+  return ffi::Error::Success();
+}
+
 // Runs quantize(row) for every row; many rows are shared among the threads.
 template <typename Quantize>
 void EachRow(ffi::ThreadPool& pool, int64_t threads, int64_t rows, const Quantize& quantize) {
@@ -184,6 +194,8 @@ ROOFLAX_HANDLER(rooflax_unembed, Unembed,
                     .Ret<F32>());
 ROOFLAX_HANDLER(rooflax_rows, Rows,
                 ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<F32>());
+ROOFLAX_HANDLER(rooflax_argmax, Argmax,
+                ffi::Ffi::Bind().Arg<F32>().Ret<ffi::Buffer<ffi::S32>>());
 ROOFLAX_HANDLER(rooflax_int8, Int8,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::Buffer<ffi::S8>>()
                     .Arg<F32>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Ret<F32>());

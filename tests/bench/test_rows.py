@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from rooflax.bench.workload import Workload, combinations
 from rooflax.errors import EngineError, RequestError
 from rooflax.loading.load import describe
 from rooflax.nn.execution import ExecutionOptions, Precision
+from rooflax.ops import native
 from tests.bench.samples import measured, row
 
 TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
@@ -75,21 +77,29 @@ def test_every_combination_and_back_from_json():
     assert [Workload.from_json(json.loads(json.dumps(w.as_json()))) for w in works] == works
 
 
-def test_ablation_turns_on_what_the_architecture_has():
+def test_ablation_turns_on_what_the_architecture_has(monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda: Path("there"))
     labels = {
         name: [r.label for r in ablation(TINY, describe(f"preset:{name}").config)]
         for name in ("gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny")
     }
-    assert labels["gpt2-tiny"][:4] == ["baseline", "+ KV cache", "+ jit", "+ decode steps"]
+    assert labels["gpt2-tiny"] == [
+        "baseline", "+ KV cache", "+ jit", "+ native kernels", "+ decode steps",
+        "all but KV cache", "all but jit", "all but native kernels", "all, int8", "all, int4",
+    ]  # fmt: skip
     assert "+ grouped GQA" in labels["qwen2.5-tiny"]
     assert "all but MoE grouping" in labels["gpt-oss-tiny"]
     rows = ablation(TINY, describe("preset:gpt-oss-tiny").config)
-    slowest, full = rows[0].work.options, rows[5].work.options
+    slowest, full = rows[0].work.options, rows[6].work.options
     assert (slowest.use_cache, slowest.jit, slowest.gqa, slowest.moe) == (
         False, False, "repeat", "per_token",
     )  # fmt: skip
     assert full == TINY.options
     assert len({repr(r.work) for r in rows}) == len(rows)
+    assert [r.label for r in rows if not r.exact] == ["all, int8", "all, int4"]
+    monkeypatch.setattr(native, "library_path", lambda: None)
+    bare = ablation(TINY, describe("preset:gpt-oss-tiny").config)
+    assert not any("native" in r.label for r in bare)
 
 
 def test_ablation_rows_really_give_the_same_tokens():

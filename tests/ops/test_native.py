@@ -162,3 +162,13 @@ def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
         monkeypatch.undo()
         native.status.cache_clear()
         assert native.is_ready()
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 100, 5000])
+def test_the_first_of_the_largest(instruction_set, size):
+    call = jax.jit(lambda x: jax.ffi.ffi_call("rooflax_argmax", out)(x))
+    out = jax.ShapeDtypeStruct((4,), jnp.int32)
+    x = RNG.integers(0, 9, (4, size)).astype(np.float32)
+    x[1] = -np.inf
+    x[2, size // 2] = np.nan
+    np.testing.assert_array_equal(np.asarray(call(x)), np.argmax(x, axis=1))

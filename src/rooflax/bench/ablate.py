@@ -1,6 +1,6 @@
 """What each option brings: from the slowest honest setting up, and the best but one.
 
-Options never change a token, so every row must give the same ones.
+Options never change a token, so every row must give the same ones; weight formats may.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from rooflax.bench.workload import Workload
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.ops import native
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ SWITCHES = (
     Switch("jit", "jit", False, lambda config: True),
     Switch("grouped GQA", "gqa", "repeat", lambda config: config.num_kv_heads < config.num_heads),
     Switch("MoE grouping", "moe", "per_token", lambda config: hasattr(config, "num_experts")),
+    Switch("native kernels", "kernels", "xla", lambda config: native.library_path() is not None),
     Switch("decode steps", "decode_steps", 1, lambda config: True),
 )
+FORMATS = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,20 @@ class Row:
     """A setting of the ablation.
 
     Attributes:
-        label: "baseline", "+ jit", "all", "all but jit".
+        label: "baseline", "+ jit", "all but jit", "all, int8".
         work: what to measure.
         base: index of the row that it is compared with; None for the first.
+        exact: it must give the tokens of the first row.
     """
 
     label: str
     work: Workload
     base: int | None
+    exact: bool = True
 
 
 def ablation(work: Workload, config: Any) -> list[Row]:
-    """The rows, in order: the baseline, then one switch more each; then all but one each.
+    """The rows, in order: the baseline, one switch more each, all but one each, weight formats.
 
     Args:
         work: the shape of work; its options are the fastest setting.
@@ -65,6 +70,10 @@ def ablation(work: Workload, config: Any) -> list[Row]:
     for switch in switches[:-1]:  # all but the last is the row before the full one
         options = _off(best, [switch])
         rows.append(Row(f"all but {switch.name}", replace(work, options=options), full))
+    if work.precision.quantize is None:
+        for name in FORMATS:
+            precision = replace(work.precision, quantize=name)
+            rows.append(Row(f"all, {name}", replace(work, precision=precision), full, exact=False))
     return rows
 
 
@@ -90,6 +99,7 @@ def summarise(rows: list[Row], results: list[dict[str, Any]]) -> list[dict[str, 
             "temporary_bytes": result["memory"]["temporary_bytes"],
             "peak_rss_bytes": result["peak_rss_bytes"],
             "same_tokens": result["tokens"] == first["tokens"],
+            "exact": row.exact,
         }
         for row, result in zip(rows, results, strict=True)
     ]

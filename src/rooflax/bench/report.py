@@ -110,7 +110,7 @@ def ablation_cells(ablation: Sequence[Result]) -> list[tuple[str, ...]]:
                 f"{row['total_ratio']:.1f}x",
                 gib(row["temporary_bytes"]),
                 gib(row["peak_rss_bytes"] or 0),
-                "same" if row["same_tokens"] else "DIFFERENT",
+                "same" if row["same_tokens"] else "DIFFERENT" if row["exact"] else "others",
             )
             for row in ablation
         ),

@@ -21,7 +21,9 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.sampling import Sampled
 
 DEFAULT_PREFILL_CHUNK = 512
-DEFAULT_DECODE_STEPS = 8
+MOST_DECODE_STEPS = 32
+BURST_S = 0.15
+"""Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 
 
 class Engine:
@@ -48,7 +50,7 @@ class Engine:
         self.model, self.options = model, options
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
-        steps = (options.decode_steps or DEFAULT_DECODE_STEPS) if options.use_cache else 1
+        steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
         self.runner = Runner(
             model,
             options,
@@ -100,10 +102,23 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return []
+        start_s = time.perf_counter()
         sampled = self.runner.run(step)
-        new = _postprocess(step, sampled, time.perf_counter())
+        now_s = time.perf_counter()
+        self._set_pace((now_s - start_s) / step.num_steps)
+        new = _postprocess(step, sampled, now_s)
         self.scheduler.finish_step(step)
         return new
+
+    def _set_pace(self, step_s: float) -> None:
+        """Chooses the steps of the next dispatch, if the caller did not.
+
+        Args:
+            step_s: of the last decode step, or of a prefill, which takes no less.
+        """
+        if self.options.decode_steps is None and self.options.use_cache:
+            fitting = int(BURST_S / max(step_s, 1e-6))
+            self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
 
 
 def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> None:

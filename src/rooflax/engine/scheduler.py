@@ -31,6 +31,10 @@ class Scheduler:
 
     A sequence is admitted when a slot is free and the blocks for its longest possible context can
     be promised to it, so what runs can always run to its end.
+
+    Attributes:
+        decode_steps: the most steps of a dispatch.
+        pace: the steps of the next one; the engine may change it at any time.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Scheduler:
         self.blocks = blocks
         self.prefill_chunk = prefill_chunk
         self.decode_steps = decode_steps
+        self.pace = decode_steps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(num_slots)))
@@ -70,7 +75,7 @@ class Scheduler:
             return ScheduledStep(prompts, num_tokens, is_prefill=True)
         if self.running:
             rows = list(self.running)
-            num_steps = min(self.decode_steps, *(s.num_remaining_tokens for s in rows))
+            num_steps = min(self.pace, *(s.num_remaining_tokens for s in rows))
             self._allocate(rows, [num_steps] * len(rows))
             return ScheduledStep(rows, [1] * len(rows), is_prefill=False, num_steps=num_steps)
         return None

@@ -16,7 +16,8 @@ import jax
 
 LIBRARY = "librooflax_native.so"
 TARGETS = (
-    "rooflax_matmul", "rooflax_unembed", "rooflax_rows", "rooflax_int8", "rooflax_int4", "rooflax_attention",
+    "rooflax_matmul", "rooflax_unembed", "rooflax_rows", "rooflax_argmax", "rooflax_int8",
+    "rooflax_int4", "rooflax_attention",
 )  # fmt: skip
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from rooflax.ops import parts
+from rooflax.ops import native, parts
 from rooflax.ops.control import cond
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
@@ -142,6 +142,10 @@ def sample(
 
 
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The first of the largest. XLA's on CPU is a scalar loop, 0.2 ms over GPT-2's vocabulary."""
+    if native.is_ready() and x.dtype == jnp.float32:
+        out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)
+        return jax.ffi.ffi_call("rooflax_argmax", out)(x)
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 

@@ -58,7 +58,8 @@ inline bool WidthOf(ffi::DataType type, Width& width) {
 }
 
 inline int64_t ThreadsFor(const ffi::ThreadPool& pool, int64_t operations) {
-  return operations < kWorthAThread ? 1 : pool.num_threads();
+  const int64_t threads = pool.num_threads();  // 0 where there is no pool
+  return operations < kWorthAThread || threads < 1 ? 1 : threads;
 }
 
 }  // namespace rooflax

@@ -76,7 +76,7 @@ constexpr int64_t kTile = 4;
 // Few rows: w streams past once, the sums of a stretch of columns stay in the first cache.
 template <int64_t M, typename W>
 void MatmulFew(const MatmulArgs& a, int64_t row) {
-  constexpr int64_t kStretch = 4096 / (M <= 1 ? 2 : M);
+  constexpr int64_t kStretch = 4096 / (M <= 1 ? 2 : M) / kLanes * kLanes;
   const auto* w = static_cast<const W*>(a.w);
   const float* x = a.x + row * a.inner;
   alignas(64) float sums[M][kStretch];
@@ -260,16 +260,26 @@ void Unembed(const UnembedArgs& a) {
 
 // ---- Activations as int8 ----
 
+// NaN if any value is NaN or infinite, so that a fault stays visible.
 inline float LargestOf(const float* x, int64_t count) {
   float largest = 0.0f;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
-  return largest;
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::fabs(x[i]));
+    finite &= std::fabs(x[i]) <= 3.4028234e38f;
+  }
+  return finite ? largest : NAN;
 }
 
 void QuantizeRow(const QuantizeRowsArgs& a, int64_t row) {
   const float* x = a.x + row * a.inner;
   uint8_t* q = a.q + row * a.stride;
   const float largest = LargestOf(x, a.inner);
+  if (std::isnan(largest)) {
+    std::fill(q, q + a.stride, uint8_t{128});
+    a.scale[row] = largest;
+    return;
+  }
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   for (int64_t i = 0; i < a.inner; ++i) {
     q[i] = static_cast<uint8_t>(static_cast<int32_t>(std::nearbyint(x[i] * inverse)) + 128);
@@ -284,6 +294,12 @@ void QuantizeGroups(const QuantizeGroupsArgs& a, int64_t row) {
     const float* x = a.x + row * a.inner + g * kGroup;
     int8_t* q = a.q + row * a.inner + g * kGroup;
     const float largest = LargestOf(x, kGroup);
+    if (std::isnan(largest)) {
+      std::fill(q, q + kGroup, int8_t{0});
+      a.scale[row * groups + g] = largest;
+      a.sum[row * groups + g] = 0;
+      continue;
+    }
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     int32_t sum = 0;
     for (int64_t i = 0; i < kGroup; ++i) {

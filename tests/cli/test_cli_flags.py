@@ -318,3 +318,10 @@ def test_short_and_other_names_mean_the_same():
     for short, long in pairs:
         assert parse(short) == parse(long) != parse([])
     assert parse(["-n", "3", TINY]) == parse([TINY, "-n", "3"])
+
+
+def test_versus_is_about_settings_and_not_about_the_work(rooflax):
+    for flags in ("--prompt-tokens 9", "--trials 9", "--json"):
+        ran = rooflax("bench", "preset:qwen2.5-tiny", f"--versus= {flags}")
+        assert ran.code == 2, flags
+        assert "both sides do the same work" in ran.err

@@ -172,3 +172,13 @@ def test_the_first_of_the_largest(instruction_set, size):
     x[1] = -np.inf
     x[2, size // 2] = np.nan
     np.testing.assert_array_equal(np.asarray(call(x)), np.argmax(x, axis=1))
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+def test_a_fault_in_the_activations_stays_visible(instruction_set, format, fault):
+    x, w, _ = inputs(3, 64, 48)
+    packed = quantize(w, format, (64,), (48,))
+    found = np.asarray(jax.jit(cpu.matmul)(x.at[1, 5].set(fault), packed, None))
+    assert np.isnan(found[1]).all()
+    assert np.isfinite(found[[0, 2]]).all()

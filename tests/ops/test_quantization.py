@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rooflax
 from rooflax.errors import RequestError
 from rooflax.ops.formats import resolve_format
 from rooflax.ops.quantization import (
@@ -86,6 +87,13 @@ def test_products_are_close_to_the_exact_ones(format, tokens):
     found = quantized_product(jnp.asarray(x, jnp.float32), quantize(w, format, (256,), (48,)))
     error = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
     assert error < {"w8a8": 0.02, "w4a8": 0.12}[format]
+
+
+def test_a_quantised_model_is_not_saved(tmp_path):
+    model = rooflax.load("preset:qwen2.5-tiny", quantize="int8")
+    with pytest.raises(RequestError, match="quantised weights cannot be saved"):
+        rooflax.save(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_names():

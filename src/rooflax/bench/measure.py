@@ -95,7 +95,8 @@ class Bench:
         self.prompts = work.prompts(about.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
         precision = self.llm.precision
-        self.dtype = PRODUCTS.get(self.llm.format, self.llm.format)
+        narrow = self.llm.storage.narrow  # widened as they are read, multiplied as float32
+        self.dtype = "float32" if narrow else PRODUCTS.get(self.llm.format, self.llm.format)
         widths = {
             "storage": self.llm.storage,
             "kv_dtype": precision.kv_dtype or "float32",

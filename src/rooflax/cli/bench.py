@@ -20,6 +20,7 @@ DONE, FAILED = 0, 1
 MODES = ("quick", "versus", "compare", "ablate", "breakdown")
 LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype", "quantize")
 NEW_PROCESS = ("platform", "threads", "deterministic", *MODES)
+SAME_WORK = ("batch", "prompt_tokens", "output_tokens", "trials", "profile", "html", "json")
 """Settings that --versus cannot change: both sides run in one process."""
 
 
@@ -226,6 +227,10 @@ def _other_args(args: argparse.Namespace) -> argparse.Namespace:
     for name in NEW_PROCESS:
         if getattr(other, name) != getattr(args, name):
             raise RequestError(f"--versus cannot hold --{name}: both sides run in one process")
+    for name in SAME_WORK:
+        if getattr(other, name) != getattr(args, name):
+            flag = name.replace("_", "-")
+            raise RequestError(f"--versus cannot hold --{flag}: both sides do the same work")
     return other
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -24,6 +25,7 @@ from rooflax.models.model import Model
 from rooflax.models.registry import family, read_config_json
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot, slots
+from rooflax.ops.quantization import QuantizedArray
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -59,7 +61,13 @@ def save(
     source = Path(files_from) if files_from is not None else None
     raw = read_config_json(source) if source else {}
     eos = raw.get("eos_token_id")
+
+    def is_packed(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedArray)
+
     weights = model.weights
+    if any(is_packed(leaf) for leaf in jax.tree.leaves(weights, is_leaf=is_packed)):
+        raise RequestError("a model with quantised weights cannot be saved yet; load it without")
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)
     save_model(

@@ -73,6 +73,8 @@ def status() -> Status:
     library = load()
     if library is None:
         return Status(False, "the native library was not built: no C++ compiler at installation")
+    if not hasattr(library, "rooflax_ffi_version"):
+        return Status(False, "the native library is older than this version; install rooflax again")
     built, here = library.rooflax_ffi_version(), _ffi_version()
     if here is None or built > here:
         return Status(
@@ -80,6 +82,8 @@ def status() -> Status:
             f"the native library was built for FFI version {built}, and this jaxlib has {here}; "
             f"install rooflax again",
         )
+    if not all(hasattr(library, name) for name in TARGETS):
+        return Status(False, "the native library is older than this version; install rooflax again")
     for name in TARGETS:
         target = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")

@@ -8,9 +8,18 @@ import pytest
 
 from rooflax.bench import report
 from rooflax.bench.ablate import Row, ablation, summarise
-from rooflax.bench.breakdown import DISPATCH, Event, breakdown, covered, instruction_parts, shares
+from rooflax.bench.breakdown import (
+    DISPATCH,
+    Event,
+    breakdown,
+    covered,
+    instruction_parts,
+    merge_parts,
+    shares,
+)
 from rooflax.bench.compare import compare_documents
 from rooflax.bench.document import document, read_document, with_cost
+from rooflax.bench.quick import quick
 from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
 from rooflax.errors import EngineError, RequestError
@@ -206,3 +215,15 @@ def test_tables_fit_a_terminal_and_name_what_differs():
     assert "10 ± 0" in full
     whole["results"][1]["batch"] = whole["results"][0]["batch"]
     assert "0.06x faster than that" in report.full_report(whole)
+
+
+def test_programs_of_one_name_are_merged():
+    parts = {"dot.1": "matmuls", "add.2": "norms"}
+    merge_parts(parts, {"add.2": "rope", "exp.3": "attention"})
+    assert parts == {"dot.1": "matmuls", "add.2": "other", "exp.3": "attention"}
+
+
+def test_the_quick_check_passes():
+    """`bench --quick`: at least 3x, the same tokens."""
+    found = quick()
+    assert found.passed, found

@@ -53,7 +53,9 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     bench = Bench(work)
     warm_up(bench.run)
-    parts = {name: instruction_parts(text) for name, text in _programs(bench)}
+    parts: dict[str, dict[str, str | None]] = {}
+    for name, text in _programs(bench):
+        merge_parts(parts.setdefault(name, {}), instruction_parts(text))
     with tempfile.TemporaryDirectory() as temporary:
         where = folder or temporary
         with jax.profiler.trace(where):
@@ -79,6 +81,12 @@ def _programs(bench: Bench) -> Iterator[tuple[str, str]]:
         text = lowered.compile().as_text()
         if text:
             yield module, text
+
+
+def merge_parts(into: dict[str, str | None], other: dict[str, str | None]) -> None:
+    """Adds another program of the same name; an instruction they place differently is "other"."""
+    for name, part in other.items():
+        into[name] = part if into.get(name, part) == part else OTHER
 
 
 def instruction_parts(program: str) -> dict[str, str | None]:

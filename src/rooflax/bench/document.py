@@ -38,7 +38,7 @@ def with_cost(row: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """A deterministic row with what determinism costs: its decode speed over the plain row's."""
     speeds = [r["result"]["decode_tok_per_s"]["trials"] for r in (plain, row)]
     if min(map(len, speeds)) < MIN_PAIRS:
-        cost: dict[str, Any] = {"ratio": speeds[1][0] / speeds[0][0]}
+        cost: dict[str, Any] = {"ratio": median(speeds[1]) / median(speeds[0])}
     else:
         cost = unpaired_ratio(*speeds).as_json()
     return {**row, "result": {**row["result"], "deterministic_over_plain": cost}}

@@ -16,14 +16,18 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
                      ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> first_positions,
                      ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> context_lens, F32 sinks,
                      ffi::Result<F32> out, float scale, int64_t window) {
-  if (Rank(q) != 4 || Rank(k) != 4 || Rank(tables) != 2 || Rank(positions) != 2) {
+  if (Rank(q) != 4 || Rank(k) != 4 || Rank(tables) != 2 || Rank(positions) != 2 ||
+      Rank(first_positions) != 1 || Rank(context_lens) != 1 || !SameShape(k, v) ||
+      !SameShape(q, *out)) {
     return Refuse("attention: shapes");
   }
   const int64_t rows = Dim(q, 0), seq = Dim(q, 1), heads = Dim(q, 2), head_dim = Dim(q, 3);
   const int64_t kv_heads = Dim(k, 1), block_size = Dim(k, 2), num_blocks = Dim(tables, 1);
   Width width;
   if (Dim(k, 3) != head_dim || heads % kv_heads != 0 || !WidthOf(k.element_type(), width) ||
-      v.element_type() != k.element_type()) {
+      v.element_type() != k.element_type() || Dim(tables, 0) != rows ||
+      Dim(positions, 0) != rows || Dim(positions, 1) != seq || Dim(first_positions, 0) != rows ||
+      Dim(context_lens, 0) != rows || (sinks.element_count() != 0 && Dim(sinks, 0) != heads)) {
     return Refuse("attention: shapes or types");
   }
   const int64_t item = width == Width::kFloat32 ? 4 : 2;

@@ -36,6 +36,13 @@ int64_t Dim(const Buffer& buffer, size_t axis) {
   return buffer.dimensions()[axis];
 }
 
+template <typename A, typename B>
+bool SameShape(const A& a, const B& b) {
+  bool same = Rank(a) == Rank(b);
+  for (int64_t axis = 0; same && axis < Rank(a); ++axis) same = Dim(a, axis) == Dim(b, axis);
+  return same;
+}
+
 // An absent argument is an array without elements.
 template <typename Buffer>
 auto OrNull(const Buffer& buffer) -> decltype(buffer.typed_data()) {

@@ -126,7 +126,8 @@ ffi::Error Int8(ffi::ThreadPool pool, F32 x, ffi::Buffer<ffi::S8> w, F32 w_scale
   const int64_t rows = Dim(x, 0), inner = Dim(x, 1), panels = Dim(w, 0), stride = Dim(w, 1) * 4;
   const int64_t outer = Dim(*y, 1);
   if (inner > stride || stride - inner >= 4 || (outer + kPanel - 1) / kPanel != panels ||
-      Dim(w_scale, 0) != panels * kPanel || Dim(w_sum, 0) != panels * kPanel) {
+      Dim(w_scale, 0) != panels * kPanel || Dim(w_sum, 0) != panels * kPanel ||
+      (bias.element_count() != 0 && Dim(bias, 0) != outer)) {
     return Refuse("int8: shapes");
   }
   static thread_local std::vector<uint8_t> values;
@@ -157,7 +158,8 @@ ffi::Error Int4(ffi::ThreadPool pool, F32 x, ffi::Buffer<ffi::U8> w, ffi::Buffer
   const int64_t outer = Dim(*y, 1);
   if (Dim(w, 2) != 4 || Dim(w, 3) != kPanel || Dim(w, 4) != 4 || groups * kGroup != inner ||
       (outer + kPanel - 1) / kPanel != panels || Dim(w_scale, 0) != panels ||
-      Dim(w_scale, 1) != groups || Dim(w_scale, 2) != kPanel) {
+      Dim(w_scale, 1) != groups || Dim(w_scale, 2) != kPanel ||
+      (bias.element_count() != 0 && Dim(bias, 0) != outer)) {
     return Refuse("int4: shapes");
   }
   static thread_local std::vector<int8_t> values;

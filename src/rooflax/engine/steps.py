@@ -152,7 +152,14 @@ def _run(
     last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     logits = model.logits(hidden, options=options, shards=shards)
-    sampled = sample(logits, step.sampling, batch.context_lens, counts, step.slots)
+    sampled = sample(
+        logits,
+        step.sampling,
+        batch.context_lens,
+        counts,
+        step.slots,
+        implementation=options.kernels,
+    )
     return sampled, cache
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
-import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.engine.block_manager import BlockManager
+from rooflax.engine.packing import StepResult
 from rooflax.engine.runner import BLOCK_SIZE, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, TokenLogprobs
 from rooflax.errors import RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.ops.sampling import Sampled
 
 DEFAULT_PREFILL_CHUNK = 512
 MOST_DECODE_STEPS = 32
@@ -103,10 +102,10 @@ class Engine:
         if step is None:
             return []
         start_s = time.perf_counter()
-        sampled = self.runner.run(step)
+        result = self.runner.run(step)
         now_s = time.perf_counter()
         self._set_pace((now_s - start_s) / step.num_steps)
-        new = _postprocess(step, sampled, now_s)
+        new = _postprocess(step, result, now_s)
         self.scheduler.finish_step(step)
         return new
 
@@ -143,10 +142,10 @@ def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> N
 
 
 def _postprocess(
-    step: ScheduledStep, sampled: Sampled, now_s: float
+    step: ScheduledStep, result: StepResult, now_s: float
 ) -> list[tuple[Sequence, list[int]]]:
     new: list[tuple[Sequence, list[int]]] = []
-    tokens = np.asarray(sampled.tokens)
+    tokens = result.tokens
     for row, sequence in enumerate(step.sequences):
         added: list[int] = []
         sequence.num_computed_tokens += step.num_tokens[row]
@@ -156,19 +155,11 @@ def _postprocess(
             sequence.append(int(tokens[index, row]), now_s)
             added.append(int(tokens[index, row]))
             if sequence.params.logprobs is not None:
-                sequence.logprobs.append(_logprobs(sampled, index, row, sequence.params.logprobs))
+                chosen, top = result.logprobs(index, row, sequence.params.logprobs)
+                sequence.logprobs.append(TokenLogprobs(chosen, tuple(top)))
             if sequence.is_finished:
                 break
             if index:
                 sequence.num_computed_tokens += 1
         new.append((sequence, added))
     return new
-
-
-def _logprobs(sampled: Sampled, index: int, row: int, count: int) -> TokenLogprobs:
-    ids = np.asarray(sampled.top_tokens)[index, row, :count]
-    values = np.asarray(sampled.top_logprobs)[index, row, :count]
-    return TokenLogprobs(
-        float(np.asarray(sampled.logprobs)[index, row]),
-        tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True)),
-    )

@@ -7,24 +7,23 @@ runs when is the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rooflax.engine import packing
+from rooflax.engine.packing import Layout, StepResult
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.steps import StepFunctions, StepInput
 from rooflax.models.model import Model
-from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div
 from rooflax.nn.mesh import CACHE_SPEC
-from rooflax.ops.sampling import Sampled, Sampling, TokenCounts
-from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS
+from rooflax.ops.sampling import TokenCounts
 
 BLOCK_SIZE = 16
 SMALLEST_CONTEXT = 256
@@ -70,6 +69,9 @@ class Runner:
         self.prefill_seq = SMALLEST_PREFILL
         self._warm: set[tuple] = set()
         self._plain = True  # until a sequence wants more than the most likely token
+        self._seated: list[Sequence | None] = [None] * num_slots
+        self._params = packing.empty_params(num_slots + 1)
+        self._device_params = self._put(self._params.copy())
 
     def _allocate_cache(self, kv_dtype: str) -> Any:
         config = self.model.config
@@ -86,41 +88,62 @@ class Runner:
 
     def _empty_counts(self) -> TokenCounts:
         shape = (self.num_slots + 1, self.model.config.vocab_size)
-        counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32))  # type: ignore[arg-type]
+        return self._put(TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32)))  # type: ignore[arg-type]
+
+    def _put(self, tree: Any) -> Any:
+        """To every device, whole."""
         sharding = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(counts, sharding)
+        return jax.device_put(tree, sharding)
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Runs a step and waits for it.
-
-        Returns:
-            NumPy arrays, [num_steps, rows, ...]; rows beyond the step's sequences are padding.
-        """
+    def run(self, step: ScheduledStep) -> StepResult:
+        """Runs a step and waits for it; rows beyond the step's sequences are padding."""
+        self._seat(step.sequences)
         return self._dispatch(step, *self.shape_of(step))
 
-    def _dispatch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> Sampled:
-        function, host = self._call(step, rows, seq, context)
-        sampled, carry = function(self.model, (self.cache, self.counts), *host)
-        self.cache, self.counts = carry
-        sampled = jax.tree.map(np.asarray, sampled)
-        if sampled.tokens.ndim == 1:
-            return jax.tree.map(lambda a: a[None], sampled)
-        return jax.tree.map(lambda a: a[: step.num_steps], sampled)
-
-    def _call(self, step: ScheduledStep, rows: int, seq: int, context: int) -> tuple[Any, tuple]:
-        """The step function, and its arguments after the model and the carry."""
+    def _dispatch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> StepResult:
+        function = self._function(step)
         host = self._inputs(step, rows, seq, context)
+        packed, carry = function(self.model, (self.cache, self.counts), host)
+        self.cache, self.counts = carry
+        return StepResult(np.asarray(packed)[: step.num_steps])
+
+    def _function(self, step: ScheduledStep) -> Any:
         if step.is_prefill:
-            return self.functions.prefill, (host,)
-        if not self.options.use_cache:
-            return self.functions.rerun, (host,)
-        return self.functions.decode, (host, np.int32(step.num_steps))
+            return self.functions.prefill
+        return self.functions.decode if self.options.use_cache else self.functions.rerun
+
+    def _seat(self, sequences: list[Sequence]) -> None:
+        """Tells the device about sequences that are new in their slots."""
+        if self._plain:
+            return
+        changed = False
+        for sequence in sequences:
+            slot = sequence.slot
+            assert slot is not None
+            if self._seated[slot] is sequence:
+                continue
+            self._seated[slot] = sequence
+            before = self._params[slot].copy()
+            packing.write_params(self._params[slot], sequence)
+            changed |= not np.array_equal(before, self._params[slot])
+            if sequence.params.has_penalties:
+                self._seat_counts(np.int32(slot), sequence)
+        if changed:
+            self._device_params = self._put(self._params.copy())
+
+    def _seat_counts(self, slot: np.int32, sequence: Sequence) -> None:
+        vocab = self.model.config.vocab_size
+        seen = np.zeros(vocab, np.int32)
+        np.add.at(seen, sequence.output_tokens, 2)
+        seen[sequence.prompt_tokens] += 1
+        _, self.counts = self.functions.seat(None, self.counts, slot, seen)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Every program that was warmed up, by name; for tools that look into programs."""
         for is_prefill, *shape in sorted(self._warm):
-            function, host = self._call(ScheduledStep([], [], is_prefill, num_steps=1), *shape)
-            lowered = function.lower(self.model, (self.cache, self.counts), *host)
+            step = ScheduledStep([], [], is_prefill, num_steps=1)
+            host = self._inputs(step, *shape)
+            lowered = self._function(step).lower(self.model, (self.cache, self.counts), host)
             yield f"{'prefill' if is_prefill else 'decode'} {shape}", lowered
 
     def shape_of(self, step: ScheduledStep) -> tuple[int, int, int]:
@@ -148,56 +171,26 @@ class Runner:
         return min(bucket(context, SMALLEST_CONTEXT), self.max_tokens)
 
     def _inputs(self, step: ScheduledStep, rows: int, seq: int, context: int) -> StepInput:
-        return StepInput(
-            batch=self._batch(step, rows, seq, context),
-            slots=_rows([s.slot for s in step.sequences], rows, self.num_slots, np.int32),
-            sampling=replace(sampling_arrays(step.sequences, rows), plain=self._plain),
-            fresh=_rows([s.num_computed_tokens == 0 for s in step.sequences], rows, False, bool),
-            samples=_rows(
-                [
-                    s.num_computed_tokens + n >= s.num_prompt_tokens
-                    for s, n in zip(step.sequences, step.num_tokens, strict=True)
-                ],
-                rows,
-                False,
-                bool,
-            ),
-        )
-
-    def _batch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> Batch:
-        tokens = np.zeros((rows, seq), np.int32)
-        start = np.zeros(rows, np.int32)
-        query_lens = np.zeros(rows, np.int32)
+        layout = Layout(seq, self._table_lengths(step, seq, context))
+        packed = layout.empty(rows, self.num_slots)
+        packed[:, packing.NUM_STEPS] = step.num_steps
         for row, (sequence, count) in enumerate(zip(step.sequences, step.num_tokens, strict=True)):
-            start[row] = sequence.num_computed_tokens if self.options.use_cache else 0
-            query_lens[row] = count if self.options.use_cache else sequence.num_tokens
-            end = start[row] + query_lens[row]
-            tokens[row, : query_lens[row]] = sequence.tokens[start[row] : end]
-        positions = start[:, None] + np.arange(seq, dtype=np.int32)[None]
-        batch = Batch(tokens, positions, query_lens, start + query_lens)  # type: ignore[arg-type]
-        if not self.options.use_cache:
-            return batch
-        tables, firsts = self._tables(step, rows, seq, context)
-        return replace(batch, block_tables=tables, first_positions=firsts)
+            end = sequence.num_computed_tokens + count
+            start = sequence.num_computed_tokens if self.options.use_cache else 0
+            layout.write(packed[row], sequence, start, end - start)
+        return StepInput(packed, self._device_params, layout, self._plain)  # type: ignore[arg-type]
 
-    def _tables(
-        self, step: ScheduledStep, rows: int, seq: int, context: int
-    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        tables, firsts = [], []
+    def _table_lengths(self, step: ScheduledStep, seq: int, context: int) -> tuple[int, ...]:
+        if not self.options.use_cache:
+            return ()
         new_tokens = seq if step.is_prefill else self.decode_steps
-        for group, window in enumerate(self.windows):
-            length = min(
+        return tuple(
+            min(
                 blocks_needed(window, context, new_tokens, BLOCK_SIZE),
                 ceil_div(context, BLOCK_SIZE),
             )
-            table = np.zeros((rows, length), np.int32)
-            for row, sequence in enumerate(step.sequences):
-                blocks = sequence.block_tables[group]
-                table[row, : len(blocks)] = blocks
-            tables.append(table)
-            first = [s.first_positions[group] for s in step.sequences]
-            firsts.append(_rows(first, rows, 0, np.int32))
-        return tuple(tables), tuple(firsts)
+            for window in self.windows
+        )
 
     def warm_up(self, sequences: Iterable[Sequence]) -> None:
         """Compiles the shapes that these sequences will need, by running them on empty rows.
@@ -217,6 +210,10 @@ class Runner:
             is_prefill, rows, seq, context = shape
             self._dispatch(ScheduledStep([], [], is_prefill, num_steps=1), rows, seq, context)
             self._warm.add(shape)
+        if any(s.params.has_penalties for s in sequences):
+            nothing = np.zeros(self.model.config.vocab_size, np.int32)
+            scratch = np.int32(self.num_slots)
+            _, self.counts = self.functions.seat(None, self.counts, scratch, nothing)
 
     def _shapes_of(self, sequences: list[Sequence]) -> set[tuple]:
         """Every (is_prefill, rows, tokens per row, context) that sequences can lead to."""
@@ -238,38 +235,3 @@ class Runner:
 
     def _context_buckets(self, shortest: int, longest: int) -> set[int]:
         return {self._context_bucket(n) for n in range(shortest, longest + 1)}
-
-
-def sampling_arrays(sequences: list[Sequence], rows: int) -> Sampling:
-    """The rows' sampling parameters as arrays; padding rows are greedy."""
-    params = [s.params for s in sequences]
-    bias_ids = np.zeros((rows, MAX_LOGIT_BIAS), np.int32)
-    bias_values = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
-    for row, p in enumerate(params):
-        count = len(p.logit_bias)
-        bias_ids[row, :count] = list(p.logit_bias.keys())
-        bias_values[row, :count] = list(p.logit_bias.values())
-
-    def column(name: str, default: float, dtype: Any) -> Any:
-        return _rows([getattr(p, name) for p in params], rows, default, dtype)
-
-    logprobs = [-1 if p.logprobs is None else p.logprobs for p in params]
-    return Sampling(
-        temperature=column("temperature", 0.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        min_p=column("min_p", 0.0, np.float32),
-        seed=column("seed", 0, np.uint32),
-        sample_index=_rows([s.sample_index for s in sequences], rows, 0, np.uint32),
-        repetition_penalty=column("repetition_penalty", 1.0, np.float32),
-        presence_penalty=column("presence_penalty", 0.0, np.float32),
-        frequency_penalty=column("frequency_penalty", 0.0, np.float32),
-        bias_ids=bias_ids,  # type: ignore[arg-type]
-        bias_values=bias_values,  # type: ignore[arg-type]
-        num_logprobs=_rows(logprobs, rows, -1, np.int32),
-    )
-
-
-def _rows(values: list, rows: int, padding: Any, dtype: Any) -> Any:
-    """Values as an array of `rows`, padded at the end."""
-    return np.array([*values, *[padding] * (rows - len(values))], dtype)

@@ -88,11 +88,18 @@ class SamplingParams:
         """
         return (
             self.temperature == 0
-            and self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
+            and not self.has_penalties
             and not self.logit_bias
             and self.logprobs is None
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the next one's chances."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
         )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -67,20 +67,13 @@ class TokenCounts:
     in_prompt: Bool[Array, "slots V"]
     generated: Int[Array, "slots V"]
 
-    def add_prompt(
-        self,
-        slots: Int[Array, " B"],
-        fresh: Bool[Array, " B"],
-        tokens: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
+    def replace(
+        self, slot: Int[Array, ""], in_prompt: Bool[Array, " V"], generated: Int[Array, " V"]
     ) -> TokenCounts:
-        """Marks prompt tokens; rows that are `fresh` forget their slot's former sequence."""
-        keep = ~fresh[:, None]
-        in_prompt = self.in_prompt.at[slots].set(self.in_prompt[slots] & keep)
-        counts = jnp.where(keep, self.generated[slots], 0)
-        row = jnp.where(valid, slots[:, None], self.in_prompt.shape[0] - 1)
-        generated = self.generated.at[slots].set(counts)
-        return TokenCounts(in_prompt.at[row, tokens].set(True), generated)
+        """Gives a slot to a sequence with this past."""
+        return TokenCounts(
+            self.in_prompt.at[slot].set(in_prompt), self.generated.at[slot].set(generated)
+        )
 
     def add_generated(
         self, slots: Int[Array, " B"], tokens: Int[Array, " B"], valid: Bool[Array, " B"]

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooflax.completion import Completion, Delta
     from rooflax.engine.sampling_params import SamplingParams
     from rooflax.errors import (
         CheckpointError,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
         RooflaxError,
         UnsupportedModelError,
     )
-    from rooflax.llm import LLM, Completion, Delta
+    from rooflax.llm import LLM
     from rooflax.loading.load import from_state_dict, load
     from rooflax.loading.save import save
     from rooflax.models.model import Model
@@ -28,8 +29,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "rooflax.llm",
-    "Completion": "rooflax.llm",
-    "Delta": "rooflax.llm",
+    "Completion": "rooflax.completion",
+    "Delta": "rooflax.completion",
     "SamplingParams": "rooflax.engine.sampling_params",
     "ExecutionOptions": "rooflax.nn.execution",
     "Precision": "rooflax.nn.execution",

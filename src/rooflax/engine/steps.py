@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +19,11 @@ from rooflax.engine.packing import Layout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.kv_cache import KVCache
+from rooflax.nn.kv_cache import KVCache, clear_blocks
 from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
 from rooflax.nn.weights import assemble, slots
-from rooflax.ops.control import fori_loop
-from rooflax.ops.sampling import Sampling, TokenCounts, sample
+from rooflax.ops.control import while_loop
+from rooflax.ops.sampling import Sampling, TokenCounts, logprobs_of, sample
 
 
 @jax.tree_util.register_dataclass
@@ -59,22 +58,37 @@ class StepInput:
 
 Carry = tuple[KVCache | None, TokenCounts]
 Packed = Int[Array, "steps B columns"]
+Scores = Int[Array, "T columns"]
 
 
 def prefill(
-    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
-) -> tuple[Packed, Carry]:
+    model: Model,
+    carry: Carry,
+    step: StepInput,
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+    is_scored: bool = False,
+) -> tuple[tuple[Packed, Scores | None], Carry]:
     """Runs a chunk of every row's tokens, and chooses the token after it where they end."""
     cache, counts = carry
-    packed, cache, counts = _run(
-        model, cache, counts, step, step.layout.batch(step.rows), options, shards
-    )
-    return packed[None], (cache, counts)
+    batch = step.layout.batch(step.rows)
+    hidden, cache = model.forward(batch, cache, options=options, shards=shards)
+    packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
+    scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
+    return (packed[None], scores), (cache, counts)
+
+
+def scored(
+    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
+) -> tuple[tuple[Packed, Scores | None], Carry]:
+    """`prefill` of one row, with the log-probability of the token after each."""
+    return prefill(model, carry, step, options=options, shards=shards, is_scored=True)
 
 
 def rerun(
     model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
-) -> tuple[Packed, Carry]:
+) -> tuple[tuple[Packed, Scores | None], Carry]:
     """Without a cache: runs whole sequences again for one more token each."""
     return prefill(model, carry, step, options=options, shards=shards)
 
@@ -87,25 +101,36 @@ def decode(
     max_steps: int,
     options: ExecutionOptions,
     shards: Shards | None,
-) -> tuple[Packed, Carry]:
+) -> tuple[tuple[Packed, None], Carry]:
     """Runs as many tokens per row as the step's column says, each the one chosen before it.
 
-    The number is data, at most `max_steps`, so one program serves every count.
+    The number is data, at most `max_steps`, so one program serves every count. The loop ends early
+    when a row has chosen one of its stop ids.
     """
-    run = partial(_run, options=options, shards=shards)
 
-    def one(index: jax.Array, state: Any) -> Any:
-        batch, cache, counts, out = state
-        packed, cache, counts = run(model, cache, counts, step, batch)
-        return _advance(batch, packed[:, 0]), cache, counts, out.at[index].set(packed)
+    def run(batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
+        hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
+        packed, counts = _choose(model, carry[1], step, batch, hidden, options, shards)
+        return packed, (cache, counts)
 
-    cache, counts = carry
+    def goes_on(state: Any) -> jax.Array:
+        index, stopped, *_ = state
+        return (index < step.rows[0, packing.NUM_STEPS]) & ~stopped
+
+    def one(state: Any) -> Any:
+        index, _, batch, carry, out = state
+        packed, carry = run(batch, carry)
+        tokens = packed[:, packing.TOKEN]
+        stops = jnp.any(tokens[:, None] == step.sampling.stop_ids, axis=1)
+        stopped = jnp.any(stops & step.samples)
+        return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
+
     batch = step.layout.batch(step.rows)
-    packed, _, _ = jax.eval_shape(run, model, cache, counts, step, batch)
-    out = jnp.zeros((max_steps, *packed.shape), packed.dtype)
-    num_steps = step.rows[0, packing.NUM_STEPS]
-    _, cache, counts, out = fori_loop(0, num_steps, one, (batch, cache, counts, out))
-    return out, (cache, counts)
+    shape, _ = jax.eval_shape(run, batch, carry)
+    out = jnp.zeros((max_steps, *shape.shape), shape.dtype)
+    start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
+    *_, carry, out = while_loop(goes_on, one, start)
+    return (out, None), carry
 
 
 def seat(
@@ -123,6 +148,18 @@ def seat(
         seen: per token id, twice how often it was generated, plus one if the prompt has it.
     """
     return (), carry.replace(slot, (seen & 1) == 1, seen >> 1)
+
+
+def clear(
+    model: None,
+    carry: KVCache,
+    tables: tuple[Int[Array, " _"], ...],
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[tuple[()], KVCache]:
+    """Zeroes blocks, of each layer group the ones in its table."""
+    return (), clear_blocks(carry, tables)
 
 
 def score(
@@ -156,20 +193,20 @@ def score(
     return scores.reshape(rows, seq), carry
 
 
-def _run(
+def _choose(
     model: Model,
-    cache: KVCache | None,
     counts: TokenCounts,
     step: StepInput,
     batch: Batch,
+    hidden: Float[Array, "B T D"],
     options: ExecutionOptions,
     shards: Shards | None,
-) -> tuple[Int[Array, "B columns"], KVCache | None, TokenCounts]:
-    """Forward, the last token's logits, and a choice for every row."""
-    hidden, cache = model.forward(batch, cache, options=options, shards=shards)
+) -> tuple[Int[Array, "B columns"], TokenCounts]:
+    """The last token's logits, and a choice for every row."""
     last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    logits = model.logits(hidden, options=options, shards=shards)
+    logits = model.logits(
+        jnp.take_along_axis(hidden, last, axis=1)[:, 0], options=options, shards=shards
+    )
     sampled = sample(
         logits,
         step.sampling,
@@ -180,7 +217,34 @@ def _run(
     )
     if not step.plain:
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
-    return packing.pack_sampled(sampled, plain=step.plain), cache, counts
+    is_finite = jnp.all(jnp.isfinite(hidden), axis=2) | ~batch.valid
+    is_finite = jnp.all(is_finite, axis=1) & sampled.is_finite
+    return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+
+
+def _scores(
+    model: Model,
+    step: StepInput,
+    batch: Batch,
+    hidden: Float[Array, "1 T D"],
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> Int[Array, "T columns"]:
+    """Packed log-probabilities of the token after each; of the last one, the host says which."""
+    last = jnp.maximum(batch.query_lens - 1, 0)
+    following = jnp.roll(batch.tokens, -1, axis=1).at[0, last].set(step.rows[:, packing.NEXT])
+    chunk = min(SCORED_AT_ONCE, hidden.shape[1])
+    padding = -hidden.shape[1] % chunk
+    flat = jnp.pad(hidden[0], ((0, padding), (0, 0)))
+    targets = jnp.pad(following[0], (0, padding))
+
+    def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = model.logits(part[0], options=options, shards=shards)
+        return packing.pack_logprobs(*logprobs_of(logits, part[1]))
+
+    parts = (flat.reshape(-1, chunk, flat.shape[1]), targets.reshape(-1, chunk))
+    packed = jax.lax.map(score_chunk, parts)
+    return packed.reshape(-1, packed.shape[-1])[: hidden.shape[1]]
 
 
 def _advance(batch: Batch, tokens: Int[Array, " B"]) -> Batch:
@@ -206,7 +270,9 @@ class StepFunctions:
         self.rerun = _compiled(rerun, options.jit, mesh, **static)
         self.score = _compiled(score, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
+        self.scored = _compiled(scored, options.jit, mesh, **static)
         self.seat = _compiled(seat, options.jit, mesh, **static)
+        self.clear = _compiled(clear, options.jit, mesh, **static)
 
 
 _JITTED: dict[Any, Callable] = {}

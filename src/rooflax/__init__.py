@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooflax.async_llm import AsyncLLM
     from rooflax.completion import Completion, Delta
     from rooflax.engine.sampling_params import SamplingParams
     from rooflax.errors import (
         CheckpointError,
         EngineError,
+        QueueFull,
         RequestError,
         RooflaxError,
         UnsupportedModelError,
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "rooflax.llm",
+    "AsyncLLM": "rooflax.async_llm",
     "Completion": "rooflax.completion",
     "Delta": "rooflax.completion",
     "SamplingParams": "rooflax.engine.sampling_params",
@@ -45,11 +48,13 @@ _HOME = {
     "UnsupportedModelError": "rooflax.errors",
     "CheckpointError": "rooflax.errors",
     "RequestError": "rooflax.errors",
+    "QueueFull": "rooflax.errors",
     "EngineError": "rooflax.errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Completion",
     "Delta",
@@ -57,6 +62,7 @@ __all__ = [
     "ExecutionOptions",
     "Model",
     "Precision",
+    "QueueFull",
     "RequestError",
     "RooflaxError",
     "SamplingParams",

@@ -93,11 +93,11 @@ class Engine:
     def kv_cache_bytes(self) -> int:
         return 0 if self.runner.cache is None else self.runner.cache.num_bytes
 
-    def add(self, sequences: Seq[Sequence]) -> None:
-        """Queues sequences; they run as `step` is called.
+    def check(self, sequences: Seq[Sequence]) -> None:
+        """Refuses what could not run even alone; safe on any thread.
 
         Raises:
-            RequestError: one of them could not run even alone; none is queued.
+            RequestError: with the arithmetic.
         """
         for sequence in sequences:
             if not self.scheduler.can_ever_run(sequence):
@@ -105,9 +105,19 @@ class Engine:
                     f"The request may come to hold {sequence.longest} tokens, which the KV cache "
                     f"of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower max_tokens."
                 )
-        now = time.perf_counter()
+
+    def add(self, sequences: Seq[Sequence], arrival_s: float | None = None) -> None:
+        """Queues sequences; they run as `step` is called.
+
+        Args:
+            arrival_s: when they came; None is now.
+
+        Raises:
+            RequestError: one of them could not run even alone; none is queued.
+        """
+        self.check(sequences)
         for sequence in sequences:
-            sequence.arrival_s = now
+            sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -137,16 +147,16 @@ class Engine:
         )
         return runner.seal(buckets, report)
 
-    def reset(self) -> list[Sequence]:
-        """Forgets everything after a failure of the device.
-
-        Returns:
-            The sequences that were waiting or running.
-        """
+    def forget_all(self) -> list[Sequence]:
+        """Lets go of every sequence that waits or runs, and says which."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._new_scheduler()
-        self.runner.reset()
         return lost
+
+    def reset(self) -> None:
+        """An empty cache, after a failure of the device; nobody may be running."""
+        assert not self.has_unfinished
+        self.runner.reset()
 
     def temporary_bytes(self) -> int:
         """Device memory for intermediates of the largest program; 0 when nothing is jitted.

@@ -72,7 +72,7 @@ def test_local_folder_is_itself(tmp_path, download):
 )
 def test_neither_folder_nor_id(model, download, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=f"no such folder: {re.escape(model)}"):
+    with pytest.raises(CheckpointError, match=f"no such folder or file: {re.escape(model)}"):
         hub.resolve(model)
     with pytest.raises(CheckpointError, match="no model was named"):
         hub.resolve("")

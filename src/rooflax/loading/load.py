@@ -1,6 +1,7 @@
 """From what a user names to a model and its tokenizer.
 
-A name is a checkpoint folder, a hub id, "preset:NAME", or nothing: the embedded default.
+A name is a checkpoint folder, a GGUF file, a hub id, "preset:NAME", or nothing: the embedded
+default.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
+from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.loading.weights import ArraySource, load_weights
+from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build, resolve_max_model_len
@@ -35,9 +39,10 @@ class Description:
 
     Attributes:
         name: as the user gave it; the embedded default's own name otherwise.
-        folder: of the checkpoint; None for a preset.
+        folder: of the checkpoint, or the GGUF file; None for a preset.
         family, config: the architecture.
-        raw_config: config.json.
+        raw_config: config.json, or what a GGUF file's metadata says in its words.
+        gguf: the GGUF file, opened.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Description:
     family: str
     config: Any
     raw_config: Mapping[str, Any]
+    gguf: GGUFFile | None = None
 
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
@@ -52,7 +58,7 @@ class Description:
         Raises:
             CheckpointError: it has more ids than the model's embedding has rows.
         """
-        tokenizer = Tokenizer(self.folder or embedded_folder())
+        tokenizer = Tokenizer(self.gguf or self.folder or embedded_folder())
         rows = self.config.vocab_size
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
@@ -73,9 +79,17 @@ class Description:
         chosen = None if quantize is None else resolve_format(quantize)
         return Storage(dtype, chosen, narrow and "bfloat16" in declared)
 
+    def weights(self) -> Source:
+        """The tensors of the checkpoint, memory-mapped; not for a preset."""
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf, self.family, self.config)
+        return Checkpoint(self.folder or "")
+
     def generation_defaults(self) -> GenerationDefaults:
         if self.folder is None:
             return GenerationDefaults()
+        if self.gguf is not None:
+            return gguf_generation_defaults(self.gguf)
         return read_generation_defaults(self.folder)
 
 
@@ -109,6 +123,10 @@ def describe(
         folder, shown = embedded_folder(), EMBEDDED_NAME
     else:
         folder, shown = resolve(str(model), revision=revision, offline=offline), str(model)
+    if folder.is_file():
+        gguf = GGUFFile(folder)
+        name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
+        return Description(shown, folder, name, config, raw, gguf)
     raw = read_config_json(folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
     return Description(shown, folder, name, config, raw)
@@ -129,7 +147,7 @@ def load(
     """A model with its weights on the device.
 
     Args:
-        model: folder, hub id, "preset:NAME", None for the embedded default, or a Description.
+        model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a Description.
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
@@ -147,7 +165,7 @@ def load(
         )
     else:
         weights = load_weights(
-            Checkpoint(about.folder),
+            about.weights(),
             about.family,
             about.config,
             storage=storage,

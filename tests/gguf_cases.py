@@ -42,7 +42,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 343, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
         "num_hidden_layers": 1,
         "tie_word_embeddings": False, "rope_theta": 10000.0, "attention_bias": True,
-        "mlp_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "mlp_bias": True, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "llama_k": _LLAMA
     | {

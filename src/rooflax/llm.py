@@ -82,8 +82,8 @@ class LLM:
     """A model with its tokenizer, ready to generate.
 
     Args:
-        model: checkpoint folder, hub id ("owner/name"), "preset:NAME", or None for the embedded
-            default; or what `describe` found.
+        model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
+            embedded default; or what `describe` found.
         quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them.

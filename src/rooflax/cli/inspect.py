@@ -104,9 +104,7 @@ def _part(key: str) -> str:
 
 def formats(about: Description) -> list[dict[str, Any]]:
     """Tensors and bytes in the files by format, from their headers."""
-    from rooflax.loading.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint(about.folder or "")
+    checkpoint = about.gguf or about.weights()
     names = set(checkpoint.names())
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

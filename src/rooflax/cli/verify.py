@@ -116,9 +116,15 @@ class _Reference:
     def __init__(self, transformers: Any, folder: Path, prompts: list[list[int]], count: int):
         import torch  # pyright: ignore[reportMissingImports]
 
+        is_gguf = folder.is_file()
+        where = {"gguf_file": folder.name} if is_gguf else {}
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+                str(folder.parent if is_gguf else folder),
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                **where,
             ).eval()
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -81,6 +81,8 @@ _SPECIAL_IDS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
+_SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
+"""Where a file of that kind is silent."""
 
 
 def read_gguf_tokenizer(
@@ -163,8 +165,9 @@ class _Vocabulary:
 
     def special_tokens(self) -> dict[str, str]:
         found = {}
+        customary = _SENTENCEPIECE_IDS if self.get("model", str, "") == "llama" else {}
         for name, key in _SPECIAL_IDS.items():
-            token_id = self.get(key, int, None)
+            token_id = self.get(key, int, customary.get(name))
             if token_id is None:
                 continue
             if not 0 <= token_id < len(self.tokens):

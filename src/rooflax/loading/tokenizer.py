@@ -100,6 +100,22 @@ class Tokenizer:
         """The default chat template, None for a model without one."""
         return self.chat_templates.get("default")
 
+    def files(self) -> dict[str, bytes]:
+        """The files of a folder from which this tokenizer would be read."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+            "chat_template": [
+                {"name": name, "template": text} for name, text in self.chat_templates.items()
+            ],
+        }
+        if set(self.chat_templates) <= {"default"}:
+            config["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": json.dumps(config, indent=2).encode(),
+        }
+
     def token_to_id(self, token: str) -> int | None:
         """The id of one token's text, None if it is no token."""
         return self._tokenizer.token_to_id(token)

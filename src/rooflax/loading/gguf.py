@@ -273,4 +273,5 @@ class _Cursor:
 
 
 def _bad(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a valid GGUF file: {reason}")
+    # A file's own strings may be as long as it likes.
+    return CheckpointError(f"{path} is not a valid GGUF file: {reason[:400]}")

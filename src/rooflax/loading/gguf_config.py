@@ -86,7 +86,7 @@ def read_gguf_config(
         ignore: further keys (or patterns) to pass over.
 
     Raises:
-        UnsupportedModelError: an architecture or a value that we do not compute, a key nobody reads.
+        UnsupportedModelError: an architecture or value that we do not compute, a key nobody reads.
         CheckpointError: a key is missing or has an impossible value.
     """
     reader = _Metadata(file)
@@ -159,8 +159,9 @@ class _Metadata:
 
     def _attention_and_rope(self, raw: dict[str, Any]) -> dict[str, Any]:
         heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
-        known = isinstance(heads, int) and isinstance(hidden, int) and heads > 0
-        head_dim = raw.get("head_dim", hidden // heads if known else None)
+        head_dim = raw.get("head_dim")
+        if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            head_dim = hidden // heads
         self.expect("attention.value_length", head_dim)
         self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
@@ -215,8 +216,8 @@ class _Metadata:
             known = not key.startswith(self._prefix) or key in self._read
             if not known and not any(fnmatchcase(key, pattern) for pattern in ignore):
                 raise UnsupportedModelError(
-                    f"{self.file.path} has the metadata {key!r}, which rooflax does not read; if "
-                    f"that changes no logit, pass --ignore-config-key {key}."
+                    f"{self.file.path} has the metadata {key[:200]!r}, which rooflax does not read; if "
+                    f"that changes no logit, pass --ignore-config-key {key[:200]}."
                 )
 
 

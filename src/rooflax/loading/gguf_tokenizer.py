@@ -127,7 +127,9 @@ class _Vocabulary:
                     f"{file.path} asks for tokenizer.ggml.{flag}, which rooflax does not do."
                 )
         self.ids = {t: i for i, t in enumerate(self.tokens) if t and self.types[i] != UNUSED}
-        used = sum(1 for t, kind in zip(self.tokens, self.types, strict=True) if t and kind != UNUSED)
+        used = sum(
+            1 for t, kind in zip(self.tokens, self.types, strict=True) if t and kind != UNUSED
+        )
         if len(self.ids) != used:
             raise self.bad("has a token twice")
 
@@ -193,9 +195,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
     if cut.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
-    steps.append(
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
-    )
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -116,7 +116,7 @@ class GGUFWeights:
         return self.entries[name].change if name in self.entries else KEEP
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the checkpoint's layout: the file's pages where they will do, else float32."""
+        """A tensor in the checkpoint's layout: the file's own pages where they will do."""
         return self._change(name).apply([self._numbers(stored) for stored in self._stored(name)])
 
     def _numbers(self, stored: str) -> np.ndarray:
@@ -189,15 +189,12 @@ _PRODUCTS = {
     f"{_H}.mlp.c_fc": "blk.{i}.ffn_up",
     f"{_H}.mlp.c_proj": "blk.{i}.ffn_down",
 }
-_GPT2 = (
-    _renamed(
-        ("transformer.wte", "token_embd"),
-        ("transformer.wpe", "position_embd"),
-        ("transformer.ln_f", "output_norm"),
-        ("lm_head", "output"),
-        (f"{_H}.ln_1", "blk.{i}.attn_norm"),
-        (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
-        *_PRODUCTS.items(),
-    )
-    | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}
-)
+_GPT2 = _renamed(
+    ("transformer.wte", "token_embd"),
+    ("transformer.wpe", "position_embd"),
+    ("transformer.ln_f", "output_norm"),
+    ("lm_head", "output"),
+    (f"{_H}.ln_1", "blk.{i}.attn_norm"),
+    (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
+    *_PRODUCTS.items(),
+) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}

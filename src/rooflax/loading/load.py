@@ -147,7 +147,8 @@ def load(
     """A model with its weights on the device.
 
     Args:
-        model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a Description.
+        model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a
+            Description.
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.

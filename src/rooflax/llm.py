@@ -7,6 +7,7 @@ devices are the engine's.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -86,7 +87,8 @@ class LLM:
             embedded default; or what `describe` found.
         quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
-            bfloat16 weights left as they are where a native kernel reads them.
+            bfloat16 weights left as they are where a native kernel reads them. None also leaves a
+            GGUF file's quantised weights as they are; a dtype is what they are turned into.
         kv_dtype: of the KV cache; None is dtype.
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
@@ -137,7 +139,10 @@ class LLM:
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
         native_linear = kernels.chosen(options.kernels)["linear"] == "native"
         self.storage = self.about.storage(
-            self.precision.dtype or "float32", quantize, narrow=dtype is None and native_linear
+            self.precision.dtype or "float32",
+            quantize,
+            narrow=dtype is None and native_linear,
+            keep=dtype is None and mesh is None,
         )
         with count_compilations(self._compiled):
             self.model = self._load(check, progress)
@@ -151,6 +156,7 @@ class LLM:
             dtype=self.storage.dtype,
             quantize=self.storage.quantize,
             narrow=self.storage.narrow,
+            keep=bool(self.storage.kept),
             max_model_len=self.max_model_len,
             check=check,
             progress=progress,
@@ -187,6 +193,8 @@ class LLM:
     def format(self) -> str:
         """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
         storage = self.storage
+        if storage.kept:
+            return Counter(storage.kept.values()).most_common(1)[0][0]
         return storage.quantize or ("bfloat16" if storage.narrow else storage.dtype)
 
     @property

@@ -137,7 +137,7 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
 
     precision = flags.check_precision(args).resolve(jax.default_backend())
     narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
-    storage = about.storage(precision.dtype or "float32", precision.quantize, narrow=narrow)
+    storage = about.storage(precision.dtype or "float32", precision.quantize, narrow=narrow, keep=args.dtype is None)
     tokens = resolve_max_model_len(about.config, args.max_model_len)
     need = estimate(
         about.family,

@@ -4,7 +4,8 @@
     Q4_0   w = (q - 8) * d,              q in 0..15, d float16; byte j holds values j and 16 + j
     MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
 
-Other types have scales within scales; the gguf package turns them into float32.
+Other types have scales within scales: the gguf package turns them into float32, and where codes are
+wanted, these are rounded to int8 in the same groups of 32.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
 """
@@ -15,8 +16,15 @@ import numpy as np
 
 from rooflax.loading.gguf import PLAIN, TYPES
 from rooflax.loading.mxfp4 import E2M1
+from rooflax.ops.formats import GROUP
+from rooflax.ops.quantization import encode
 
-CODED = ("Q8_0", "Q4_0", "MXFP4")
+FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a8"}
+"""The weight format that is a block type, bit for bit (ops.formats)."""
+
+ROUNDED = "w8a8-g32"
+"""The weight format of every other block type."""
+
 VALUES = {kind.name: kind.values for kind in TYPES.values()}
 CHUNK_BLOCKS = 1 << 14
 """Blocks that are turned into numbers at a time, so that intermediates stay small."""
@@ -26,7 +34,7 @@ def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Codes [..., values] as the type stores them, and scales [..., blocks].
 
     Args:
-        kind: one of `CODED`.
+        kind: one of `FORMATS`.
         blocks: uint8 [..., blocks, bytes of a block].
 
     Returns:
@@ -61,7 +69,7 @@ def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
 
 def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
     """[blocks, values] of [blocks, bytes]."""
-    if kind not in CODED:
+    if kind not in FORMATS:
         from gguf import GGMLQuantizationType, quants
 
         with np.errstate(all="ignore"):
@@ -72,6 +80,24 @@ def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
             return np.ldexp(E2M1[codes], scales.astype(np.int32) - 127)
         values = codes.astype(np.float32) - np.float32(8 if kind == "Q4_0" else 0)
         return values * scales.astype(np.float32)
+
+
+def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of any block type as codes and scales of the format `ROUNDED`, some rows at a time.
+
+    Args:
+        blocks: uint8 [rows, blocks, bytes of a block].
+    """
+    if kind == "Q8_0":
+        return codes_and_scales(kind, blocks)
+    inner = blocks.shape[1] * VALUES[kind]
+    codes = np.empty((len(blocks), inner), np.int8)
+    scales = np.empty((len(blocks), inner // GROUP), np.float16)
+    step = max(1, CHUNK_BLOCKS // blocks.shape[1])
+    for begin in range(0, len(blocks), step):
+        where = slice(begin, begin + step)
+        codes[where], scales[where] = encode("int8-g32", dequantize(kind, blocks[where]))
+    return codes, scales
 
 
 def is_plain(kind: str) -> bool:

@@ -13,15 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.gguf_blocks import dequantize, is_plain
+from rooflax.loading.gguf_blocks import (
+    FORMATS,
+    ROUNDED,
+    codes_and_scales,
+    dequantize,
+    is_plain,
+    rounded_codes,
+)
 from rooflax.loading.gguf_config import ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.registry import family
+from rooflax.nn.storage import is_head, is_product, product_shape
+from rooflax.nn.weights import Slot, slots
+from rooflax.ops.quantization import QuantizedArray, pack
 
 Shape = tuple[int, ...]
 
@@ -75,16 +87,16 @@ class GGUFWeights:
 
     Args:
         file: the container.
-        family, config: the model that its metadata describes.
+        name, config: the family and the model that its metadata describes.
     """
 
-    def __init__(self, file: GGUFFile, family: str, config: Any):
-        self.file = file
-        self.entries = _entries(family, config)
+    def __init__(self, file: GGUFFile, name: str, config: Any):
+        self.file, self.family, self.config = file, name, config
+        self.entries = _entries(name, config)
         present = set(file.names())
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
-        if family != "gpt2":
+        if name != "gpt2":
             used.add(ROPE_FACTORS)
         self._unknown = [name for name in file.names() if name not in used]
 
@@ -129,19 +141,74 @@ class GGUFWeights:
             self.file.release(stored)
 
 
-def _entries(family: str, config: Any) -> dict[str, Entry]:
-    table = _GPT2 if family == "gpt2" else _LAYERS | (_EXPERTS if family == "gpt_oss" else _DENSE)
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        """The format of each product's weight, by slot, whose tensors are all blocks.
+
+        A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
+        layers of a model are alike, because they may be stacked.
+        """
+        table, layers = family(self.family).weights(self.config), self.config.num_layers
+        kinds: dict[str, set[str]] = {}
+        products = [slot for slot in slots(table, layers) if is_product(slot, self.config)]
+        for slot in products:
+            known = all(name in self.entries for name in slot.hf_names)
+            found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
+            kinds.setdefault(slot.key, set()).update(found)
+        formats = {key: _format(found) for key, found in kinds.items()}
+        return {slot.name: formats[slot.key] for slot in products if formats[slot.key]}
+
+    def packed(self, slot: Slot) -> QuantizedArray:
+        """A product's weight from the file's own codes, its outputs in our order."""
+        format = self.formats[slot.name]
+        read = rounded_codes if format == ROUNDED else codes_and_scales
+        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
+        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
+        order, shapes = self._order(slot), product_shape(slot, self.config)
+        if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
+            return pack(format, codes[0], scales[0], *shapes)
+        return pack(format, np.concatenate(codes)[order], np.concatenate(scales)[order], *shapes)
+
+    def _parts(self, slot: Slot) -> list[str]:
+        return [stored for name in slot.hf_names for stored in self.entries[name].stored]
+
+    def _order(self, slot: Slot) -> np.ndarray:
+        """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
+        numbers, begin = [], 0
+        for name in slot.hf_names:
+            (stored,) = self.entries[name].stored
+            rows = self.file.info(stored).shape[0]
+            ids = np.arange(begin, begin + rows, dtype=np.int32)[:, None]
+            numbers.append(self.entries[name].change.apply([ids]))
+            begin += rows
+        in_shape, out_shape = product_shape(slot, self.config)
+        one_input = (1,) * len(in_shape)
+        head = is_head(slot, self.config)
+        out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
+        slot.weight.layout.join(numbers, out)
+        return out.reshape(-1)
+
+
+def _format(kinds: set[str]) -> str | None:
+    """The format for tensors of these types; None where one of them is plain."""
+    if any(is_plain(kind) for kind in kinds):
+        return None
+    return FORMATS.get(next(iter(kinds)), ROUNDED) if len(kinds) == 1 else ROUNDED
+
+
+def _entries(name: str, config: Any) -> dict[str, Entry]:
+    table = _GPT2 if name == "gpt2" else _LAYERS | (_EXPERTS if name == "gpt_oss" else _DENSE)
     found = {}
-    for name, (stored, change) in table.items():
-        for layer in range(config.num_layers) if "{i}" in name else [0]:
+    for hf, (stored, change) in table.items():
+        for layer in range(config.num_layers) if "{i}" in hf else [0]:
             names = tuple(s.replace("{i}", str(layer)) for s in stored)
-            found[name.replace("{i}", str(layer))] = Entry(names, change)
-    if family == "llama":
+            found[hf.replace("{i}", str(layer))] = Entry(names, change)
+    if name == "llama":
         for layer in range(config.num_layers):
             for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 for end in ("weight", "bias"):
-                    name = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
-                    found[name] = Entry(found[name].stored, unpermute(heads))
+                    hf = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
+                    found[hf] = Entry(found[hf].stored, unpermute(heads))
     return found
 
 

@@ -67,17 +67,25 @@ class Description:
             )
         return tokenizer
 
-    def storage(self, dtype: str, quantize: str | None, *, narrow: bool) -> Storage:
+    def storage(
+        self, dtype: str, quantize: str | None, *, narrow: bool, keep: bool = False
+    ) -> Storage:
         """At which width the weights will be kept.
 
         config.json says whether they are bfloat16; each tensor's own type decides as it is read.
+
+        Args:
+            keep: products' weights that a GGUF file holds quantised stay so.
 
         Raises:
             RequestError: there is no such format.
         """
         declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
         chosen = None if quantize is None else resolve_format(quantize)
-        return Storage(dtype, chosen, narrow and "bfloat16" in declared)
+        kept = {}
+        if keep and chosen is None and self.gguf is not None:
+            kept = GGUFWeights(self.gguf, self.family, self.config).formats
+        return Storage(dtype, chosen, narrow and "bfloat16" in declared, kept)
 
     def weights(self) -> Source:
         """The tensors of the checkpoint, memory-mapped; not for a preset."""
@@ -138,6 +146,7 @@ def load(
     dtype: str = "float32",
     quantize: str | None = None,
     narrow: bool = False,
+    keep: bool = False,
     max_model_len: int | None = None,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -152,27 +161,30 @@ def load(
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
+        keep: keep the products' weights quantised where a GGUF file has them so.
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
-    storage = about.storage(dtype, quantize, narrow=narrow)
+    storage = about.storage(dtype, quantize, narrow=narrow, keep=keep)
     _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len))
     if about.folder is None:
         weights = random_weights(
             about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
         )
     else:
+        source = about.weights()
         weights = load_weights(
-            about.weights(),
+            source,
             about.family,
             about.config,
             storage=storage,
             check=check,
             progress=progress,
             place=place,
+            packed=source.packed if isinstance(source, GGUFWeights) else None,
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax import LLM
+from rooflax import LLM, ExecutionOptions
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.load import embedded_folder
 from rooflax.loading.tokenizer import Tokenizer
@@ -43,13 +43,16 @@ def windows(count: int, tokens: int) -> np.ndarray:
     return np.array([ids[start : start + tokens] for start in starts], np.int32)
 
 
-def our_logits(path: Path, ids: np.ndarray, **how: Any) -> tuple[np.ndarray, int]:
+def our_logits(
+    path: Path, ids: np.ndarray, options: ExecutionOptions, dtype: str | None = None
+) -> tuple[np.ndarray, int]:
     """[windows, tokens, vocab] and the bytes of the weights."""
-    model = LLM(path, **how).model
+    model = LLM(path, dtype=dtype, options=options).model
 
     @jax.jit
     def run(model, row):
-        return model.logits(model.forward(Batch.dense(row), None)[0])
+        hidden, _ = model.forward(Batch.dense(row), None, options=options)
+        return model.logits(hidden, options=options)
 
     rows = [np.asarray(run(model, jnp.asarray(row[None])))[0] for row in ids]
     return np.stack(rows), model.weights_bytes
@@ -78,9 +81,11 @@ def formats(path: Path) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda x: -x[1]))
 
 
-def measure(path: Path, ids: np.ndarray, python: str, work: Path) -> dict[str, Any]:
-    reference, _ = our_logits(path, ids, dtype="float32")
-    ours, weights_bytes = our_logits(path, ids)
+def measure(
+    path: Path, ids: np.ndarray, python: str, work: Path, options: ExecutionOptions
+) -> dict[str, Any]:
+    reference, _ = our_logits(path, ids, options, dtype="float32")
+    ours, weights_bytes = our_logits(path, ids, options)
     np.save(work / "ids.npy", ids)
     command = [python, HERE / "llama_cpp_logits.py", path, work / "ids.npy", work / "logits.npy"]
     subprocess.run(command, check=True)
@@ -117,6 +122,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--kernels", help="as for rooflax; default the platform's best")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     ids = windows(args.windows, args.tokens)
@@ -126,7 +132,11 @@ def main() -> None:
         make = [args.python, HERE / "gguf_files.py", args.llama_cpp, embedded_folder()]
         command = [*make, work / "embedded", *kinds, "--pre", "gpt-2"]
         subprocess.run(command, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
-        rows = [measure(work / f"embedded.{kind}.gguf", ids, args.python, work) for kind in kinds]
+        options = ExecutionOptions(kernels=args.kernels)
+        rows = [
+            measure(work / f"embedded.{kind}.gguf", ids, args.python, work, options)
+            for kind in kinds
+        ]
     print(json.dumps(rows, indent=2) if args.json else table(rows))
 
 

@@ -22,7 +22,7 @@ from rooflax.ops.quantization import encode
 FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a8"}
 """The weight format that is a block type, bit for bit (ops.formats)."""
 
-ROUNDED = "w8a8-g32"
+ROUNDED = "w8a16-g32"
 """The weight format of every other block type."""
 
 VALUES = {kind.name: kind.values for kind in TYPES.values()}

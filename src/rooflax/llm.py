@@ -7,7 +7,6 @@ devices are the engine's.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -192,10 +191,7 @@ class LLM:
     @property
     def format(self) -> str:
         """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
-        storage = self.storage
-        if storage.kept:
-            return Counter(storage.kept.values()).most_common(1)[0][0]
-        return storage.quantize or ("bfloat16" if storage.narrow else storage.dtype)
+        return self.storage.format
 
     @property
     def kv_cache_bytes(self) -> int:

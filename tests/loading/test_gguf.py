@@ -199,6 +199,12 @@ def test_inspect_shows_formats_and_bytes(capsys):
     )
 
 
+def test_verify_names_the_checkpoint(capsys):
+    pytest.importorskip("transformers")
+    assert main(["verify", str(gguf_cases.gguf("qwen2", "f32"))]) == 2
+    assert "verify the checkpoint it was made from" in capsys.readouterr().err
+
+
 def test_generate_speaks(capsys):
     path = str(gguf_cases.gguf("qwen2", "q4_0"))
     flags = ["-p", "def main", "-n", "4", "--temp", "0", "--json", "--quiet"]

@@ -205,6 +205,7 @@ def opens(path: Path) -> None:
         about.tokenizer().encode("def main():")
         about.generation_defaults()
         load(about)
+        load(about, keep=True)
 
 
 def _boundaries():

@@ -63,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(
             f"{llm.about.name} has no files that transformers could open; use --isolate."
         )
+    if llm.about.gguf is not None:
+        raise RequestError(
+            f"{llm.about.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
+            f"verify the checkpoint it was made from, or use --isolate."
+        )
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.about.folder, prompts, args.max_tokens)
@@ -116,15 +121,9 @@ class _Reference:
     def __init__(self, transformers: Any, folder: Path, prompts: list[list[int]], count: int):
         import torch  # pyright: ignore[reportMissingImports]
 
-        is_gguf = folder.is_file()
-        where = {"gguf_file": folder.name} if is_gguf else {}
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder.parent if is_gguf else folder),
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                **where,
+                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
             ).eval()
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -140,7 +140,6 @@ class GGUFWeights:
         for stored in self._stored(name):
             self.file.release(stored)
 
-
     @cached_property
     def formats(self) -> dict[str, str]:
         """The format of each product's weight, by slot, whose tensors are all blocks.

@@ -8,6 +8,7 @@ looked up, experts) has the activations' dtype. This module knows no files.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,13 @@ class Storage:
     quantize: str | None = None
     narrow: bool = False
     kept: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str:
+        """Width of most products' weights: a quantised format, "bfloat16" or "float32"."""
+        if self.kept and self.quantize is None:
+            return Counter(self.kept.values()).most_common(1)[0][0]
+        return self.quantize or ("bfloat16" if self.narrow else self.dtype)
 
     def format_of(self, slot: Slot, config: Any) -> str | None:
         """The format that a weight is quantised to; None where it is not.

@@ -8,7 +8,9 @@ looked up, experts) has the activations' dtype. This module knows no files.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,21 +30,37 @@ class Storage:
         dtype: of the activations, and of every weight that is not a product's.
         quantize: format of the products' weights; None keeps them unquantised.
         narrow: products' weights that the checkpoint has in bfloat16 stay so.
+        kept: formats by slot of products' weights that a checkpoint holds quantised and that stay
+            so, unless `quantize` asks for another.
     """
 
     dtype: str = "float32"
     quantize: str | None = None
     narrow: bool = False
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str:
+        """Width of most products' weights: a quantised format, "bfloat16" or "float32"."""
+        if self.kept and self.quantize is None:
+            return Counter(self.kept.values()).most_common(1)[0][0]
+        return self.quantize or ("bfloat16" if self.narrow else self.dtype)
 
     def format_of(self, slot: Slot, config: Any) -> str | None:
         """The format that a weight is quantised to; None where it is not.
 
         int8 stands in where groups of 32 do not divide the inputs.
         """
+        if self.is_kept(slot):
+            return self.kept[slot.name]
         if self.quantize is None or not is_product(slot, config):
             return None
         in_shape, _ = product_shape(slot, config)
         return self.quantize if fits(self.quantize, math.prod(in_shape)) else "w8a8"
+
+    def is_kept(self, slot: Slot) -> bool:
+        """Whether a weight's codes are the checkpoint's own."""
+        return self.quantize is None and slot.name in self.kept
 
     def dtype_of(self, slot: Slot, config: Any, stored_narrow: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""

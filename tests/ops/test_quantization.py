@@ -1,5 +1,6 @@
 """Formats: what packing means, and that it loses no more than rounding does."""
 
+import json
 import math
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import rooflax
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.ops.formats import FORMATS, format_of, resolve_format
 from rooflax.ops.quantization import (
     GROUP,
@@ -156,20 +157,44 @@ def test_products_are_close_to_the_exact_ones(format, tokens):
     assert error < limits[FORMATS[format].code]
 
 
-def test_a_quantised_model_is_not_saved(tmp_path):
-    model = rooflax.load("preset:qwen2.5-tiny", quantize="int8")
-    with pytest.raises(RequestError, match="quantised weights cannot be saved"):
-        rooflax.save(model, tmp_path / "m")
-    assert not (tmp_path / "m").exists()
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("format", ["int8", "int4+head=int8", "mxfp4", "fp8"])
+def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
+    model = rooflax.load(f"preset:{preset}", quantize=format)
+    rooflax.save(model, tmp_path / "m", dtype="float32")
+    again = rooflax.load(tmp_path / "m")
+    assert jax.tree.structure(again.weights) == jax.tree.structure(model.weights)
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    with pytest.raises(RequestError, match="is quantised already"):
+        rooflax.load(tmp_path / "m", quantize="int4")
+
+
+def test_a_damaged_quantised_folder_is_refused(tmp_path):
+    rooflax.save(rooflax.load("preset:qwen2.5-tiny", quantize="int8"), tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    formats = config["quantization_config"]["formats"]
+    for broken, reason in (
+        ({**formats, "layers.{i}.attn.qkv": "int9"}, "the format 'int9'"),
+        ({**formats, "nonsense": "w8a8"}, "the weight 'nonsense'"),
+        ({**formats, "layers.{i}.attn.qkv": "w4a8"}, "wanted U8"),
+        ({**formats, "layers.{i}.attn.norm": "w8a8"}, "lacks layers.0.attn.norm.values"),
+        ({k: v for k, v in formats.items() if "qkv" not in k}, "lacks model.layers.0"),
+        (None, "no formats"),
+    ):
+        config["quantization_config"]["formats"] = broken
+        (tmp_path / "m/config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=reason):
+            rooflax.load(tmp_path / "m")
 
 
 def test_names():
     assert resolve_format("int8") == "w8a8" == resolve_format("w8a8")
-    mixed = resolve_format("int4,head=int8")
-    assert mixed == "w4a8,head=w8a8" == resolve_format(mixed)
+    mixed = resolve_format("int4+head=int8")
+    assert mixed == "w4a8+head=w8a8" == resolve_format(mixed)
     assert format_of(mixed, head=True) == "w8a8" and format_of(mixed, head=False) == "w4a8"
-    with pytest.raises(RequestError, match="head=FORMAT"):
-        resolve_format("int4,tail=int8")
+    with pytest.raises(RequestError, match="int4.head=int8"):
+        resolve_format("int4+tail=int8")
     assert not fits("w4a8", 33)
     with pytest.raises(RequestError, match="int8, int4"):
         resolve_format("int3")

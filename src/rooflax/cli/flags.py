@@ -144,7 +144,7 @@ def add_precision(
             "-q",
             "--quantize",
             metavar="FORMAT",
-            help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4,head=int8",
+            help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
             **kind,
         )
 

@@ -27,6 +27,7 @@ VERBS = (
     "inspect",
     "verify",
     "perplexity",
+    "quantize",
     "models",
     "doctor",
 )

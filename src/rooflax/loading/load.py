@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile
@@ -19,6 +19,7 @@ from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_conf
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
 from rooflax.loading.mxfp4 import Mxfp4Weights
+from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
@@ -84,7 +85,9 @@ class Description:
         declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
         chosen = None if quantize is None else resolve_format(quantize)
         kept = {}
-        if keep and chosen is None and self.folder is not None:
+        if is_packed(self.raw_config) and chosen is not None:
+            raise RequestError(f"{self.name} is quantised already; leave --quantize out.")
+        if (keep or is_packed(self.raw_config)) and chosen is None and self.folder is not None:
             kept = self.kept().formats
         return Storage(dtype, chosen, narrow and "bfloat16" in declared, kept)
 
@@ -94,11 +97,13 @@ class Description:
             return GGUFWeights(self.gguf, self.family, self.config)
         return Checkpoint(self.folder or "")
 
-    def kept(self) -> GGUFWeights | Mxfp4Weights:
+    def kept(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
             return source
+        if is_packed(self.raw_config):
+            return PackedWeights(source, self.family, self.config, self.raw_config)
         return Mxfp4Weights(source, self.family, self.config)
 
     def generation_defaults(self) -> GenerationDefaults:
@@ -183,6 +188,7 @@ def load(
             about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
         )
     else:
+        kept = about.kept() if storage.kept else None
         weights = load_weights(
             about.weights(),
             about.family,
@@ -191,7 +197,8 @@ def load(
             check=check,
             progress=progress,
             place=place,
-            packed=about.kept().packed if storage.kept else None,
+            packed=kept.packed if kept else None,
+            own=kept.tensors if isinstance(kept, PackedWeights) else {},
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 

@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from rooflax.errors import RequestError
+from rooflax.loading import packed
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
@@ -57,7 +57,7 @@ def save(
 
     Args:
         model: with its layers unrolled or stacked.
-        dtype: of the file, "bfloat16", "float32" or "float16".
+        dtype: of the file, "bfloat16", "float32" or "float16"; quantised weights stay as they are.
         files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
             generation defaults and end-of-sequence ids go along.
     """
@@ -68,12 +68,7 @@ def save(
         raw = read_gguf_config(GGUFFile(source))[2] if is_gguf else read_config_json(source)
     eos = raw.get("eos_token_id")
 
-    def is_packed(leaf: Any) -> bool:
-        return isinstance(leaf, QuantizedArray)
-
     weights = model.weights
-    if any(is_packed(leaf) for leaf in jax.tree.leaves(weights, is_leaf=is_packed)):
-        raise RequestError("a model with quantised weights cannot be saved yet; load it without")
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)
     save_model(
@@ -139,6 +134,12 @@ def save_model(
         )
     ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
     settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
+    formats = {
+        packed.table_name(slot): leaf.format
+        for slot in slots(family(name).weights(config), config.num_layers)
+        if isinstance(leaf := _leaf(slot, weights), QuantizedArray)
+    }
+    settings |= packed.to_config(formats) if formats else {}
 
     def fill(new: Path) -> None:
         _write_json(new / "config.json", settings)
@@ -163,7 +164,9 @@ def _slot_tensors(
     slot: Slot, config: Any, weights: dict[str, Any], dtype: str
 ) -> list[TensorToWrite]:
     sizes, target = config.axis_sizes, DTYPES[dtype]
-    array = (weights if slot.layer is None else weights["layers"][slot.layer])[slot.key]
+    array = _leaf(slot, weights)
+    if isinstance(array, QuantizedArray):
+        return packed.tensors_of(slot, array)
 
     @lru_cache(maxsize=1)
     def parts() -> list[np.ndarray]:
@@ -182,6 +185,10 @@ def _slot_tensors(
         TensorToWrite(hf, dtype_name(target), tuple(shape), producer(index))
         for index, (hf, shape) in enumerate(zip(slot.hf_names, shapes, strict=True))
     ]
+
+
+def _leaf(slot: Slot, weights: dict[str, Any]) -> Any:
+    return (weights if slot.layer is None else weights["layers"][slot.layer])[slot.key]
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -49,6 +49,7 @@ def load_weights(
     progress: Callable[[int], None] | None = None,
     place: Callable[[Slot, np.ndarray], Any] | None = None,
     packed: Callable[[Slot], QuantizedArray] | None = None,
+    own: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
     """The weights of a model, on the device.
 
@@ -60,12 +61,13 @@ def load_weights(
         progress: called with the bytes of each weight when it is done.
         place: puts a slot's host array on its devices; `storage.keep` otherwise.
         packed: gives the slots of `storage.kept`.
+        own: by slot, tensors of ours that hold it packed, in place of the table's.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
             weight's (the first ten named).
     """
-    plan = _Plan(source, name, config)
+    plan = _Plan(source, name, config, own or {})
     place = place or (lambda slot, array: storage.keep(slot, array, config))
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
@@ -90,8 +92,8 @@ def load_weights(
 class _Plan:
     """Which tensors each slot is made of, checked before the first one is read."""
 
-    def __init__(self, source: Source, name: str, config: Any):
-        self.source, self.sizes = source, config.axis_sizes
+    def __init__(self, source: Source, name: str, config: Any, own: Mapping[str, tuple[str, ...]]):
+        self.source, self.sizes, self.own = source, config.axis_sizes, own
         self.slots = list(slots(family(name).weights(config), config.num_layers))
         self.names = _NameMap(set(source.names()), family(name))
         self._check(config)
@@ -110,6 +112,8 @@ class _Plan:
 
     def release(self, slot: Slot) -> None:
         """Lets go of the file's pages behind a slot."""
+        for name in self.own.get(slot.name, ()):
+            self.source.release(name)
         for hf in self._found(slot):
             for stored in self.names.stored(hf):
                 self.source.release(stored)
@@ -147,8 +151,11 @@ class _Plan:
         ]
 
     def _check(self, config: Any) -> None:
-        missing, mistyped, misshapen, used = [], [], [], set()
+        missing, mistyped, misshapen = [], [], []
+        used = {name for names in self.own.values() for name in names}
         for slot in self.slots:
+            if slot.name in self.own:
+                continue
             for hf, wanted in zip(slot.hf_names, slot.weight.hf_shapes(self.sizes), strict=True):
                 found = self.names.find(hf)
                 if found is None:

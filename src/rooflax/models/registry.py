@@ -13,7 +13,10 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.weights import Weight
 
 FAMILIES = ("gpt2", "llama", "qwen2", "gpt_oss")
-READ_QUANTIZATION = ("mxfp4",)
+READ_QUANTIZATION = (
+    "rooflax",
+    "mxfp4",
+)
 
 
 @runtime_checkable

@@ -204,7 +204,7 @@ def unstack_layers(weights: dict[str, Any]) -> dict[str, Any]:
     stacked = weights["stacked_layers"]
     repeats = jax.tree.leaves(stacked)[0].shape[0]
     layers = tuple(
-        {name: array[repeat] for name, array in group.items()}
+        jax.tree.map(lambda array, repeat=repeat: array[repeat], group)
         for repeat in range(repeats)
         for group in stacked
     )

@@ -43,26 +43,23 @@ FORMATS = {
     "fp8-a16": Format("fp8", False),
 }
 ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
-HEAD = "head="
+HEAD = "+head="
 
 
 def resolve_format(name: str) -> str:
-    """A format's own name; "int4,head=int8" keeps the embedding and the head in another one.
+    """A format's own name; "int4+head=int8" keeps the embedding and the head in another one.
 
     Raises:
         RequestError: there is no such format.
     """
-    base, comma, rest = str(name).partition(",")
-    if not comma:
-        return _resolved(base, name)
-    if not rest.startswith(HEAD):
-        raise RequestError(f"quantize is {name!r}; after the comma comes {HEAD}FORMAT.")
-    return f"{_resolved(base, name)},{HEAD}{_resolved(rest.removeprefix(HEAD), name)}"
+    base, plus, rest = str(name).partition(HEAD)
+    resolved = _resolved(base, name)
+    return f"{resolved}{HEAD}{_resolved(rest, name)}" if plus else resolved
 
 
 def format_of(name: str, *, head: bool) -> str:
     """The format of a resolved name for the head (and embedding), or for everything else."""
-    base, _, rest = name.partition(f",{HEAD}")
+    base, _, rest = name.partition(HEAD)
     return rest if head and rest else base
 
 
@@ -70,6 +67,7 @@ def _resolved(part: str, whole: str) -> str:
     found = ALIASES.get(part, part)
     if found not in FORMATS:
         raise RequestError(
-            f"quantize is {whole!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}."
+            f"quantize is {whole!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}, or two "
+            f"as in int4{HEAD}int8."
         )
     return found

@@ -172,6 +172,26 @@ def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
     return scales.reshape(-1, outer, scales.shape[-1]) if grouped else scales.reshape(-1, outer)
 
 
+def packed_arrays(
+    format: str, inner: int, outer: int, stack: tuple[int, ...] = ()
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes and types of values, scales and sums."""
+    code, panels = FORMATS[format].code, -(-outer // PANEL)
+    if code in ("int8", "fp8"):
+        values = (panels, -(-inner // 4), PANEL, 4)
+        scales = (panels * PANEL,)
+    else:
+        quads = 8 if code == "int8-g32" else 4
+        values = (panels, inner // GROUP, quads, PANEL, 4)
+        scales = (panels, inner // GROUP, PANEL)
+    sums = (*stack, panels * PANEL) if code == "int8" else (0,)
+    return (
+        jax.ShapeDtypeStruct((*stack, *values), np.int8 if "int8" in code else np.uint8),
+        jax.ShapeDtypeStruct((*stack, *scales), SCALE_TYPES.get(code, np.float16)),
+        jax.ShapeDtypeStruct(sums, np.int32),
+    )
+
+
 def _packed(
     chunks: Iterator[tuple[np.ndarray, np.ndarray]],
     format: str,
@@ -181,45 +201,26 @@ def _packed(
 ) -> QuantizedArray:
     """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
     inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
-    code, panels = FORMATS[format].code, -(-outer // PANEL)
-    values, scales = _empty(code, count * panels, inner)
-    sums = np.zeros((count * panels, PANEL) if code == "int8" else (0, PANEL), np.int32)
-    at, done = 0, 0
+    code, wanted = FORMATS[format].code, packed_arrays(format, inner, outer, stack)
+    arrays = [np.zeros(array.shape, array.dtype) for array in wanted]
+    panels = count * -(-outer // PANEL)
+    values, scales = (array.reshape(panels, -1) for array in arrays[:2])
+    sums = arrays[2].reshape(-1, PANEL)
+    at = 0
     for codes, scale in chunks:
         padding = -len(codes) % PANEL
         codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=8 if code == "int4" else 0)
         end = at + len(codes) // PANEL
-        values[at:end] = _pack_codes(code, codes)
+        values[at:end] = _pack_codes(code, codes).reshape(end - at, -1)
         scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
-        scales[at:end] = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
+        by_panel = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
+        scales[at:end] = by_panel.reshape(end - at, -1)
         if code == "int8":
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
-        done += len(codes) - padding
         at = end
-    assert done == count * outer
-    per_output = not FORMATS[format].grouped
-    put = jax.device_put
-    return QuantizedArray(
-        put(values.reshape(*stack, panels, *values.shape[1:])),
-        put(scales.reshape(*stack, *((-1,) if per_output else (panels, *scales.shape[1:])))),
-        put(sums.reshape(*stack, -1) if code == "int8" else sums.reshape(0)),
-        format,
-        in_shape,
-        out_shape,
-    )
-
-
-def _empty(code: str, panels: int, inner: int) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays for packed values and scales."""
-    if code in ("int8", "fp8"):
-        values = np.empty(
-            (panels, -(-inner // 4), PANEL, 4), np.int8 if code == "int8" else np.uint8
-        )
-        return values, np.empty((panels, PANEL), np.float32)
-    quads, dtype = (8, np.int8) if code == "int8-g32" else (4, np.uint8)
-    values = np.empty((panels, inner // GROUP, quads, PANEL, 4), dtype)
-    scales = np.empty((panels, inner // GROUP, PANEL), SCALE_TYPES.get(code, np.float16))
-    return values, scales
+    assert at == panels
+    put = [jax.device_put(array) for array in arrays]
+    return QuantizedArray(put[0], put[1], put[2], format, in_shape, out_shape)
 
 
 def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:

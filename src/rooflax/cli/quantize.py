@@ -1,0 +1,52 @@
+"""`rooflax quantize`: writes a checkpoint folder whose products' weights are quantised."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rooflax.cli import flags, terminal
+from rooflax.cli.parser import Parser
+from rooflax.cli.session import open_llm
+from rooflax.errors import RequestError
+from rooflax.nn.execution import ExecutionOptions
+
+SUMMARY = "write a quantised checkpoint, which loads at once"
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser)
+    flags.add_check(parser)
+    add = parser.group("what to write").add_argument
+    add("-o", "--output", metavar="FOLDER", required=True, help="where; may not hold other files")
+    flags.add_precision(parser, kv=False)
+    flags.add_device(parser)
+    flags.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the model quantised and saves it as it lies in memory."""
+    if Path(args.output).is_file():
+        raise RequestError(f"{args.output} is a file; give the name of a folder.")
+    llm = open_llm(args, options=ExecutionOptions())
+    if not (llm.storage.quantize or llm.storage.kept):
+        raise RequestError("no format was given: say --quantize int8, or another one.")
+    from rooflax.loading.save import save
+
+    dtype = "bfloat16" if llm.storage.narrow else llm.storage.dtype
+    with terminal.status(f"writing {args.output}", args.quiet):
+        save(llm.model, args.output, dtype=dtype, files_from=llm.about.folder)
+    written = {
+        "model": llm.about.name,
+        "folder": str(args.output),
+        "format": llm.format,
+        "weights_bytes": llm.model.weights_bytes,
+        "file_bytes": (Path(args.output) / "model.safetensors").stat().st_size,
+    }
+    if args.json:
+        terminal.print_json(written)
+    else:
+        terminal.write(
+            f"{written['folder']}: {written['format']}, {written['file_bytes'] / 2**20:.1f} MiB\n"
+        )
+    return 0

@@ -1,0 +1,130 @@
+"""Quantised weights in a checkpoint folder of our own: packed arrays, as they lie in memory.
+
+config.json says {"quantization_config": {"quant_method": "rooflax", "formats": {weight: format}}},
+a weight being a line of the family's table. Its arrays are tensors of model.safetensors under our
+names: layers.0.attn.qkv.values, .scales and, for int8, .sums. All other weights are stored as in
+any checkpoint. Nothing is converted when such a folder is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
+from rooflax.models.registry import family
+from rooflax.nn.storage import product_shape
+from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays
+
+METHOD = "rooflax"
+PARTS = ("values", "scales", "sums")
+
+
+class Tensors(Protocol):
+    """What is asked of a checkpoint here."""
+
+    def names(self) -> list[str]: ...
+    def info(self, name: str) -> TensorInfo: ...
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def table_name(slot: Slot) -> str:
+    """The line of the family's table that a slot belongs to."""
+    return slot.key if slot.layer is None else LAYER_PREFIX + slot.key
+
+
+def is_packed(raw_config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that its folder holds packed weights."""
+    found = raw_config.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == METHOD
+
+
+def to_config(formats: Mapping[str, str]) -> dict[str, Any]:
+    """What config.json says of packed weights."""
+    return {"quantization_config": {"quant_method": METHOD, "formats": dict(formats)}}
+
+
+def tensors_of(slot: Slot, leaf: QuantizedArray) -> list[TensorToWrite]:
+    """A packed weight's arrays as tensors."""
+
+    def tensor(part: str, array: jax.Array) -> TensorToWrite:
+        name = f"{slot.name}.{part}"
+        return TensorToWrite(name, dtype_name(array.dtype), array.shape, lambda: np.asarray(array))
+
+    arrays = [(part, getattr(leaf, part)) for part in PARTS]
+    return [tensor(part, array) for part, array in arrays if array.size]
+
+
+class PackedWeights:
+    """The packed weights of a folder, checked against the model before the first is read.
+
+    Attributes:
+        formats: by slot, for `Storage.kept`.
+        tensors: by slot, the names of its tensors.
+
+    Raises:
+        CheckpointError: a format or a weight that is not known, or tensors that do not fit.
+    """
+
+    def __init__(self, source: Tensors, name: str, config: Any, raw: Mapping[str, Any]):
+        self._source, self._config = source, config
+        declared = raw["quantization_config"].get("formats")
+        if not isinstance(declared, dict):
+            raise CheckpointError("config.json's quantization_config has no formats by weight.")
+        found = list(slots(family(name).weights(config), config.num_layers))
+        unknown = set(declared) - {table_name(slot) for slot in found}
+        wrong = [f for f in declared.values() if not isinstance(f, str) or f not in FORMATS]
+        if unknown or wrong:
+            what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
+            raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
+        packed = [slot for slot in found if table_name(slot) in declared]
+        self.formats = {slot.name: declared[table_name(slot)] for slot in packed}
+        present = set(source.names())
+        self.tensors = {slot.name: self._check(slot, present) for slot in packed}
+
+    def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
+        in_shape, _ = product_shape(slot, self._config)
+        if not fits(self.formats[slot.name], math.prod(in_shape)):
+            raise CheckpointError(f"{slot.name} cannot be {self.formats[slot.name]}.")
+        names = []
+        for part, wanted in zip(PARTS, self._arrays(slot), strict=True):
+            if not math.prod(wanted.shape):
+                continue
+            name = f"{slot.name}.{part}"
+            if name not in present:
+                raise CheckpointError(f"The checkpoint lacks {name} {list(wanted.shape)}.")
+            info, dtype = self._source.info(name), dtype_name(wanted.dtype)
+            if (info.shape, info.dtype) != (wanted.shape, dtype):
+                raise CheckpointError(
+                    f"{name} is {info.dtype} {list(info.shape)}, wanted {dtype} "
+                    f"{list(wanted.shape)}."
+                )
+            names.append(name)
+        return tuple(names)
+
+    def _arrays(self, slot: Slot) -> tuple[jax.ShapeDtypeStruct, ...]:
+        in_shape, out_shape = product_shape(slot, self._config)
+        stack = slot.weight.shape(self._config.axis_sizes)[: slot.weight.num_stacked]
+        inner, outer = math.prod(in_shape), math.prod(out_shape)
+        return packed_arrays(self.formats[slot.name], inner, outer, stack)
+
+    def packed(self, slot: Slot) -> QuantizedArray:
+        """A weight's arrays, as they are."""
+        stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
+        values, scales, sums = (
+            jax.device_put(
+                np.array(self._source.read(stored[part]))
+                if part in stored
+                else np.zeros(wanted.shape, wanted.dtype)
+            )
+            for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
+        )
+        shapes = product_shape(slot, self._config)
+        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)

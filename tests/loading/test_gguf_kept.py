@@ -1,4 +1,4 @@
-"""Weights that a GGUF file holds quantised stay as they are: the codes and scales are the file's."""
+"""Weights that a GGUF file holds quantised stay so: the codes and scales are the file's."""
 
 import jax
 import numpy as np

@@ -243,7 +243,7 @@ def clean(engine):
     return (
         not scheduler.has_unfinished
         and len(scheduler._free_slots) == engine.num_slots
-        and scheduler.blocks.num_free == [n - 1 for n in scheduler.blocks.num_blocks]
+        and not any(scheduler.blocks.num_used)
     )
 
 

@@ -9,15 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooflax.async_llm import AsyncLLM
+    from rooflax.completion import Completion, Delta
     from rooflax.engine.sampling_params import SamplingParams
     from rooflax.errors import (
         CheckpointError,
         EngineError,
+        QueueFull,
         RequestError,
         RooflaxError,
         UnsupportedModelError,
     )
-    from rooflax.llm import LLM, Completion, Delta
+    from rooflax.llm import LLM
     from rooflax.loading.load import from_state_dict, load
     from rooflax.loading.save import save
     from rooflax.models.model import Model
@@ -28,8 +31,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "rooflax.llm",
-    "Completion": "rooflax.llm",
-    "Delta": "rooflax.llm",
+    "AsyncLLM": "rooflax.async_llm",
+    "Completion": "rooflax.completion",
+    "Delta": "rooflax.completion",
     "SamplingParams": "rooflax.engine.sampling_params",
     "ExecutionOptions": "rooflax.nn.execution",
     "Precision": "rooflax.nn.execution",
@@ -44,11 +48,13 @@ _HOME = {
     "UnsupportedModelError": "rooflax.errors",
     "CheckpointError": "rooflax.errors",
     "RequestError": "rooflax.errors",
+    "QueueFull": "rooflax.errors",
     "EngineError": "rooflax.errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Completion",
     "Delta",
@@ -56,6 +62,7 @@ __all__ = [
     "ExecutionOptions",
     "Model",
     "Precision",
+    "QueueFull",
     "RequestError",
     "RooflaxError",
     "SamplingParams",

@@ -4,6 +4,7 @@
     ├── UnsupportedModelError   the checkpoint describes something we do not compute
     ├── CheckpointError         a file is missing, malformed or does not fit its config
     ├── RequestError            a request is at fault (the caller's mistake, HTTP 4xx)
+    │   └── QueueFull           there are too many of them (HTTP 429)
     └── EngineError             we are at fault (HTTP 5xx)
 
 Every message is one sentence that says what was given, what is wanted and what to do.
@@ -24,6 +25,10 @@ class CheckpointError(RooflaxError):
 
 class RequestError(RooflaxError):
     """What the caller asked for cannot be done: a value, a length, a prompt."""
+
+
+class QueueFull(RequestError):
+    """More requests wait than may; the same one may be welcome later."""
 
 
 class EngineError(RooflaxError):

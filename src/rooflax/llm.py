@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rooflax.completion import Completion, Delta, Sample
+from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
-from rooflax.engine.engine import Engine, check_prompt
-from rooflax.engine.runner import bucket
+from rooflax.engine.engine import Engine, check_ids, check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
-from rooflax.engine.sequence import TokenLogprobs
 from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.loading.chat_template import encode_chat
@@ -34,48 +34,12 @@ from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.ops import kernels
+from rooflax.ops.sampling_limits import MAX_STOP_IDS
 
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What one prompt gave.
-
-    Attributes:
-        text: without the stop string or the end-of-sequence token.
-        tokens: generated ids, the one that ended it included.
-        prompt_tokens: ids of the prompt.
-        finish_reason: "stop" (an id or a string ended it) or "length".
-        logprobs: per token, if asked for.
-        timings: seconds and tokens per second, the keys of `generate --json`.
-        index: which of the `n` samples this is.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    prompt_tokens: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    timings: Mapping[str, float] = field(default_factory=dict)
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A piece of a stream: new text and ids of one sample of one prompt.
-
-    `completion` is set on the last piece.
-    """
-
-    prompt: int
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    completion: Completion | None = None
 
 
 class LLM:
@@ -91,6 +55,7 @@ class LLM:
         kv_dtype: of the KV cache; None is dtype.
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
+        prefix_caching: keep what prompts computed, and share it with those that begin the same.
         options: what may change speed but never a token.
         mesh: devices with a "tensor" axis; None is one device.
         revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
@@ -108,6 +73,7 @@ class LLM:
         kv_dtype: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = MAX_SLOTS,
+        prefix_caching: bool = True,
         options: ExecutionOptions = DEFAULT_OPTIONS,
         mesh: Mesh | None = None,
         revision: str | None = None,
@@ -122,6 +88,7 @@ class LLM:
         enable_persistent_cache()
         started = time.perf_counter()
         self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
+        self.prefix_caching = prefix_caching
         self.precision = Precision(dtype, kv_dtype, quantize).resolve(jax.default_backend())
         if mesh is not None and quantize is not None:
             raise RequestError("quantize with a mesh does not exist yet; drop one of them.")
@@ -245,28 +212,37 @@ class LLM:
         param_list = _as_params(params, len(prompt_list))
         samples = []
         for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
-            samples.extend(self._samples(index, self.encode(prompt), given))
+            samples.extend(self.samples(index, self.encode(prompt), given))
         if samples:
             yield from self._run(samples)
 
-    def _samples(self, prompt: int, ids: list[int], given: SamplingParams) -> list[_Sample]:
+    def samples(
+        self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""
+    ) -> list[Sample]:
+        """A request's `n` sequences, checked, each with its way back to text.
+
+        Raises:
+            RequestError: what this model cannot do.
+        """
         given = given.with_defaults(self._default_values())
-        config = self.about.config
-        bias = [i for i in given.logit_bias if i >= config.vocab_size]
-        if bias:
-            raise RequestError(
-                f"logit_bias names the token id {bias[0]}; this model knows 0 to "
-                f"{config.vocab_size - 1}."
-            )
-        check_prompt(ids, config.vocab_size, self.max_model_len)
+        vocab = self.about.config.vocab_size
+        check_prompt(ids, vocab, self.max_model_len)
+        check_ids(given, vocab)
         stop = frozenset(given.stop_token_ids)
         if not given.ignore_eos:
             stop |= self.stop_ids
+        if given.min_tokens and len(stop) > MAX_STOP_IDS:
+            raise RequestError(
+                f"min_tokens needs at most {MAX_STOP_IDS} ids that end the text, and there are "
+                f"{len(stop)}."
+            )
         room = self.max_model_len - len(ids)
         max_tokens = min(given.max_tokens or room, room)
         return [
-            _Sample(
-                EngineSequence(prompt, ids, given, max_tokens, stop, sample_index=index),
+            Sample(
+                EngineSequence(
+                    request_id, ids, given, max_tokens, stop, index, cache_salt=cache_salt
+                ),
                 IncrementalDecoder(self.tokenizer, ids),
             )
             for index in range(given.n)
@@ -282,7 +258,7 @@ class LLM:
             values["temperature"] = 0.0
         return values
 
-    def _run(self, samples: list[_Sample]) -> Iterator[Delta]:
+    def _run(self, samples: list[Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
         engine = self.engine_for(sequences)
         compiled, self._compiled = self._compiled, CompileCounts()
@@ -294,14 +270,14 @@ class LLM:
             while engine.has_unfinished:
                 with count_compilations(compiled):
                     stepped = engine.step()
-                for sequence, new in stepped:
-                    delta = by_sequence[id(sequence)].take(new, self.load_s, compiled)
-                    if delta.completion is not None and not sequence.is_finished:
-                        engine.cancel(sequence)
+                for output in stepped:
+                    delta = by_sequence[id(output.sequence)].take(output, self.load_s, compiled)
+                    if delta.completion is not None:
+                        engine.abort(output.sequence)  # a stop string may have ended it
                     yield delta
         finally:
             for sequence in sequences:
-                engine.cancel(sequence)
+                engine.abort(sequence)
 
     def engine_for(self, sequences: list[EngineSequence]) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
@@ -320,6 +296,7 @@ class LLM:
             num_slots=slots,
             max_tokens=tokens,
             kv_dtype=self.precision.kv_dtype or "float32",
+            prefix_caching=self.prefix_caching,
             mesh=self.mesh,
         )
         return self._engine
@@ -342,82 +319,6 @@ class LLM:
             logprobs, _ = functions.score(self.model, (None, ()), padded, lengths)
             scores.append(np.asarray(logprobs)[0, : len(ids) - 1])
         return scores
-
-
-@dataclass
-class _Sample:
-    """One sample on its way: its sequence, and how far its text has come."""
-
-    sequence: EngineSequence
-    decoder: IncrementalDecoder
-    text: str = ""
-    emitted: int = 0
-
-    def take(self, new: list[int], load_s: float, compiled: CompileCounts) -> Delta:
-        """New ids to text, held back where a stop string may be beginning."""
-        sequence = self.sequence
-        reason = sequence.finish_reason if sequence.is_finished else None
-        before = sequence.num_output_tokens - len(new)
-        for count, token in enumerate(new, start=1):
-            is_last = reason is not None and count == len(new)
-            if not (is_last and reason == "stop"):
-                self.text += self.decoder.push(token)
-            if is_last:
-                self.text += self.decoder.flush()
-            cut = self._stop_position()
-            if cut is not None:
-                self.text, reason = self.text[:cut], "stop"
-                sequence.truncate(before + count)
-                new = new[:count]
-                break
-        ready = len(self.text) if reason else self._safe_length()
-        piece = self.text[self.emitted : ready]
-        self.emitted = max(self.emitted, ready)
-        completion = self._completion(reason, load_s, compiled) if reason else None
-        return Delta(sequence.request_id, sequence.sample_index, piece, tuple(new), completion)
-
-    def _stop_position(self) -> int | None:
-        found = [
-            self.text.find(s, max(0, self.emitted - len(s))) for s in self.sequence.params.stop
-        ]
-        return min((f for f in found if f >= 0), default=None)
-
-    def _safe_length(self) -> int:
-        """Text that no stop string, begun at its end, could still cut."""
-        held = 0
-        for stop in self.sequence.params.stop:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
-                    held = length
-                    break
-        return len(self.text) - held
-
-    def _completion(self, reason: str, load_s: float, compiled: CompileCounts) -> Completion:
-        sequence = self.sequence
-        wants = sequence.params.logprobs is not None
-        return Completion(
-            text=self.text,
-            tokens=tuple(sequence.output_tokens),
-            prompt_tokens=tuple(sequence.prompt_tokens),
-            finish_reason=reason,
-            logprobs=tuple(sequence.logprobs) if wants else None,
-            timings=_timings(sequence, load_s, compiled),
-            index=sequence.sample_index,
-        )
-
-
-def _timings(sequence: EngineSequence, load_s: float, compiled: CompileCounts) -> dict[str, float]:
-    times = sequence.token_times_s
-    ttft = times[0] - sequence.arrival_s
-    decode_s = times[-1] - times[0]
-    return {
-        "load_s": load_s,
-        "compile_s": compiled.seconds,
-        "compilations": compiled.compilations,
-        "ttft_s": ttft,
-        "prefill_tok_per_s": sequence.num_prompt_tokens / ttft if ttft > 0 else 0.0,
-        "decode_tok_per_s": (len(times) - 1) / decode_s if decode_s > 0 else 0.0,
-    }
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,13 +7,14 @@ import pytest
 
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
-from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, True, "1", [1])
 NOT_WHOLE = (*NOT_NUMBERS, 1.5, 2.0)
 
 GOOD = {
     "max_tokens": (1, 10**6, None),
+    "min_tokens": (0, 1, 10**6),
     "temperature": (0, 0.0, 0.7, 5, 1e6, None),
     "top_k": (0, 1, 10**6, 2**31 - 1, None),
     "top_p": (1e-6, 0.5, 1, 1.0, None),
@@ -25,12 +26,16 @@ GOOD = {
     "presence_penalty": (-2, 0, 2.0, None),
     "frequency_penalty": (-2, 0, 2.0, None),
     "logit_bias": ({}, None, {3: 1.5, 0: -100, 7: 100.0}),
+    "allowed_token_ids": ((), None, [3], tuple(range(MAX_ALLOWED_IDS))),
+    "banned_token_ids": ((), None, [3], tuple(range(MAX_LOGIT_BIAS))),
     "logprobs": (0, MAX_LOGPROBS, None),
+    "prompt_logprobs": (0, MAX_LOGPROBS, None),
     "n": (1, 7, 1024),
     "ignore_eos": (True, False),
 }
 BAD = {
     "max_tokens": (0, -1, *NOT_WHOLE),
+    "min_tokens": (-1, None, *NOT_WHOLE),
     "temperature": (-1e-9, -1, 1e7, 1e300, 10**400, *NOT_NUMBERS),
     "top_k": (-1, 2**31, *NOT_WHOLE),
     "top_p": (0, 0.0, -0.1, 1.0001, *NOT_NUMBERS),
@@ -45,7 +50,10 @@ BAD = {
         {-1: 1.0}, {True: 1.0}, {"a": 1.0}, {1: math.nan}, {1: 101}, {1: "x"},
         dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5),
     ),
+    "allowed_token_ids": ([-1], [True], [1.5], ["a"], [None], range(MAX_ALLOWED_IDS + 1)),
+    "banned_token_ids": ([-1], [True], [1.5], ["a"], [None], range(MAX_LOGIT_BIAS + 1)),
     "logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
+    "prompt_logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
     "n": (0, -1, 1025, None, *NOT_WHOLE),
     "ignore_eos": (1, 0, None, "yes"),
 }  # fmt: skip

@@ -8,92 +8,121 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooflax.engine.block_manager import BlockManager
+from rooflax.engine.buckets import Buckets
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
 from rooflax.engine.sequence import Sequence, SequenceStatus
 from rooflax.nn.layout import blocks_needed
 
 BLOCK_SIZE = 4
+SLOTS = 3
 
 
-def sequence(prompt=3, max_tokens=5, request=0, stop_ids=()):
-    return Sequence(request, list(range(prompt)), SamplingParams(), max_tokens, frozenset(stop_ids))
-
-
-def make(windows=(None, 5), *, slots=3, chunk=6, steps=2, longest=30, short_of=0):
-    """A scheduler as the engine builds it; `short_of` takes blocks away from every pool."""
-    new_tokens = max(chunk, steps)
-    num_blocks = tuple(
-        1 + slots * blocks_needed(window, longest, new_tokens, BLOCK_SIZE) - short_of
-        for window in windows
+def sequence(prompt=3, max_tokens=5, request=0, stop_ids=(), salt="", tokens=None):
+    ids = list(range(prompt)) if tokens is None else tokens
+    return Sequence(
+        request, ids, SamplingParams(), max_tokens, frozenset(stop_ids), cache_salt=salt
     )
-    blocks = BlockManager(windows, num_blocks, BLOCK_SIZE)
-    return Scheduler(blocks, num_slots=slots, prefill_chunk=chunk, decode_steps=steps)
 
 
-def run_on_paper(step, stop_after=None):
-    """What the engine does after a step, with token 0 for every choice."""
-    for row, seq in enumerate(step.sequences):
-        seq.num_computed_tokens += step.num_tokens[row]
-        if seq.is_prefill:
-            continue
-        for index in range(step.num_steps):
-            seq.append(7 if stop_after == seq.num_output_tokens else 0, 0.0)
-            if seq.is_finished:
-                break
-            if index:
-                seq.num_computed_tokens += 1
+def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=1.0, **given):
+    """A scheduler with blocks for `share` of what `slots` longest sequences need."""
+    new_tokens = max(chunk, steps)
+    needed = [blocks_needed(window, longest, new_tokens, BLOCK_SIZE) for window in windows]
+    num_blocks = tuple(1 + max(n, int(share * slots * n)) for n in needed)
+    blocks = BlockManager(windows, num_blocks, BLOCK_SIZE, prefix_caching=given.pop("cache", True))
+    budget = {"token_budget": slots * chunk, "prefill_chunk": chunk, "decode_steps": steps} | given
+    return Scheduler(blocks, num_slots=slots, **budget)
+
+
+class StubModel:
+    """What the engine does with a step; remembers what each block of each group holds."""
+
+    def __init__(self, scheduler, next_token=lambda seq: 0):
+        self.scheduler, self.next_token = scheduler, next_token
+        self.content = [{} for _ in scheduler.blocks.pools]
+
+    def run(self, step, stop_early=None):
+        num_steps = step.num_steps if stop_early is None else min(step.num_steps, stop_early)
+        for seq in step.decodes:
+            self.compute(seq, 1)
+            for index in range(num_steps):
+                if index:
+                    self.compute(seq, 1)
+                seq.append(self.next_token(seq), 0.0)
+                if seq.is_finished:
+                    break
+        for seq, count in step.prefills:
+            self.compute(seq, count)
+            if seq.num_uncomputed_tokens == 0:
+                seq.append(self.next_token(seq), 0.0)
+        self.scheduler.finish_step(step)
+
+    def compute(self, seq, count):
+        """Writes tokens into their slots, after checking that each query sees its own past."""
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + count):
+            for group, window in enumerate(self.scheduler.blocks.windows):
+                block, offset = self.slot(seq, group, position)
+                self.content[group][block, offset] = (seq.tokens[: position + 1], seq.cache_salt)
+                oldest = 0 if window is None else max(0, position - window + 1)
+                for seen in range(oldest, position + 1):
+                    held = self.content[group].get(self.slot(seq, group, seen))
+                    assert held == (seq.tokens[: seen + 1], seq.cache_salt)
+        seq.num_computed_tokens += count
+
+    def slot(self, seq, group, position):
+        relative = position - seq.first_positions[group]
+        assert relative >= 0, "a query sees a block that is gone"
+        return seq.block_tables[group][relative // BLOCK_SIZE], relative % BLOCK_SIZE
 
 
 def check_blocks(scheduler):
-    """No block is lost, given twice or block 0; every token to come has a place."""
+    """free + used == total, every owner counted once, and nobody owns block 0."""
     blocks = scheduler.blocks
     for group, window in enumerate(blocks.windows):
-        held = [b for seq in scheduler.running for b in seq.block_tables[group]]
-        everything = held + list(blocks.free[group])
-        assert sorted(everything) == list(range(1, blocks.num_blocks[group]))
-        new_tokens = max(scheduler.prefill_chunk, scheduler.decode_steps)
+        pool = blocks.pools[group]
+        owners = [0] * pool.num_blocks
         for seq in scheduler.running:
-            first = seq.first_positions[group]
-            assert first % BLOCK_SIZE == 0
-            assert window is not None or first == 0
             table = seq.block_tables[group]
-            assert len(table) <= blocks_needed(window, seq.longest, new_tokens, BLOCK_SIZE)
-            if window is not None and table:
-                assert first <= max(seq.num_computed_tokens - window + 1, 0)
+            assert len(set(table)) == len(table) and 0 not in table
+            for block in table:
+                owners[block] += 1
+            first = seq.first_positions[group]
+            assert first % BLOCK_SIZE == 0 and (window is not None or first == 0)
+            most = blocks_needed(window, seq.longest, scheduler.new_tokens, BLOCK_SIZE)
+            assert len(table) <= most
+        assert owners == pool.ref_count
+        assert {b for b in range(1, pool.num_blocks) if owners[b] == 0} == set(pool.free)
+        assert set(pool._hash_of) == set(pool._block_of.values())
+        assert len(pool._hash_of) == len(pool._block_of)
+    assert all(not seq.block_tables and seq.slot is None for seq in scheduler.waiting)
+    slots = [seq.slot for seq in scheduler.running] + scheduler._free_slots
+    assert sorted(slots) == list(range(scheduler.num_slots))
 
 
 def check_step(scheduler, step):
-    """Every row has blocks for what it writes and for what its queries see."""
-    assert 0 < len(step.sequences) <= 3
-    assert len({seq.slot for seq in step.sequences}) == len(step.sequences)
-    for seq, count in zip(step.sequences, step.num_tokens, strict=True):
-        assert seq.status is SequenceStatus.RUNNING
-        if step.is_prefill:
-            assert 1 <= count <= scheduler.prefill_chunk and step.num_steps == 1
-            assert seq.num_computed_tokens + count <= seq.num_prompt_tokens
-        else:
-            assert count == 1 == seq.num_uncomputed_tokens
-            assert 1 <= step.num_steps <= scheduler.decode_steps
-            assert step.num_steps <= seq.num_remaining_tokens
-        written = seq.num_computed_tokens + count * step.num_steps
-        for group, window in enumerate(scheduler.blocks.windows):
-            first = seq.first_positions[group]
-            end = first + BLOCK_SIZE * len(seq.block_tables[group])
-            assert end >= written
-            if window is not None:
-                oldest = max(seq.num_computed_tokens - window + 1, 0)
-                assert first <= oldest, "a query sees a block that is gone"
-                assert first + BLOCK_SIZE > oldest, "a block nobody sees is still held"
+    """Rows are running sequences, once each, within the budget; queues are in order of arrival."""
+    rows = step.sequences
+    assert len({id(seq) for seq in rows}) == len(rows) > 0
+    assert all(seq.status is SequenceStatus.RUNNING for seq in rows)
+    assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
+    assert 1 <= step.num_steps <= scheduler.decode_steps
+    assert all(step.num_steps <= seq.num_remaining_tokens for seq in step.decodes)
+    counts = [count for _, count in step.prefills]
+    assert all(1 <= count <= scheduler.prefill_chunk for count in counts)
+    assert sum(counts) <= scheduler.token_budget
+    order = [s.request_id for s in (*scheduler.running, *scheduler.waiting)]
+    assert order == sorted(order), "first come, first served"
 
 
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 10)),
-        st.tuples(st.just("step"), st.integers(1, 4), st.integers(0, 6)),
-        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 4), st.integers(1, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("preempt"), st.just(0), st.just(0)),
     ),
-    max_size=40,
+    max_size=60,
 )
 
 
@@ -102,80 +131,174 @@ ACTIONS = st.lists(
     windows=st.sampled_from([(None,), (5,), (None, 5), (None, 3, 9)]),
     chunk=st.integers(1, 9),
     steps=st.integers(1, 5),
-    short_of=st.integers(0, 6),
+    budget=st.integers(1, 30),
+    share=st.sampled_from([0.0, 0.4, 0.7, 1.0]),
+    cache=st.booleans(),
+    alphabet=st.integers(1, 2),
 )
-@settings(max_examples=150, deadline=None)
-def test_random_requests_leak_no_block(actions, windows, chunk, steps, short_of):
-    scheduler = make(windows, chunk=chunk, steps=steps, short_of=short_of)
+@settings(max_examples=300, deadline=None)
+def test_random_requests_leak_nothing_and_mix_nothing(
+    actions, windows, chunk, steps, budget, share, cache, alphabet
+):
+    """Few tokens, so that prompts share beginnings; few blocks, so that some must give way."""
+    scheduler = make(
+        windows, chunk=chunk, steps=steps, token_budget=budget, share=share, cache=cache
+    )
+    stub = StubModel(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
     everyone = []
+
+    def step(early=None):
+        planned = scheduler.schedule()
+        check_blocks(scheduler)
+        if planned is None:
+            assert not scheduler.has_unfinished
+            return False
+        check_step(scheduler, planned)
+        stub.run(planned, early)
+        check_blocks(scheduler)
+        return True
+
     for action, first, second in actions:
         if action == "add":
-            seq = sequence(first, second, len(everyone), stop_ids={7})
-            needed = scheduler.blocks.reservation(seq, max(chunk, steps))
-            if scheduler.blocks.fits_at_all(needed):
-                everyone.append(seq)
-                scheduler.add(seq)
-        elif action == "cancel" and everyone:
+            tokens = [(first * i) % alphabet for i in range(first)]
+            salt = "a" if second % 5 == 0 else ""
+            seq = sequence(max_tokens=second, request=len(everyone), tokens=tokens, salt=salt)
+            seq.stop_ids = frozenset({7})
+            assert scheduler.can_ever_run(seq)
+            everyone.append(seq)
+            scheduler.add(seq)
+        elif action == "abort" and everyone:
             chosen = everyone[first % len(everyone)]
             before = chosen.finish_reason
-            scheduler.cancel(chosen)
+            scheduler.abort(chosen)
             assert chosen.is_finished and chosen.finish_reason == (before or "abort")
+        elif action == "preempt" and scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
         for _ in range(first if action == "step" else 0):
-            step = scheduler.schedule()
-            check_blocks(scheduler)
-            if step is None:
-                assert not scheduler.has_unfinished
-                break
-            check_step(scheduler, step)
-            run_on_paper(step, stop_after=second)
-            scheduler.finish_step(step)
-            check_blocks(scheduler)
-    for _ in range(2_000):
-        step = scheduler.schedule()
-        if step is None:
+            step(second)
+    for _ in range(5_000):
+        if not step():
             break
-        check_step(scheduler, step)
-        run_on_paper(step)
-        scheduler.finish_step(step)
     assert not scheduler.has_unfinished
     assert all(seq.is_finished and seq.block_tables == [] for seq in everyone)
-    assert scheduler.blocks.num_free == [n - 1 for n in scheduler.blocks.num_blocks]
-    assert scheduler.blocks._reserved == [0] * len(windows)
-    assert len(scheduler._free_slots) == 3
+    assert scheduler.blocks.num_free == [p.num_blocks - 1 for p in scheduler.blocks.pools]
+    assert scheduler.blocks.num_used == [0] * len(windows)
 
 
-def test_what_is_admitted_can_run_to_its_end():
-    """Two sequences of 30 tokens do not fit into the blocks of one and a half."""
-    scheduler = make((None,), slots=2, longest=30)
-    scheduler.blocks.num_blocks = (13,)
-    scheduler.blocks.free[0] = type(scheduler.blocks.free[0])(range(1, 13))
-    first, second = sequence(20, 10), sequence(20, 10)
+def run_all(scheduler, stub):
+    steps = 0
+    while (step := scheduler.schedule()) is not None:
+        stub.run(step)
+        steps += 1
+    return steps
+
+
+def test_who_comes_last_gives_way_first_and_finishes_all_the_same():
+    scheduler = make((None,), slots=2, chunk=30, steps=1, longest=30, share=0.6, cache=False)
+    stub = StubModel(scheduler)
+    first, second = sequence(10, 20, 0), sequence(10, 20, 1)
     scheduler.add(first)
     scheduler.add(second)
+    run_all(scheduler, stub)
+    assert (first.num_preemptions, second.num_preemptions) == (0, scheduler.num_preemptions)
+    assert second.num_preemptions >= 1
+    assert first.num_output_tokens == second.num_output_tokens == 20
+
+
+def test_decoding_goes_on_beside_prompts_within_the_budget():
+    scheduler = make((None,), slots=3, chunk=4, steps=3, token_budget=5, longest=40)
+    stub = StubModel(scheduler)
+    first, second = sequence(4, 9, 0), sequence(10, 5, 1, tokens=[9] * 10)
+    scheduler.add(first)
+    stub.run(scheduler.schedule())
+    assert first.num_output_tokens == 1
+    scheduler.add(second)
     step = scheduler.schedule()
-    assert step.sequences == [first] and list(scheduler.waiting) == [second]
-    while not first.is_finished:
-        run_on_paper(step)
-        scheduler.finish_step(step)
-        step = scheduler.schedule()
-    assert step.sequences == [second]
+    assert (step.decodes, step.num_steps, step.prefills) == ([first], 1, [(second, 4)])
+    stub.run(step)
+    assert scheduler.schedule().prefills == [(second, 4)]
+    run_all(scheduler, stub)
+    step = make((None,), slots=1, steps=3, longest=40)
+    alone = sequence(1, 9)
+    step.add(alone)
+    assert step.schedule().num_steps == 3  # nothing else to do
 
 
-def test_first_come_first_served_and_prompts_before_decoding():
-    scheduler = make((None,), slots=2, chunk=4, steps=3)
-    sequences = [sequence(6, 5, i) for i in range(3)]
+def test_a_shared_beginning_is_computed_once():
+    scheduler = make((None, 5), chunk=30, longest=40)
+    stub = StubModel(scheduler)
+    prefix = list(range(50, 66))
+    sequences = [sequence(tokens=[*prefix, n], max_tokens=3, request=n) for n in range(3)]
     for seq in sequences:
         scheduler.add(seq)
     step = scheduler.schedule()
-    assert step.is_prefill and step.sequences == sequences[:2] and step.num_tokens == [4, 4]
-    run_on_paper(step)
+    assert step.prefills == [(sequences[0], 17)]  # the others wait for it
+    stub.run(step)
     step = scheduler.schedule()
-    assert step.is_prefill and step.num_tokens == [2, 2]
-    run_on_paper(step)
+    assert step.decodes == sequences  # of each the last token is left
+
+
+def test_shared_blocks_are_reported_and_salted():
+    scheduler = make((None,), chunk=30, longest=40)
+    stub = StubModel(scheduler)
+    prefix = list(range(50, 66))
+    given = [("", 0), ("", 1), ("other", 2), ("", 3)]
+    sequences = [
+        sequence(tokens=[*prefix, n], max_tokens=3, request=n, salt=salt) for salt, n in given
+    ]
+    for seq in sequences:
+        scheduler.add(seq)
+    run_all(scheduler, stub)
+    assert [seq.num_cached_tokens for seq in sequences] == [0, 16, 0, 16]
+    longer = sequence(tokens=prefix, max_tokens=1, request=4)
+    scheduler.add(longer)
+    run_all(scheduler, stub)
+    assert longer.num_cached_tokens == 12  # the last token is always computed
+
+
+def test_the_blocks_used_longest_ago_are_forgotten_first():
+    scheduler = make((None,), slots=1, chunk=40, longest=40, share=1.0)
+    stub = StubModel(scheduler)
+    assert scheduler.blocks.num_free == [10]
+
+    def run(first_token, count):
+        seq = sequence(tokens=[first_token] * count, max_tokens=1)
+        scheduler.add(seq)
+        run_all(scheduler, stub)
+        return seq.num_cached_tokens
+
+    assert [run(1, 13), run(2, 13), run(1, 13)] == [0, 0, 12]
+    assert run(3, 25) == 0  # 7 blocks: those of 2 go, and one of 1
+    assert run(2, 13) == 0
+    assert run(3, 25) == 24
+
+
+@pytest.mark.parametrize("window", [3, 5, 9])
+def test_a_prefix_hit_of_a_window_needs_only_what_the_next_query_sees(window):
+    scheduler = make((None, window), slots=1, chunk=40, longest=40, share=1.0)
+    stub = StubModel(scheduler)
+    first = sequence(tokens=list(range(20)), max_tokens=1)
+    scheduler.add(first)
+    run_all(scheduler, stub)
+    second = sequence(tokens=[*range(20), 99], max_tokens=1)
+    scheduler.add(second)
     step = scheduler.schedule()
-    assert not step.is_prefill and step.num_steps == 3
-    scheduler.cancel(sequences[0])
-    assert scheduler.schedule().sequences == [sequences[2]]  # its prompt comes first
+    assert second.num_cached_tokens == 20
+    assert second.first_positions == [0, max(0, 20 - window + 1) // BLOCK_SIZE * BLOCK_SIZE]
+    stub.run(step)
+
+
+def test_a_hit_shrinks_to_the_longest_beginning_whose_window_is_there():
+    scheduler = make((None, 4), slots=1, chunk=40, longest=40, share=1.0)
+    stub = StubModel(scheduler)
+    scheduler.add(sequence(tokens=list(range(16)), max_tokens=1))
+    run_all(scheduler, stub)
+    pool = scheduler.blocks.pools[1]
+    hashes = scheduler.blocks.hashes(sequence(tokens=list(range(16))), 4)
+    gone = pool.find(hashes[3])
+    del pool._block_of[pool._hash_of.pop(gone)]
+    again = sequence(tokens=[*range(16), 5], max_tokens=1)
+    assert scheduler.blocks.num_cached(again) == 12
 
 
 def test_a_sequence_ends_by_id_or_by_length():
@@ -188,11 +311,42 @@ def test_a_sequence_ends_by_id_or_by_length():
     seq.append(9, 0.0)
     seq.append(9, 0.1)
     assert seq.finish_reason == "length" and seq.output_tokens == [9, 9]
-    seq.truncate(1)
-    assert seq.output_tokens == [9] and seq.token_times_s == [0.0]
+    assert seq.output_since(1).tokens == (9,) and seq.output_since(1).times_s == (0.1,)
 
 
-@pytest.mark.parametrize("module", ["scheduler", "block_manager", "sequence", "sampling_params"])
+def test_what_cannot_run_even_alone_is_known_before():
+    scheduler = make((None,), slots=1, longest=20)
+    assert scheduler.can_ever_run(sequence(10, 10))
+    assert not scheduler.can_ever_run(sequence(10, 11))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("max_tokens", [100, 1024, 5000, 131072])
+@pytest.mark.parametrize("slots", [1, 3, 16, 64])
+def test_buckets_of_a_server_are_few_and_hold_everything(in_place, max_tokens, slots):
+    buckets = Buckets.of_server(slots, max_tokens, min(512, max_tokens), reads_in_place=in_place)
+    assert len(set(buckets.shapes())) == len(buckets.shapes()) <= 9
+    for rows in range(1, slots + 1):
+        shape = buckets.decode(rows, max_tokens)
+        assert shape.rows >= rows and shape in buckets.shapes()
+    for counts in ([1], [min(512, max_tokens)], [5, 90, 3], [64, 65]):
+        calls = list(buckets.prefill_calls(counts, counts))
+        assert sorted(i for taken, _ in calls for i in taken) == list(range(len(counts)))
+        for taken, shape in calls:
+            assert shape in buckets.shapes()
+            assert shape.rows >= len(taken) and shape.seq >= max(counts[i] for i in taken)
+
+
+def test_prompts_run_together_where_that_is_cheaper():
+    buckets = Buckets((4,), ((1, 16), (1, 128), (4, 16), (4, 128)), (256,))
+    assert [shape[1:3] for _, shape in buckets.prefill_calls([9, 9, 9], [9] * 3)] == [(4, 16)]
+    calls = list(buckets.prefill_calls([9, 100, 9], [100] * 3))
+    assert [(taken, shape[1:3]) for taken, shape in calls] == [([1], (1, 128)), ([0, 2], (4, 16))]
+
+
+@pytest.mark.parametrize(
+    "module", ["scheduler", "block_manager", "sequence", "sampling_params", "buckets", "metrics"]
+)
 def test_planning_needs_no_jax(module):
     code = f"import rooflax.engine.{module}, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,6 @@
 """The sampler against NumPy, against transformers' processors, and against chance itself."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -21,12 +22,15 @@ assert VOCAB > NUM_CANDIDATES
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "num_logprobs": -1,
+    "num_logprobs": -1, "min_position": 0,
 }  # fmt: skip
-DTYPES = {"top_k": "int32", "num_logprobs": "int32", "seed": "uint32", "sample_index": "uint32"}
+DTYPES = {
+    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32",
+    "seed": "uint32", "sample_index": "uint32",
+}  # fmt: skip
 
 
-def settings(rows, bias=None, **values):
+def settings(rows, bias=None, allowed=(), stop=(), **values):
     """Sampling of `rows` rows; a value is for all rows, a list has one for each."""
     arrays = {}
     for name, default in DEFAULTS.items():
@@ -36,7 +40,16 @@ def settings(rows, bias=None, **values):
     ids, added = np.zeros((rows, 4), np.int32), np.zeros((rows, 4), np.float32)
     for column, (token, value) in enumerate((bias or {}).items()):
         ids[:, column], added[:, column] = token, value
-    return Sampling(**arrays, bias_ids=jnp.asarray(ids), bias_values=jnp.asarray(added))
+    limits = [np.full((rows, 4), lib.NO_ID, np.int32) for _ in range(2)]
+    for columns, given in zip(limits, (allowed, stop), strict=True):
+        columns[:, : len(given)] = list(given)
+    return Sampling(
+        **arrays,
+        bias_ids=jnp.asarray(ids),
+        bias_values=jnp.asarray(added),
+        allowed_ids=jnp.asarray(limits[0]),
+        stop_ids=jnp.asarray(limits[1]),
+    )
 
 
 def no_counts(rows, vocab=VOCAB):
@@ -281,17 +294,20 @@ def test_threefry_equals_jax():
     np.testing.assert_array_equal(got[0], wanted)
 
 
+def past(prompt, generated, vocab=VOCAB):
+    """What a slot knows of these tokens."""
+    in_prompt = jnp.asarray(np.isin(np.arange(vocab), prompt))
+    return in_prompt, jnp.asarray(np.bincount(np.array(generated, int), minlength=vocab), jnp.int32)
+
+
 def history(rows):
     """Prompts and generated tokens of slots that are not the rows' own numbers."""
     slots = np.arange(rows)[::-1].copy()
     prompts = rng(1).randint(0, VOCAB, (rows, 6)).astype(np.int32)
     valid = np.arange(6)[None] < np.array([6, 3, 1])[:rows, None]
-    counts = no_counts(rows).add_prompt(
-        jnp.asarray(slots, jnp.int32),
-        jnp.ones(rows, bool),
-        jnp.asarray(prompts),
-        jnp.asarray(valid),
-    )
+    counts = no_counts(rows)
+    for row, slot in enumerate(slots):
+        counts = counts.replace(jnp.int32(slot), *past(prompts[row][valid[row]], []))
     generated = rng(2).randint(0, 9, (rows, 5)).astype(np.int32)
     for step in range(5):
         counts = counts.add_generated(
@@ -361,22 +377,18 @@ def test_repetition_penalty_equals_transformers():
     np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6)
 
 
-def test_a_fresh_row_forgets_its_slots_former_sequence():
+def test_a_slot_that_changes_hands_forgets_its_former_sequence():
     counts, slots, _ = history(3)
-    one = jnp.asarray(slots[:1], jnp.int32)
-    tokens, valid = jnp.asarray([[4, 9]], jnp.int32), jnp.asarray([[True, False]])
-    kept = counts.add_prompt(one, jnp.asarray([False]), tokens, valid)
-    fresh = counts.add_prompt(one, jnp.asarray([True]), tokens, valid)
     row, others = int(slots[0]), [int(s) for s in slots[1:]]
-    assert np.flatnonzero(fresh.in_prompt[row]).tolist() == [4]
-    assert int(fresh.generated[row].sum()) == 0
-    before = set(np.flatnonzero(counts.in_prompt[row]).tolist())
-    assert set(np.flatnonzero(kept.in_prompt[row]).tolist()) == before | {4}
-    for after in (fresh, kept):
-        for name in ("in_prompt", "generated"):
-            np.testing.assert_array_equal(
-                getattr(after, name)[np.array(others)], getattr(counts, name)[np.array(others)]
-            )
+    after = counts.replace(jnp.int32(row), *past([4], [9, 9]))
+    assert np.flatnonzero(after.in_prompt[row]).tolist() == [4]
+    assert {int(t): int(after.generated[row][t]) for t in np.flatnonzero(after.generated[row])} == {
+        9: 2
+    }
+    for name in ("in_prompt", "generated"):
+        np.testing.assert_array_equal(
+            getattr(after, name)[np.array(others)], getattr(counts, name)[np.array(others)]
+        )
 
 
 def test_logprobs_are_those_of_the_raw_logits():
@@ -401,6 +413,50 @@ def test_a_vocabulary_smaller_than_the_candidates_and_the_logprobs():
     for row in range(2):
         assert int(out.tokens[row]) in kept_by_hand(logits[row], 1.0, 0, 0.5, 0.0)[0]
     assert out.top_tokens.shape == (2, 11)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_allowed_banned_and_early_stop_ids(temperature):
+    logits = np.tile(normal(1, VOCAB, seed=3) * 3, (40, 1))
+    best = np.argsort(-logits[0])
+
+    def chosen(position=5, **given):
+        seeds = list(range(40))
+        given = settings(40, temperature=temperature, seed=seeds, **given)
+        return set(draw(logits, given, np.full(40, position)).tokens.tolist())
+
+    allowed = [int(best[9]), int(best[30]), int(best[200])]
+    assert chosen(allowed=allowed) <= set(allowed)
+    assert allowed[0] in chosen(allowed=allowed)
+    banned = [int(t) for t in best[:3]]
+    assert not chosen(bias=dict.fromkeys(banned, -np.inf)) & set(banned)
+    early = chosen(position=4, stop=banned, min_position=5)
+    assert not early & set(banned)
+    assert chosen(position=5, stop=banned, min_position=5) == chosen()
+    assert int(best[0]) in chosen()
+
+
+def test_limits_of_one_row_are_not_those_of_another():
+    logits = normal(2, VOCAB)
+    given = settings(2, temperature=0.0)
+    allowed = given.allowed_ids.at[0, 0].set(5)
+    given = dataclasses.replace(given, allowed_ids=allowed)
+    assert draw(logits, given).tokens.tolist() == [5, int(logits[1].argmax())]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_says_so_alone(temperature, bad):
+    logits = normal(3, VOCAB)
+    wanted = draw(logits, settings(3, temperature=temperature, top_p=0.9)).tokens.tolist()
+    logits[1, 200] = bad
+    got = draw(logits, settings(3, temperature=temperature, top_p=0.9))
+    assert got.is_finite.tolist() == [True, False, True]
+    assert [got.tokens.tolist()[i] for i in (0, 2)] == [wanted[0], wanted[2]]
+    plain = dataclasses.replace(settings(3, temperature=0.0), plain=True)
+    assert draw(logits, plain).is_finite.tolist() == [True, False, True]
+    nothing_left = settings(3, temperature=temperature, allowed=[4], bias={4: -np.inf})
+    assert draw(normal(3, VOCAB), nothing_left).is_finite.tolist() == [False] * 3
 
 
 def primitives(jaxpr, inside=False):

@@ -85,6 +85,7 @@ class Bench:
             quantize=work.precision.quantize,
             options=work.options,
             max_num_seqs=work.batch,
+            prefix_caching=False,  # every trial computes its prompts
         )
         longest, room = work.prompt_tokens + work.output_tokens, self.llm.max_model_len
         if longest > room:

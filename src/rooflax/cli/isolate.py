@@ -264,8 +264,8 @@ def _first_other(found: list[list[int]], wanted: list[list[int]]) -> dict[str, i
 
 def greedy_tokens(model: Model, options: ExecutionOptions, task: Task) -> list[list[int]]:
     """What the engine generates under a setting, all prompts in one batch."""
+    from rooflax.engine.buckets import bucket
     from rooflax.engine.engine import Engine
-    from rooflax.engine.runner import bucket
     from rooflax.engine.sampling_params import SamplingParams
     from rooflax.engine.sequence import Sequence as EngineSequence
 

@@ -1,85 +1,205 @@
-"""`BlockManager`: which KV block belongs to which sequence. Pure Python, no jax.
+"""`BlockManager`: which KV block belongs to which sequences. Pure Python, no jax.
 
-Each layer group has a pool of numbered blocks; block 0 is scratch and never given out. A group
-with a window lets go of a block once all its tokens are out of sight of the next query.
+Each layer group has a pool of numbered blocks; block 0 is scratch and never given out. A full block
+is known by a hash of its tokens and everything before them, so that sequences with the same
+beginning share it; its content stays after its last owner until the block is needed, least
+recently used first. A group with a window lets go of a block once all its tokens are out of sight
+of the next query.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import hashlib
+from array import array
+from collections import OrderedDict
 
 from rooflax.engine.sequence import Sequence
-from rooflax.nn.layout import blocks_needed
+from rooflax.nn.layout import blocks_needed, ceil_div
+
+
+class BlockPool:
+    """The blocks of one layer group: who owns them, and what the full ones hold."""
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self.ref_count = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds what the hash stands for."""
+        return self._block_of.get(block_hash)
+
+    def take(self) -> int:
+        """The free block that was used longest ago; what it held is forgotten."""
+        block, _ = self.free.popitem(last=False)
+        if block in self._hash_of:
+            del self._block_of[self._hash_of.pop(block)]
+        self.ref_count[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more owner."""
+        self.free.pop(block, None)
+        self.ref_count[block] += 1
+
+    def release(self, block: int) -> None:
+        """One owner less; without any it is free, and first in line if it holds nothing."""
+        self.ref_count[block] -= 1
+        if self.ref_count[block] == 0:
+            self.free[block] = None
+            self.free.move_to_end(block, last=block in self._hash_of)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Says what a full block holds, unless another block is known for it."""
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash], self._hash_of[block] = block, block_hash
 
 
 class BlockManager:
     """Hands out blocks of every group and takes them back."""
 
     def __init__(
-        self, windows: tuple[int | None, ...], num_blocks: tuple[int, ...], block_size: int
+        self,
+        windows: tuple[int | None, ...],
+        num_blocks: tuple[int, ...],
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
     ):
         self.windows = windows
-        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.free = [deque(range(1, count)) for count in num_blocks]
-        self._reserved = [0] * len(windows)
-
-    def reservation(self, sequence: Sequence, new_tokens: int) -> list[int]:
-        """Per group, the most blocks the sequence can hold at once.
-
-        Args:
-            new_tokens: the most tokens written between two calls of `allocate`.
-        """
-        return [
-            blocks_needed(window, sequence.longest, new_tokens, self.block_size)
-            for window in self.windows
-        ]
-
-    def fits_at_all(self, needed: list[int]) -> bool:
-        return all(n < total for n, total in zip(needed, self.num_blocks, strict=True))
-
-    def can_reserve(self, needed: list[int]) -> bool:
-        """Whether so many blocks of each group are neither taken nor promised."""
-        return all(
-            held + n < total
-            for held, n, total in zip(self._reserved, needed, self.num_blocks, strict=True)
-        )
-
-    def reserve(self, sequence: Sequence, needed: list[int]) -> None:
-        """Promises blocks to a sequence, so that it can run to its end."""
-        for group, n in enumerate(needed):
-            self._reserved[group] += n
-        sequence.block_tables = [[] for _ in self.windows]
-        sequence.first_positions = [0] * len(self.windows)
-
-    def allocate(self, sequence: Sequence, up_to: int) -> None:
-        """Gives the sequence blocks for its tokens at positions below `up_to`.
-
-        Window groups first let go of what the next query, at `num_computed_tokens`, cannot see.
-        """
-        for group, window in enumerate(self.windows):
-            table = sequence.block_tables[group]
-            if window is not None:
-                self._release_behind(sequence, group, sequence.num_computed_tokens - window + 1)
-            end = sequence.first_positions[group] + len(table) * self.block_size
-            while end < up_to:
-                table.append(self.free[group].popleft())
-                end += self.block_size
-
-    def _release_behind(self, sequence: Sequence, group: int, first_visible: int) -> None:
-        table = sequence.block_tables[group]
-        while table and sequence.first_positions[group] + self.block_size <= first_visible:
-            self.free[group].append(table.pop(0))
-            sequence.first_positions[group] += self.block_size
-
-    def deallocate(self, sequence: Sequence, reserved: list[int]) -> None:
-        """Takes back all blocks of a sequence, and the promise."""
-        for group, table in enumerate(sequence.block_tables):
-            self.free[group].extend(table)
-            self._reserved[group] -= reserved[group]
-        sequence.block_tables = []
-        sequence.first_positions = []
+        self.prefix_caching = prefix_caching
+        self.pools = [BlockPool(count) for count in num_blocks]
 
     @property
     def num_free(self) -> list[int]:
-        return [len(free) for free in self.free]
+        return [len(pool.free) for pool in self.pools]
+
+    @property
+    def num_used(self) -> list[int]:
+        return [pool.num_blocks - 1 - len(pool.free) for pool in self.pools]
+
+    def fits_at_all(self, sequence: Sequence, new_tokens: int) -> bool:
+        """Whether the sequence could run to its end if it were alone.
+
+        Args:
+            new_tokens: the most tokens written between two calls of `let_go_behind`.
+        """
+        needed = self._most_blocks(sequence.longest, new_tokens)
+        return all(n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
+
+    def _most_blocks(self, num_tokens: int, new_tokens: int) -> list[int]:
+        return [blocks_needed(w, num_tokens, new_tokens, self.block_size) for w in self.windows]
+
+    def can_admit(self, sequence: Sequence, num_cached: int, new_tokens: int) -> bool:
+        """Whether all tokens so far, and one more, find a place behind `num_cached` shared ones."""
+        needed = self._most_blocks(sequence.num_tokens + 1, new_tokens)
+        for group, pool in enumerate(self.pools):
+            cached = self._cached_blocks(sequence, group, num_cached)
+            taken = sum(pool.ref_count[block] > 0 for block in cached)
+            if needed[group] - taken > len(pool.free):
+                return False
+        return True
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """How many of the first tokens lie in blocks that are known, all but the last at most.
+
+        The full group needs every block; a window group those that the next query still sees.
+        """
+        if not self.prefix_caching or not sequence.may_share:
+            return 0
+        hashes = self.hashes(sequence, (sequence.num_tokens - 1) // self.block_size)
+        runs, longest = [0] * len(self.pools), 0
+        for count, block_hash in enumerate(hashes, start=1):
+            found = [pool.find(block_hash) is not None for pool in self.pools]
+            runs = [run + 1 if hit else 0 for run, hit in zip(runs, found, strict=True)]
+            if not all(hit or w is not None for hit, w in zip(found, self.windows, strict=True)):
+                break
+            needed = [count - self._first_visible_block(w, count) for w in self.windows]
+            if all(run >= n for run, n in zip(runs, needed, strict=True)):
+                longest = count
+        return longest * self.block_size
+
+    def _first_visible_block(self, window: int | None, num_blocks: int) -> int:
+        """The first block that the query after `num_blocks` full ones sees."""
+        if window is None:
+            return 0
+        return max(0, num_blocks * self.block_size - window + 1) // self.block_size
+
+    def _cached_blocks(self, sequence: Sequence, group: int, num_cached: int) -> list[int]:
+        count = num_cached // self.block_size
+        first = self._first_visible_block(self.windows[group], count)
+        found = [self.pools[group].find(h) for h in self.hashes(sequence, count)[first:]]
+        return [block for block in found if block is not None]
+
+    def hashes(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Of the first `count` blocks: each of its tokens, all before them and the cache salt."""
+        known, size = sequence.block_hashes, self.block_size
+        while len(known) < count:
+            parent = known[-1] if known else sequence.cache_salt.encode()
+            tokens = array("i", sequence.tokens[len(known) * size : (len(known) + 1) * size])
+            known.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+        return known[:count]
+
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        """Shares the blocks of the first `num_cached` tokens with the sequence."""
+        sequence.block_tables, sequence.first_positions = [], []
+        for group, pool in enumerate(self.pools):
+            blocks = self._cached_blocks(sequence, group, num_cached)
+            for block in blocks:
+                pool.share(block)
+            sequence.block_tables.append(blocks)
+            sequence.first_positions.append(num_cached - len(blocks) * self.block_size)
+        sequence.num_computed_tokens = num_cached
+        sequence.num_published_blocks = num_cached // self.block_size
+
+    def let_go_behind(self, sequence: Sequence) -> None:
+        """Releases what the next query, at `num_computed_tokens`, cannot see."""
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            table = sequence.block_tables[group]
+            first_visible = sequence.num_computed_tokens - window + 1
+            while table and sequence.first_positions[group] + self.block_size <= first_visible:
+                self.pools[group].release(table.pop(0))
+                sequence.first_positions[group] += self.block_size
+
+    def missing(self, sequence: Sequence, up_to: int) -> list[int]:
+        """Per group, the blocks that the positions below `up_to` still lack."""
+        return [
+            max(0, ceil_div(up_to - first, self.block_size) - len(table))
+            for first, table in zip(sequence.first_positions, sequence.block_tables, strict=True)
+        ]
+
+    def can_allocate(self, missing: list[list[int]]) -> bool:
+        """Whether all of these find free blocks together."""
+        needed = [sum(group) for group in zip(*missing, strict=True)]
+        return all(n <= len(pool.free) for n, pool in zip(needed, self.pools, strict=True))
+
+    def allocate(self, sequence: Sequence, up_to: int) -> None:
+        """Gives the sequence blocks for its tokens at positions below `up_to`."""
+        missing = self.missing(sequence, up_to)
+        for pool, table, count in zip(self.pools, sequence.block_tables, missing, strict=True):
+            table.extend(pool.take() for _ in range(count))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Makes the blocks that the last step filled known to other sequences."""
+        if not self.prefix_caching:
+            return
+        full = sequence.num_computed_tokens // self.block_size
+        hashes = self.hashes(sequence, full)
+        for pool, first, table in zip(
+            self.pools, sequence.first_positions, sequence.block_tables, strict=True
+        ):
+            for index in range(sequence.num_published_blocks, full):
+                pool.publish(table[index - first // self.block_size], hashes[index])
+        sequence.num_published_blocks = full
+
+    def deallocate(self, sequence: Sequence) -> None:
+        """Takes back all blocks of a sequence, the last ones to be reused first."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=False):
+            for block in reversed(table):
+                pool.release(block)
+        sequence.block_tables, sequence.first_positions = [], []

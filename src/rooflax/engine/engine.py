@@ -6,24 +6,28 @@ It knows requests, sequences and steps. It knows no text, no files and no chat.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.engine.block_manager import BlockManager
-from rooflax.engine.runner import BLOCK_SIZE, Runner
-from rooflax.engine.scheduler import ScheduledStep, Scheduler
-from rooflax.engine.sequence import Sequence, TokenLogprobs
+from rooflax.engine.buckets import Buckets
+from rooflax.engine.metrics import Metrics
+from rooflax.engine.packing import StepResult, unpack_logprobs
+from rooflax.engine.runner import BLOCK_SIZE, Call, Compiled, Runner
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.scheduler import Scheduler
+from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.errors import RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.ops.sampling import Sampled
 
 DEFAULT_PREFILL_CHUNK = 512
 MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
+NOT_FINITE = "The model's output became NaN or infinite; the request was ended."
 
 
 class Engine:
@@ -33,6 +37,11 @@ class Engine:
         model: with stacked layers exactly when options.layers is "scan".
         num_slots: sequences that run at once.
         max_tokens: longest context of any sequence, prompt included.
+        kv_dtype: of the KV cache.
+        prefill_chunk: most tokens of one prompt in a step.
+        token_budget: most tokens of a step; None is a chunk for every slot.
+        num_blocks: per layer group, block 0 included; None is enough for every slot, always.
+        prefix_caching: share the blocks of equal beginnings.
         mesh: devices with a "tensor" axis; None for one device.
     """
 
@@ -45,6 +54,9 @@ class Engine:
         max_tokens: int,
         kv_dtype: str = "float32",
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        token_budget: int | None = None,
+        num_blocks: tuple[int, ...] | None = None,
+        prefix_caching: bool = True,
         mesh: Mesh | None = None,
     ):
         self.model, self.options = model, options
@@ -59,31 +71,92 @@ class Engine:
             prefill_chunk=chunk,
             decode_steps=steps,
             kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
             mesh=mesh,
         )
-        blocks = BlockManager(self.runner.windows, self.runner.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(
-            blocks, num_slots=num_slots, prefill_chunk=chunk, decode_steps=steps
+        self._prefix_caching = prefix_caching and options.use_cache
+        self._budget = {"prefill_chunk": chunk, "decode_steps": steps}
+        self._budget["token_budget"] = token_budget or num_slots * chunk
+        self.scheduler = self._new_scheduler()
+        self.metrics = Metrics()
+
+    def _new_scheduler(self) -> Scheduler:
+        blocks = BlockManager(
+            self.runner.windows,
+            self.runner.num_blocks,
+            BLOCK_SIZE,
+            prefix_caching=self._prefix_caching,
         )
+        return Scheduler(blocks, num_slots=self.num_slots, **self._budget)
 
     @property
     def kv_cache_bytes(self) -> int:
         return 0 if self.runner.cache is None else self.runner.cache.num_bytes
 
-    def add(self, sequences: Seq[Sequence]) -> None:
-        """Queues sequences; they run as `step` is called."""
-        now = time.perf_counter()
+    def check(self, sequences: Seq[Sequence]) -> None:
+        """Refuses what could not run even alone; safe on any thread.
+
+        Raises:
+            RequestError: with the arithmetic.
+        """
         for sequence in sequences:
-            sequence.arrival_s = now
+            if not self.scheduler.can_ever_run(sequence):
+                raise RequestError(
+                    f"The request may come to hold {sequence.longest} tokens, which the KV cache "
+                    f"of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower max_tokens."
+                )
+
+    def add(self, sequences: Seq[Sequence], arrival_s: float | None = None) -> None:
+        """Queues sequences; they run as `step` is called.
+
+        Args:
+            arrival_s: when they came; None is now.
+
+        Raises:
+            RequestError: one of them could not run even alone; none is queued.
+        """
+        self.check(sequences)
+        for sequence in sequences:
+            sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; one that has finished stays as it is."""
-        self.scheduler.cancel(sequence)
+        was_finished = sequence.is_finished
+        self.scheduler.abort(sequence)
+        if sequence.is_finished and not was_finished:
+            self.metrics.finished(sequence, time.perf_counter())
 
     def warm_up(self, sequences: Seq[Sequence]) -> None:
         """Compiles everything these sequences will need."""
-        self.runner.warm_up(sequences)
+        blocks = self.scheduler.blocks
+        self.runner.warm_up(sequences, [blocks.num_cached(s) for s in sequences])
+
+    def seal(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
+        """Compiles everything that any request can need; what is missing then is an error.
+
+        Returns:
+            The manifest: every program, its seconds, and whether the persistent cache had it.
+        """
+        runner = self.runner
+        buckets = Buckets.of_server(
+            self.num_slots,
+            self.max_tokens,
+            runner.prefill_chunk,
+            reads_in_place=runner.reads_in_place,
+        )
+        return runner.seal(buckets, report)
+
+    def forget_all(self) -> list[Sequence]:
+        """Lets go of every sequence that waits or runs, and says which."""
+        lost = [*self.scheduler.running, *self.scheduler.waiting]
+        self.scheduler = self._new_scheduler()
+        return lost
+
+    def reset(self) -> None:
+        """An empty cache, after a failure of the device; nobody may be running."""
+        assert not self.has_unfinished
+        self.runner.reset()
 
     def temporary_bytes(self) -> int:
         """Device memory for intermediates of the largest program; 0 when nothing is jitted.
@@ -97,18 +170,21 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def step(self) -> list[tuple[Sequence, list[int]]]:
-        """Runs one dispatch; the sequences that got tokens, each with its new ones."""
+    def step(self) -> list[StepOutput]:
+        """Runs one scheduled step; what each sequence got."""
         step = self.scheduler.schedule()
         if step is None:
             return []
-        start_s = time.perf_counter()
-        sampled = self.runner.run(step)
-        now_s = time.perf_counter()
-        self._set_pace((now_s - start_s) / step.num_steps)
-        new = _postprocess(step, sampled, now_s)
+        outputs: list[StepOutput] = []
+        for call in self.runner.calls(step):
+            start_s = time.perf_counter()
+            result = self.runner.run(call, step.num_steps)
+            now_s = time.perf_counter()
+            self._set_pace((now_s - start_s) / result.num_steps)
+            outputs += self._take(call, result, now_s)
         self.scheduler.finish_step(step)
-        return new
+        self._watch()
+        return outputs
 
     def _set_pace(self, step_s: float) -> None:
         """Chooses the steps of the next dispatch, if the caller did not.
@@ -119,6 +195,57 @@ class Engine:
         if self.options.decode_steps is None and self.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
+
+    def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
+        """Appends what a call chose, and ends who is done."""
+        outputs = []
+        for row, sequence in enumerate(call.sequences):
+            if result.scores is not None:
+                _take_scores(sequence, result, call.counts[row])
+            sequence.num_computed_tokens += call.counts[row]
+            before = sequence.num_output_tokens
+            if sequence.num_uncomputed_tokens == 0 or not result.is_finite(0, row):
+                self._take_tokens(sequence, result, row, now_s)
+            if sequence.is_finished:
+                self.metrics.finished(sequence, now_s)
+            if sequence.is_finished or sequence.num_output_tokens > before:
+                outputs.append(sequence.output_since(before))
+        return outputs
+
+    def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
+        for index in range(result.num_steps):
+            if not result.is_finite(index, row):
+                sequence.finish("error", NOT_FINITE)
+                self.runner.clear(sequence)
+                return
+            if index:
+                sequence.num_computed_tokens += 1
+            if sequence.params.logprobs is not None:
+                sequence.logprobs.append(result.logprobs(index, row, sequence.params.logprobs))
+            self.metrics.token(sequence, now_s)
+            sequence.append(result.token(index, row), now_s)
+            if sequence.is_finished:
+                return
+
+    def _watch(self) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        metrics.num_steps += 1
+        metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.blocks_used = scheduler.blocks.num_used
+        metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]
+        metrics.num_preemptions = scheduler.num_preemptions
+
+
+def _take_scores(sequence: Sequence, result: StepResult, count: int) -> None:
+    """Log-probabilities of prompt tokens; of the token after position p at p."""
+    wanted = sequence.params.prompt_logprobs
+    assert wanted is not None
+    assert result.scores is not None
+    for index in range(count):
+        position = sequence.num_computed_tokens + index
+        if len(sequence.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
+            scores = unpack_logprobs(result.scores[index], wanted)
+            sequence.prompt_logprobs.append(scores)
 
 
 def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> None:
@@ -142,33 +269,15 @@ def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> N
         )
 
 
-def _postprocess(
-    step: ScheduledStep, sampled: Sampled, now_s: float
-) -> list[tuple[Sequence, list[int]]]:
-    new: list[tuple[Sequence, list[int]]] = []
-    tokens = np.asarray(sampled.tokens)
-    for row, sequence in enumerate(step.sequences):
-        added: list[int] = []
-        sequence.num_computed_tokens += step.num_tokens[row]
-        if sequence.is_prefill:
-            continue
-        for index in range(tokens.shape[0]):
-            sequence.append(int(tokens[index, row]), now_s)
-            added.append(int(tokens[index, row]))
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(_logprobs(sampled, index, row, sequence.params.logprobs))
-            if sequence.is_finished:
-                break
-            if index:
-                sequence.num_computed_tokens += 1
-        new.append((sequence, added))
-    return new
+def check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids that the model does not have.
 
-
-def _logprobs(sampled: Sampled, index: int, row: int, count: int) -> TokenLogprobs:
-    ids = np.asarray(sampled.top_tokens)[index, row, :count]
-    values = np.asarray(sampled.top_logprobs)[index, row, :count]
-    return TokenLogprobs(
-        float(np.asarray(sampled.logprobs)[index, row]),
-        tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True)),
-    )
+    Raises:
+        RequestError: with the field and the id.
+    """
+    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+        highest = max(getattr(params, name), default=0)
+        if highest >= vocab_size:
+            raise RequestError(
+                f"{name} names the token id {highest}; this model knows 0 to {vocab_size - 1}."
+            )

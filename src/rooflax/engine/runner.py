@@ -1,47 +1,65 @@
-"""`Runner`: turns a scheduled step into arrays of a bucketed shape and runs it.
+"""`Runner`: turns a scheduled step into device calls of bucketed shapes and runs them.
 
-It owns the device's state: the model, the KV cache, the penalties' counts. It chooses shapes; what
-runs when is the scheduler's.
+It owns the device's state: the model, the KV cache, what each slot's request wants. It chooses
+shapes; what runs when is the scheduler's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rooflax.engine import packing
+from rooflax.engine.buckets import Buckets, Shape, bucket
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.packing import Layout, StepResult
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.steps import StepFunctions, StepInput
+from rooflax.errors import EngineError
 from rooflax.models.model import Model
-from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div
 from rooflax.nn.mesh import CACHE_SPEC
-from rooflax.ops.sampling import Sampled, Sampling, TokenCounts
-from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS
+from rooflax.ops.kernels import chosen
+from rooflax.ops.sampling import TokenCounts
 
 BLOCK_SIZE = 16
 SMALLEST_CONTEXT = 256
-"""Tokens; contexts are padded to this, or to a power of two above it."""
+"""Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
 SMALLEST_PREFILL = 16
 
 
-def bucket(n: int, smallest: int = 1) -> int:
-    """The power of two times `smallest` that holds n."""
-    size = smallest
-    while size < n:
-        size *= 2
-    return size
+class Call(NamedTuple):
+    """One device call: rows, and how many tokens each of them runs."""
+
+    sequences: list[Sequence]
+    counts: list[int]
+    shape: Shape
+
+
+class Compiled(NamedTuple):
+    """A line of the manifest: a program, and what it took to have it."""
+
+    name: str
+    seconds: float
+    cache: str
 
 
 class Runner:
-    """Runs steps of up to `num_slots` rows and contexts of up to `max_tokens`."""
+    """Runs steps of up to `num_slots` rows and contexts of up to `max_tokens`.
+
+    Attributes:
+        buckets: the shapes in use.
+        is_sealed: a shape that was not warmed up is an error.
+    """
 
     def __init__(
         self,
@@ -53,6 +71,7 @@ class Runner:
         prefill_chunk: int,
         decode_steps: int,
         kv_dtype: str,
+        num_blocks: tuple[int, ...] | None = None,
         mesh: Mesh | None = None,
     ):
         self.model, self.options, self.mesh = model, options, mesh
@@ -60,18 +79,29 @@ class Runner:
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
         self.functions = StepFunctions(options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
-        new_tokens = max(prefill_chunk, decode_steps)
-        self.num_blocks = tuple(
-            1 + num_slots * blocks_needed(window, max_tokens, new_tokens, BLOCK_SIZE)
+        self.new_tokens = max(prefill_chunk, decode_steps)
+        self.longest_tables = tuple(
+            blocks_needed(window, max_tokens, self.new_tokens, BLOCK_SIZE)
             for window in self.windows
         )
-        self.cache = self._allocate_cache(kv_dtype) if options.use_cache else None
-        self.counts = self._empty_counts()
-        self.prefill_seq = SMALLEST_PREFILL
-        self._warm: set[tuple] = set()
+        self.num_blocks = num_blocks or tuple(1 + num_slots * n for n in self.longest_tables)
+        self.kv_dtype = kv_dtype
+        self.buckets = Buckets((num_slots,), (), self._contexts())
+        self.is_sealed = False
+        self._warm: set[Shape] = set()
         self._plain = True  # until a sequence wants more than the most likely token
+        self.reset()
 
-    def _allocate_cache(self, kv_dtype: str) -> Any:
+    def reset(self) -> None:
+        """An empty cache, and nobody in the slots."""
+        self.cache = self._allocate_cache() if self.options.use_cache else None
+        shape = (self.num_slots + 1, self.model.config.vocab_size)
+        self.counts = self._put(TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32)))  # type: ignore[arg-type]
+        self._seated: list[Sequence | None] = [None] * self.num_slots
+        self._params = packing.empty_params(self.num_slots + 1)
+        self._device_params = self._put(self._params.copy())
+
+    def _allocate_cache(self) -> Any:
         config = self.model.config
         return allocate(
             config.groups,
@@ -79,197 +109,230 @@ class Runner:
             config.num_kv_heads,
             config.head_dim,
             block_size=BLOCK_SIZE,
-            dtype=kv_dtype,
+            dtype=self.kv_dtype,
             stacked=self.options.layers == "scan",
             sharding=None if self.mesh is None else NamedSharding(self.mesh, CACHE_SPEC),
         )
 
-    def _empty_counts(self) -> TokenCounts:
-        shape = (self.num_slots + 1, self.model.config.vocab_size)
-        counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32))  # type: ignore[arg-type]
+    def _put(self, tree: Any) -> Any:
+        """To every device, whole."""
         sharding = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(counts, sharding)
+        return jax.device_put(tree, sharding)
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Runs a step and waits for it.
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether attention reads the blocks that a row sees, and not its whole table."""
+        native = chosen(self.options.kernels)["attention"] == "native"
+        return native and self.options.gqa != "repeat" and self.options.use_cache
 
-        Returns:
-            NumPy arrays, [num_steps, rows, ...]; rows beyond the step's sequences are padding.
-        """
-        return self._dispatch(step, *self.shape_of(step))
+    def _contexts(self) -> tuple[int, ...]:
+        sizes = {self.max_tokens}
+        size = self.max_tokens if self.reads_in_place else SMALLEST_CONTEXT
+        while size < self.max_tokens:
+            sizes.add(size)
+            size *= 2
+        return tuple(sorted(sizes))
 
-    def _dispatch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> Sampled:
-        function, host = self._call(step, rows, seq, context)
-        sampled, carry = function(self.model, (self.cache, self.counts), *host)
+    def calls(self, step: ScheduledStep) -> Iterator[Call]:
+        """The device calls of a step: the decode rows, and the prompts in as few as pay."""
+        if step.decodes:
+            ends = [self._end(s, step.num_steps) for s in step.decodes]
+            yield Call(step.decodes, [1] * len(ends), self._decode_shape(len(ends), max(ends)))
+        for sequence, count in step.prefills:
+            if sequence.wants_scores:
+                yield Call([sequence], [count], self._scored_shape(sequence, count))
+        rest = [chunk for chunk in step.prefills if not chunk[0].wants_scores]
+        if rest:
+            yield from self._prefill_calls(rest)
+
+    def _end(self, sequence: Sequence, count: int) -> int:
+        return sequence.num_computed_tokens + count
+
+    def _decode_shape(self, rows: int, context: int) -> Shape:
+        shape = Shape("decode", rows, 1, context)
+        if self.options.jit:
+            shape = self.buckets.decode(rows, context)
+        return shape if self.options.use_cache else shape._replace(seq=shape.context)
+
+    def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
+        if not self.options.jit:
+            return Shape("scored", 1, count, self._end(sequence, count))
+        seq = self.prefill_chunk if self.options.use_cache else self.max_tokens
+        return Shape("scored", 1, seq, self.max_tokens)
+
+    def _prefill_calls(self, chunks: list[tuple[Sequence, int]]) -> list[Call]:
+        counts = [count for _, count in chunks]
+        ends = [self._end(sequence, count) for sequence, count in chunks]
+        if not self.options.jit:
+            shape = Shape("prefill", len(chunks), max(counts), max(ends))
+            return [Call([s for s, _ in chunks], counts, shape)]
+        if not self.is_sealed and not any(seq >= max(counts) for _, seq in self.buckets.prefills):
+            self._add_prefills({(1, bucket(max(counts), SMALLEST_PREFILL))})
+        calls = []
+        for taken, shape in self.buckets.prefill_calls(counts, ends):
+            rows = [chunks[index] for index in taken]
+            if not self.options.use_cache:
+                shape = shape._replace(seq=shape.context)
+            calls.append(Call([s for s, _ in rows], [n for _, n in rows], shape))
+        return calls
+
+    def _add_prefills(self, shapes: set[tuple[int, int]]) -> None:
+        prefills = tuple(sorted({*self.buckets.prefills, *shapes}))
+        self.buckets = replace(self.buckets, prefills=prefills)
+
+    def run(self, call: Call, num_steps: int) -> StepResult:
+        """Runs a call and waits for it; rows beyond the call's sequences are padding."""
+        self._seat(call.sequences)
+        return self._dispatch(call, num_steps)
+
+    def _dispatch(self, call: Call, num_steps: int = 1) -> StepResult:
+        if self.is_sealed and call.shape not in self._warm:
+            raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
+        function, host = self._function(call.shape.kind), self._inputs(call, num_steps)
+        (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
-        sampled = jax.tree.map(np.asarray, sampled)
-        if sampled.tokens.ndim == 1:
-            return jax.tree.map(lambda a: a[None], sampled)
-        return jax.tree.map(lambda a: a[: step.num_steps], sampled)
+        return StepResult(np.asarray(packed), None if scores is None else np.asarray(scores))
 
-    def _call(self, step: ScheduledStep, rows: int, seq: int, context: int) -> tuple[Any, tuple]:
-        """The step function, and its arguments after the model and the carry."""
-        host = self._inputs(step, rows, seq, context)
-        if step.is_prefill:
-            return self.functions.prefill, (host,)
+    def _function(self, kind: str) -> Any:
+        if kind == "decode" and not self.options.use_cache:
+            return self.functions.rerun
+        return getattr(self.functions, kind)
+
+    def _inputs(self, call: Call, num_steps: int) -> StepInput:
+        _, rows, seq, _ = call.shape
+        layout = Layout(seq, self._table_lengths(call.shape))
+        packed = layout.empty(rows, self.num_slots)
+        packed[:, packing.NUM_STEPS] = num_steps
+        for row, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
+            end = self._end(sequence, count)
+            start = sequence.num_computed_tokens if self.options.use_cache else 0
+            layout.write(packed[row], sequence, start, end - start)
+        return StepInput(packed, self._device_params, layout, self._plain)  # type: ignore[arg-type]
+
+    def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
         if not self.options.use_cache:
-            return self.functions.rerun, (host,)
-        return self.functions.decode, (host, np.int32(step.num_steps))
+            return ()
+        new_tokens = self.decode_steps if shape.kind == "decode" else shape.seq
+        return tuple(
+            min(
+                blocks_needed(window, shape.context, new_tokens, BLOCK_SIZE),
+                ceil_div(shape.context, BLOCK_SIZE),
+            )
+            for window in self.windows
+        )
+
+    def _seat(self, sequences: list[Sequence]) -> None:
+        """Tells the device about sequences that are new in their slots."""
+        changed = False
+        for sequence in sequences:
+            slot = sequence.slot
+            assert slot is not None
+            if self._seated[slot] is sequence:
+                continue
+            self._seated[slot] = sequence
+            before = self._params[slot].copy()
+            packing.write_params(self._params[slot], sequence)
+            changed |= not np.array_equal(before, self._params[slot])
+            if sequence.params.has_penalties:
+                self._seat_counts(slot, sequence)
+        if changed:
+            self._device_params = self._put(self._params.copy())
+
+    def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
+        seen = np.zeros(self.model.config.vocab_size, np.int32)
+        if sequence is not None:
+            np.add.at(seen, sequence.output_tokens, 2)
+            seen[sequence.prompt_tokens] += 1
+        _, self.counts = self.functions.seat(None, self.counts, np.int32(slot), seen)
+
+    def clear(self, sequence: Sequence | None) -> None:
+        """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
+        if self.cache is None:
+            return
+        tables = tuple(np.zeros(length, np.int32) for length in self.longest_tables)
+        for group, table in enumerate(tables):
+            if sequence is not None:
+                shared = sequence.num_published_blocks
+                first = max(0, shared - sequence.first_positions[group] // BLOCK_SIZE)
+                own = sequence.block_tables[group][first:]
+                table[: len(own)] = own
+        _, self.cache = self.functions.clear(None, self.cache, tables)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Every program that was warmed up, by name; for tools that look into programs."""
-        for is_prefill, *shape in sorted(self._warm):
-            function, host = self._call(ScheduledStep([], [], is_prefill, num_steps=1), *shape)
-            lowered = function.lower(self.model, (self.cache, self.counts), *host)
-            yield f"{'prefill' if is_prefill else 'decode'} {shape}", lowered
+        """Every step that was warmed up, by name; for tools that look into programs."""
+        for shape in sorted(self._warm):
+            host = self._inputs(Call([], [], shape), 1)
+            function = self._function(shape.kind)
+            yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
-    def shape_of(self, step: ScheduledStep) -> tuple[int, int, int]:
-        """(rows, tokens per row, context) that a step is padded to."""
-        seq = max(step.num_tokens)
-        context = max(
-            s.num_computed_tokens + n * (1 if step.is_prefill else step.num_steps)
-            for s, n in zip(step.sequences, step.num_tokens, strict=True)
-        )
-        if not self.options.use_cache:
-            seq = context = max(s.num_tokens for s in step.sequences)
-        rows = len(step.sequences)
-        if not self.options.jit:
-            return rows, seq, context
-        if rows > 1 or not step.is_prefill:
-            rows = self.num_slots
-        if not self.options.use_cache:
-            length = self._context_bucket(context)
-            return rows, length, length
-        if step.is_prefill:
-            seq = max(self.prefill_seq, min(bucket(seq, SMALLEST_PREFILL), self.prefill_chunk))
-        return rows, seq, self._context_bucket(context)
+    def seal(self, buckets: Buckets, report: Callable[[Compiled], None]) -> list[Compiled]:
+        """Compiles every shape; from then on another one is an error.
 
-    def _context_bucket(self, context: int) -> int:
-        return min(bucket(context, SMALLEST_CONTEXT), self.max_tokens)
+        Args:
+            report: is told of each program as it is done.
+        """
+        self.buckets, self.is_sealed, self._plain = buckets, True, False
+        scored = Shape("scored", 1, self.prefill_chunk, self.max_tokens)
+        programs: dict[str, Callable[[], Any]] = {
+            str(shape): lambda shape=shape: self._warm_shape(shape)
+            for shape in [*buckets.shapes(), scored]
+        }
+        programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
+        programs["blocks to clear"] = lambda: self.clear(None)
+        manifest = []
+        for name, compile_now in programs.items():
+            started = time.perf_counter()
+            with count_compilations() as counts:
+                compile_now()
+            cache = "miss" if counts.compilations else "hit"
+            manifest.append(Compiled(name, time.perf_counter() - started, cache))
+            report(manifest[-1])
+        return manifest
 
-    def _inputs(self, step: ScheduledStep, rows: int, seq: int, context: int) -> StepInput:
-        return StepInput(
-            batch=self._batch(step, rows, seq, context),
-            slots=_rows([s.slot for s in step.sequences], rows, self.num_slots, np.int32),
-            sampling=replace(sampling_arrays(step.sequences, rows), plain=self._plain),
-            fresh=_rows([s.num_computed_tokens == 0 for s in step.sequences], rows, False, bool),
-            samples=_rows(
-                [
-                    s.num_computed_tokens + n >= s.num_prompt_tokens
-                    for s, n in zip(step.sequences, step.num_tokens, strict=True)
-                ],
-                rows,
-                False,
-                bool,
-            ),
-        )
+    def _warm_shape(self, shape: Shape) -> None:
+        """Compiles a shape by running it on empty rows."""
+        self._warm.add(shape)
+        self._dispatch(Call([], [], shape))
 
-    def _batch(self, step: ScheduledStep, rows: int, seq: int, context: int) -> Batch:
-        tokens = np.zeros((rows, seq), np.int32)
-        start = np.zeros(rows, np.int32)
-        query_lens = np.zeros(rows, np.int32)
-        for row, (sequence, count) in enumerate(zip(step.sequences, step.num_tokens, strict=True)):
-            start[row] = sequence.num_computed_tokens if self.options.use_cache else 0
-            query_lens[row] = count if self.options.use_cache else sequence.num_tokens
-            end = start[row] + query_lens[row]
-            tokens[row, : query_lens[row]] = sequence.tokens[start[row] : end]
-        positions = start[:, None] + np.arange(seq, dtype=np.int32)[None]
-        batch = Batch(tokens, positions, query_lens, start + query_lens)  # type: ignore[arg-type]
-        if not self.options.use_cache:
-            return batch
-        tables, firsts = self._tables(step, rows, seq, context)
-        return replace(batch, block_tables=tables, first_positions=firsts)
+    def warm_up(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
+        """Compiles the shapes that these sequences will need.
 
-    def _tables(
-        self, step: ScheduledStep, rows: int, seq: int, context: int
-    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        tables, firsts = [], []
-        new_tokens = seq if step.is_prefill else self.decode_steps
-        for group, window in enumerate(self.windows):
-            length = min(
-                blocks_needed(window, context, new_tokens, BLOCK_SIZE),
-                ceil_div(context, BLOCK_SIZE),
-            )
-            table = np.zeros((rows, length), np.int32)
-            for row, sequence in enumerate(step.sequences):
-                blocks = sequence.block_tables[group]
-                table[row, : len(blocks)] = blocks
-            tables.append(table)
-            first = [s.first_positions[group] for s in step.sequences]
-            firsts.append(_rows(first, rows, 0, np.int32))
-        return tuple(tables), tuple(firsts)
-
-    def warm_up(self, sequences: Iterable[Sequence]) -> None:
-        """Compiles the shapes that these sequences will need, by running them on empty rows.
-
-        From then on prefills are padded to one number of tokens, so that any mixture of these
-        sequences stays within the shapes compiled here.
+        Args:
+            num_cached: per sequence, how many of its tokens are in the prefix cache.
         """
         sequences = list(sequences)
         if self._plain and not all(s.params.is_plain for s in sequences):
             self._plain = False
             self._warm.clear()
-        if not self.options.jit or not sequences:
+        if not self.options.jit or not sequences or self.is_sealed:
             return
-        longest_prompt = max(s.num_prompt_tokens for s in sequences)
-        self.prefill_seq = min(bucket(longest_prompt, SMALLEST_PREFILL), self.prefill_chunk)
-        for shape in sorted(self._shapes_of(sequences) - self._warm):
-            is_prefill, rows, seq, context = shape
-            self._dispatch(ScheduledStep([], [], is_prefill, num_steps=1), rows, seq, context)
-            self._warm.add(shape)
+        new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
+        seq = min(bucket(max(new), SMALLEST_PREFILL), self.prefill_chunk)
+        rows = {1} if len(sequences) == 1 else {1, self.num_slots}
+        self._add_prefills({(n, seq) for n in rows})
+        for shape in sorted(self._shapes_of(sequences, new, seq) - self._warm):
+            self._warm_shape(shape)
+        scored = self._scored_shape(sequences[0], 1)
+        if any(s.wants_scores for s in sequences) and scored not in self._warm:
+            self._warm_shape(scored)
+        if any(s.params.has_penalties for s in sequences):
+            self._seat_counts(self.num_slots, None)
 
-    def _shapes_of(self, sequences: list[Sequence]) -> set[tuple]:
-        """Every (is_prefill, rows, tokens per row, context) that sequences can lead to."""
-        longest_prompt = max(s.num_prompt_tokens for s in sequences)
-        together = len(sequences) <= self.num_slots and longest_prompt <= self.prefill_chunk
-        prefill_rows = {self.num_slots} if together else {1, self.num_slots}
-        first = longest_prompt if together else 1
-        prefill_contexts = self._context_buckets(first, longest_prompt)
-        decode_contexts = self._context_buckets(
-            min(s.num_prompt_tokens for s in sequences) + 1, max(s.longest for s in sequences)
-        )
-        if not self.options.use_cache:
-            return {(True, rows, c, c) for rows in prefill_rows for c in prefill_contexts} | {
-                (False, self.num_slots, c, c) for c in decode_contexts
-            }
+    def _shapes_of(self, sequences: list[Sequence], new: list[int], seq: int) -> set[Shape]:
+        """Every shape that the sequences lead to if nothing is preempted."""
+        longest = max(s.num_tokens for s in sequences)
+        together = 1 < len(sequences) <= self.num_slots and max(new) <= self.prefill_chunk
+        rows = {self.num_slots} if together else {1, min(len(sequences), self.num_slots)}
+        rows = {n for n in rows if n == 1 or n == self.num_slots}
+        starts = {longest} if together else range(1, longest + 1)
+        ends = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        use = self.options.use_cache
         return {
-            (True, rows, self.prefill_seq, c) for rows in prefill_rows for c in prefill_contexts
-        } | {(False, self.num_slots, 1, c) for c in decode_contexts}
-
-    def _context_buckets(self, shortest: int, longest: int) -> set[int]:
-        return {self._context_bucket(n) for n in range(shortest, longest + 1)}
-
-
-def sampling_arrays(sequences: list[Sequence], rows: int) -> Sampling:
-    """The rows' sampling parameters as arrays; padding rows are greedy."""
-    params = [s.params for s in sequences]
-    bias_ids = np.zeros((rows, MAX_LOGIT_BIAS), np.int32)
-    bias_values = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
-    for row, p in enumerate(params):
-        count = len(p.logit_bias)
-        bias_ids[row, :count] = list(p.logit_bias.keys())
-        bias_values[row, :count] = list(p.logit_bias.values())
-
-    def column(name: str, default: float, dtype: Any) -> Any:
-        return _rows([getattr(p, name) for p in params], rows, default, dtype)
-
-    logprobs = [-1 if p.logprobs is None else p.logprobs for p in params]
-    return Sampling(
-        temperature=column("temperature", 0.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        min_p=column("min_p", 0.0, np.float32),
-        seed=column("seed", 0, np.uint32),
-        sample_index=_rows([s.sample_index for s in sequences], rows, 0, np.uint32),
-        repetition_penalty=column("repetition_penalty", 1.0, np.float32),
-        presence_penalty=column("presence_penalty", 0.0, np.float32),
-        frequency_penalty=column("frequency_penalty", 0.0, np.float32),
-        bias_ids=bias_ids,  # type: ignore[arg-type]
-        bias_values=bias_values,  # type: ignore[arg-type]
-        num_logprobs=_rows(logprobs, rows, -1, np.int32),
-    )
-
-
-def _rows(values: list, rows: int, padding: Any, dtype: Any) -> Any:
-    """Values as an array of `rows`, padded at the end."""
-    return np.array([*values, *[padding] * (rows - len(values))], dtype)
+            Shape(kind, n, (tokens if use else context), context)
+            for kind, row_counts, tokens, needed in (
+                ("prefill", rows, seq, starts),
+                ("decode", {self.num_slots}, 1, ends),
+            )
+            for context in {self.buckets.context(c) for c in needed}
+            for n in row_counts
+        }

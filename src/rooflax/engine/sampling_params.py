@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rooflax.errors import RequestError
-from rooflax.ops.sampling_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_SAMPLES = 1024
 MAX_TOP_K = 2**31 - 1
@@ -23,6 +23,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most new tokens; default: to the end of the context.
+        min_tokens: new tokens before anything may end the text but max_tokens; default 0.
         temperature: up to 1e6; 0 takes the most likely token; default 1.
         top_k: keep the k most likely tokens, 0 is off; default off.
         top_p: keep the fewest tokens whose probability reaches p, in (0, 1]; default 1.
@@ -32,13 +33,17 @@ class SamplingParams:
         stop_token_ids: ids that end the text, besides the end-of-sequence ids.
         repetition_penalty: above 0 and up to 1e6, 1 is off; default 1.
         presence_penalty, frequency_penalty: in [-2, 2]; default 0.
-        logit_bias: token id to a bias in [-100, 100]; at most 300 of them.
+        logit_bias: token id to a bias in [-100, 100]; with banned_token_ids at most 300 of them.
+        allowed_token_ids: the only ids that may be chosen, at most 1024; empty allows all.
+        banned_token_ids: ids that are never chosen.
         logprobs: log-probabilities of the chosen token and this many of the best, 0 to 20.
+        prompt_logprobs: the same for every token of the prompt but the first.
         n: samples per prompt, 1 to 1024.
         ignore_eos: go on after end-of-sequence ids.
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -50,17 +55,21 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        ids = _several("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            object.__setattr__(self, name, _ids(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", -1 if self.min_tokens is None else self.min_tokens, 0)
         _number("temperature", self.temperature, 0.0, MAX_FACTOR)
         _whole("top_k", self.top_k, 0, MAX_TOP_K)
         _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
@@ -70,11 +79,31 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _whole("n", 0 if self.n is None else self.n, 1, MAX_SAMPLES)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
-        _check_stop(self.stop, self.stop_token_ids)
+        _check_stop(self.stop)
         _check_bias(self.logit_bias)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; the first "
+                f"cannot be more."
+            )
+        both = len(self.logit_bias) + len(self.banned_token_ids)
+        if both > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias and banned_token_ids have {both} entries; at most "
+                f"{MAX_LOGIT_BIAS} fit."
+            )
+        if len(self.allowed_token_ids) > MAX_ALLOWED_IDS:
+            raise RequestError(
+                f"allowed_token_ids has {len(self.allowed_token_ids)} entries; at most "
+                f"{MAX_ALLOWED_IDS} fit."
+            )
 
     def __hash__(self) -> int:
         values = [getattr(self, f.name) for f in fields(self) if f.name != "logit_bias"]
@@ -88,11 +117,19 @@ class SamplingParams:
         """
         return (
             self.temperature == 0
-            and self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
-            and not self.logit_bias
+            and not self.has_penalties
+            and not (self.logit_bias or self.allowed_token_ids or self.banned_token_ids)
+            and self.min_tokens == 0
             and self.logprobs is None
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the next one's chances."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
         )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -140,17 +177,20 @@ def _bias(value: Any) -> dict[int, float]:
     return dict(value or {})
 
 
-def _check_stop(stop: tuple[str, ...], ids: tuple[int, ...]) -> None:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _several(name, value)
+    for item in ids:
+        _whole(name, -1 if item is None else item, 0)
+    return ids
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
     for item in stop:
         if not isinstance(item, str) or not item:
             raise RequestError(f"stop holds {item!r}; it must hold strings that are not empty.")
-    for item in ids:
-        _whole("stop_token_ids", item, 0)
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} fit.")
     for token, value in bias.items():
         _whole("logit_bias token id", token, 0)
         _number("logit_bias value", value, -100.0, 100.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.sequence import Sequence, SequenceStatus
@@ -11,101 +11,199 @@ from rooflax.engine.sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """One dispatch.
+    """What runs next.
 
     Attributes:
-        sequences: the rows.
-        num_tokens: per row, how many uncomputed tokens it runs.
-        is_prefill: prompts, in chunks; otherwise one token per row and `num_steps` times over.
-        num_steps: decode steps in this dispatch.
+        decodes: sequences whose last token alone is to run, `num_steps` times over.
+        num_steps: decode steps; 1 while prompts run beside them.
+        prefills: sequences that run several of their tokens, with how many.
     """
 
-    sequences: list[Sequence]
-    num_tokens: list[int]
-    is_prefill: bool
+    decodes: list[Sequence] = field(default_factory=list)
     num_steps: int = 1
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decodes, *(sequence for sequence, _ in self.prefills)]
 
 
 class Scheduler:
-    """First come, first served; prompts before decoding.
+    """First come, first served.
 
-    A sequence is admitted when a slot is free and the blocks for its longest possible context can
-    be promised to it, so what runs can always run to its end.
+    `running` is in order of arrival, and whatever waits has arrived later: who comes last is the
+    first to lose its blocks, and the first to get them back.
+
+    Args:
+        num_slots: sequences that run at once.
+        token_budget: the most tokens of a step; decoding takes its share first.
+        prefill_chunk: the most tokens of one sequence in a step.
+        decode_steps: the most decode steps of a dispatch.
 
     Attributes:
-        decode_steps: the most steps of a dispatch.
-        pace: the steps of the next one; the engine may change it at any time.
+        pace: decode steps of the next dispatch, if nothing else limits them.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, num_slots: int, prefill_chunk: int, decode_steps: int
+        self,
+        blocks: BlockManager,
+        *,
+        num_slots: int,
+        token_budget: int,
+        prefill_chunk: int,
+        decode_steps: int,
     ):
         self.blocks = blocks
-        self.prefill_chunk = prefill_chunk
-        self.decode_steps = decode_steps
+        self.num_slots, self.token_budget = num_slots, token_budget
+        self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
         self.pace = decode_steps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
         self._free_slots = list(reversed(range(num_slots)))
-        self._reserved: dict[int, list[int]] = {}
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that a step writes for one sequence."""
+        return max(self.prefill_chunk, self.decode_steps)
+
+    def can_ever_run(self, sequence: Sequence) -> bool:
+        return self.blocks.fits_at_all(sequence, self.new_tokens)
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Forgets a sequence, waiting or running."""
+    def abort(self, sequence: Sequence) -> None:
+        """Forgets a sequence, waiting or running; one that has finished stays as it is."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             sequence.finish("abort")
         elif sequence in self.running:
             sequence.finish("abort")
-            self._retire(sequence)
+            self._leave(sequence)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing is left to do."""
-        self._admit()
-        prompts = [s for s in self.running if s.is_prefill]
-        if prompts:
-            num_tokens = [min(s.num_uncomputed_tokens, self.prefill_chunk) for s in prompts]
-            self._allocate(prompts, num_tokens)
-            return ScheduledStep(prompts, num_tokens, is_prefill=True)
-        if self.running:
-            rows = list(self.running)
-            num_steps = min(self.pace, *(s.num_remaining_tokens for s in rows))
-            self._allocate(rows, [num_steps] * len(rows))
-            return ScheduledStep(rows, [1] * len(rows), is_prefill=False, num_steps=num_steps)
-        return None
+        preempted_before = self.num_preemptions
+        decodes: list[Sequence] = []
+        prefills: list[tuple[Sequence, int]] = []
+        budget = self.token_budget - sum(not s.is_prefill for s in self.running)
+        for sequence in list(self.running):  # earlier ones take blocks from later ones
+            if not sequence.is_prefill:
+                if self._grow(sequence, 1):
+                    decodes.append(sequence)
+            elif (count := self._chunk(sequence, budget)) and self._grow(sequence, count):
+                prefills.append((sequence, count))
+                budget -= count
+        if self.num_preemptions == preempted_before:
+            self._admit(budget, decodes, prefills)
+        if not decodes and not prefills:
+            assert not self.has_unfinished, "nobody can run"
+            return None
+        num_steps = 1 if prefills else self._extend(decodes)
+        return ScheduledStep(decodes, num_steps, prefills)
 
     def finish_step(self, step: ScheduledStep) -> None:
-        """Retires what has finished."""
+        """Shares what the step computed, and retires who has finished."""
         for sequence in step.sequences:
-            if sequence.is_finished and sequence in self.running:
-                self._retire(sequence)
+            if sequence.slot is None:
+                continue
+            if sequence.finish_reason != "error":
+                self.blocks.publish(sequence)
+            if sequence.is_finished:
+                self._leave(sequence)
 
-    def _admit(self) -> None:
-        new_tokens = max(self.prefill_chunk, self.decode_steps)
-        while self.waiting and self._free_slots:
-            needed = self.blocks.reservation(self.waiting[0], new_tokens)
-            if not self.blocks.can_reserve(needed):
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        return max(0, min(sequence.num_uncomputed_tokens, self.prefill_chunk, budget))
+
+    def _admit(
+        self, budget: int, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]
+    ) -> None:
+        """Lets in who waits, in order, while slots, blocks and tokens last."""
+        while self.waiting and self._free_slots and budget > 0:
+            sequence = self.waiting[0]
+            num_cached = self.blocks.num_cached(sequence)
+            if self._is_being_computed(sequence, num_cached):
                 return
-            sequence = self.waiting.popleft()
-            self.blocks.reserve(sequence, needed)
+            if not self.blocks.can_admit(sequence, num_cached, self.new_tokens):
+                return
+            self.waiting.popleft()
+            self.blocks.admit(sequence, num_cached)
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = num_cached
             sequence.slot = self._free_slots.pop()
             sequence.status = SequenceStatus.RUNNING
-            self._reserved[id(sequence)] = needed
             self.running.append(sequence)
+            count = self._chunk(sequence, budget)
+            self.blocks.allocate(sequence, num_cached + count)
+            budget -= count
+            if sequence.is_prefill:
+                prefills.append((sequence, count))
+            else:
+                decodes.append(sequence)
 
-    def _allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> None:
-        for sequence, count in zip(sequences, num_tokens, strict=True):
-            self.blocks.allocate(sequence, sequence.num_computed_tokens + count)
+    def _is_being_computed(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether a running prompt is about to fill the next block that this sequence needs."""
+        if not self.blocks.prefix_caching or not sequence.may_share:
+            return False
+        size, at = self.blocks.block_size, num_cached // self.blocks.block_size
+        wanted = self.blocks.hashes(sequence, (sequence.num_tokens - 1) // size)
+        end = (at + 1) * size
+        return at < len(wanted) and any(
+            s.is_prefill
+            and s.num_computed_tokens < end <= s.num_tokens
+            and self.blocks.hashes(s, at + 1)[at] == wanted[at]
+            for s in self.running
+        )
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Blocks for `count` more tokens, taken from the latest arrivals if need be.
+
+        Returns:
+            False if the sequence lost its own.
+        """
+        if sequence.slot is None:  # lost to an earlier one in this step
+            return False
+        self.blocks.let_go_behind(sequence)
+        up_to = sequence.num_computed_tokens + count
+        while not self.blocks.can_allocate([self.blocks.missing(sequence, up_to)]):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self.blocks.allocate(sequence, up_to)
+        return True
+
+    def _extend(self, decodes: list[Sequence]) -> int:
+        """Room for as many decode steps as nobody has to give way for."""
+        num_steps = min(self.pace, *(s.num_remaining_tokens for s in decodes))
+
+        def missing() -> list[list[int]]:
+            return [self.blocks.missing(s, s.num_computed_tokens + num_steps) for s in decodes]
+
+        while num_steps > 1 and not self.blocks.can_allocate(missing()):
+            num_steps //= 2
+        for sequence in decodes:
+            self.blocks.allocate(sequence, sequence.num_computed_tokens + num_steps)
+        return num_steps
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; its tokens stay, their K and V are computed again."""
+        self._leave(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes back the sequence's slot and blocks."""
         self.running.remove(sequence)
-        self.blocks.deallocate(sequence, self._reserved.pop(id(sequence)))
+        self.blocks.deallocate(sequence)
         assert sequence.slot is not None
         self._free_slots.append(sequence.slot)
         sequence.slot = None

@@ -25,18 +25,45 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gave one sequence; a value, so that another thread may read it.
+
+    Attributes:
+        times_s: of each token.
+        logprobs: of each token, if asked for.
+        finish_reason: None while the sequence goes on.
+        error: what went wrong, if that is "error".
+    """
+
+    sequence: Sequence
+    tokens: tuple[int, ...] = ()
+    times_s: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one sample of one request.
 
     Attributes:
         request_id: the caller's; samples of one request differ in `sample_index`.
+        cache_salt: only sequences of the same salt share blocks.
         tokens: the prompt, then what was generated.
+        error: what went wrong, if finish_reason is "error".
         num_computed_tokens: how many of them have their K and V in the cache.
+        num_cached_tokens: how many of the prompt's were there when it was first admitted.
+        num_preemptions: how often it lost its blocks and started over.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
+        block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
+        num_published_blocks: how many of them other sequences may share.
         slot: the row of per-sequence device state; None while waiting.
-        times: of arrival and of each generated token, seconds on the monotonic clock.
+        logprobs: per generated token, if asked for.
+        prompt_logprobs: per token of the prompt but the first, if asked for.
+        arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
     """
 
     request_id: int
@@ -45,14 +72,21 @@ class Sequence:
     max_tokens: int
     stop_ids: frozenset[int]
     sample_index: int = 0
+    cache_salt: str = ""
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
+    error: str | None = None
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
     slot: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
 
@@ -92,11 +126,34 @@ class Sequence:
 
     @property
     def is_prefill(self) -> bool:
-        return self.num_computed_tokens < self.num_prompt_tokens
+        """Whether more than the last token must run; what is left then is a decode step."""
+        return self.num_uncomputed_tokens > 1
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def may_share(self) -> bool:
+        """Whether its first tokens may be taken from the prefix cache: not if all are scored."""
+        return self.params.prompt_logprobs is None
 
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def output_since(self, num_output_tokens: int) -> StepOutput:
+        """What came after the first `num_output_tokens`."""
+        return StepOutput(
+            self,
+            tuple(self.tokens[self.num_prompt_tokens + num_output_tokens :]),
+            tuple(self.token_times_s[num_output_tokens:]),
+            tuple(self.logprobs[num_output_tokens:]),
+            self.finish_reason,
+            self.error,
+        )
 
     def append(self, token: int, now_s: float) -> None:
         """Takes a generated token, and finishes the sequence if it is the last."""
@@ -107,12 +164,6 @@ class Sequence:
         elif self.num_remaining_tokens <= 0:
             self.finish("length")
 
-    def truncate(self, num_output_tokens: int) -> None:
-        """Drops generated tokens beyond the first `num_output_tokens`: a stop string cut them."""
-        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
-        del self.token_times_s[num_output_tokens:]
-        del self.logprobs[num_output_tokens:]
-
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, error: str | None = None) -> None:
         self.status = SequenceStatus.FINISHED
-        self.finish_reason = reason
+        self.finish_reason, self.error = reason, error

@@ -6,8 +6,7 @@ Pure functions of fixed shape. `StepFunctions` compiles them (or not), over a me
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,96 +14,152 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from rooflax.engine import packing
+from rooflax.engine.packing import Layout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.kv_cache import KVCache
+from rooflax.nn.kv_cache import KVCache, clear_blocks
 from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
 from rooflax.nn.weights import assemble, slots
-from rooflax.ops.control import fori_loop
-from rooflax.ops.sampling import Sampled, Sampling, TokenCounts, sample
+from rooflax.ops.control import while_loop
+from rooflax.ops.sampling import Sampling, TokenCounts, logprobs_of, sample
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInput:
-    """A batch and what its rows are for.
+    """What the host sends for one step.
 
     Attributes:
-        batch: the tokens.
-        slots: each row's row in `TokenCounts`; padding has the last one.
-        sampling: how each row chooses.
-        fresh: rows that begin a sequence.
-        samples: rows whose last token is followed by a new one.
+        rows: a row per sequence, in the columns of `layout`.
+        params: a row per slot: what its request wants of the sampler. Stays on the device.
+        plain: `Sampling.plain`.
     """
 
-    batch: Batch
-    slots: Int[Array, " B"]
-    sampling: Sampling
-    fresh: Bool[Array, " B"]
-    samples: Bool[Array, " B"]
+    rows: Int[Array, "B width"]
+    params: Int[Array, "slots params_width"]
+    layout: Layout = field(metadata={"static": True})
+    plain: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def slots(self) -> Int[Array, " B"]:
+        return self.rows[:, packing.SLOT]
+
+    @property
+    def samples(self) -> Bool[Array, " B"]:
+        """Rows whose last token is followed by a new one."""
+        return self.rows[:, packing.SAMPLES] > 0
+
+    @property
+    def sampling(self) -> Sampling:
+        return packing.sampling_of(self.params[self.slots], plain=self.plain)
 
 
 Carry = tuple[KVCache | None, TokenCounts]
+Packed = Int[Array, "steps B columns"]
+Scores = Int[Array, "T columns"]
 
 
 def prefill(
-    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
-) -> tuple[Sampled, Carry]:
-    """Runs a chunk of every row's prompt, and chooses the token after it where a prompt ends."""
+    model: Model,
+    carry: Carry,
+    step: StepInput,
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+    is_scored: bool = False,
+) -> tuple[tuple[Packed, Scores | None], Carry]:
+    """Runs a chunk of every row's tokens, and chooses the token after it where they end."""
     cache, counts = carry
-    batch = step.batch
-    counts = counts.add_prompt(step.slots, step.fresh, batch.tokens, batch.valid)
-    sampled, cache = _run(model, cache, counts, step, options, shards)
-    counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
-    return sampled, (cache, counts)
+    batch = step.layout.batch(step.rows)
+    hidden, cache = model.forward(batch, cache, options=options, shards=shards)
+    packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
+    scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
+    return (packed[None], scores), (cache, counts)
+
+
+def scored(
+    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
+) -> tuple[tuple[Packed, Scores | None], Carry]:
+    """`prefill` of one row, with the log-probability of the token after each."""
+    return prefill(model, carry, step, options=options, shards=shards, is_scored=True)
 
 
 def rerun(
     model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
-) -> tuple[Sampled, Carry]:
+) -> tuple[tuple[Packed, Scores | None], Carry]:
     """Without a cache: runs whole sequences again for one more token each."""
-    sampled, _ = _run(model, None, carry[1], step, options, shards)
-    return sampled, (None, carry[1].add_generated(step.slots, sampled.tokens, step.samples))
+    return prefill(model, carry, step, options=options, shards=shards)
 
 
 def decode(
     model: Model,
     carry: Carry,
     step: StepInput,
-    num_steps: Int[Array, ""],
     *,
     max_steps: int,
     options: ExecutionOptions,
     shards: Shards | None,
-) -> tuple[Sampled, Carry]:
-    """Runs `num_steps` tokens per row, each the one chosen before it.
+) -> tuple[tuple[Packed, None], Carry]:
+    """Runs as many tokens per row as the step's column says, each the one chosen before it.
 
-    Args:
-        num_steps: at most `max_steps`; traced, so one program serves every count.
-
-    Returns:
-        What was chosen, with a leading axis of max_steps, and the carry.
+    The number is data, at most `max_steps`, so one program serves every count. The loop ends early
+    when a row has chosen one of its stop ids.
     """
 
-    def one(index: jax.Array, state: Any) -> Any:
-        batch, cache, counts, out = state
-        now = replace(step, batch=batch)
-        sampled, cache = _run(model, cache, counts, now, options, shards)
-        counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
-        out = jax.tree.map(lambda all_, new: all_.at[index].set(new), out, sampled)
-        return _advance(batch, sampled.tokens), cache, counts, out
+    def run(batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
+        hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
+        packed, counts = _choose(model, carry[1], step, batch, hidden, options, shards)
+        return packed, (cache, counts)
 
-    cache, counts = carry
-    rows = step.slots.shape[0]
-    shapes = jax.eval_shape(
-        partial(_run, options=options, shards=shards), model, cache, counts, step
-    )
-    out = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes[0])
-    assert shapes[0].tokens.shape == (rows,)
-    start = (step.batch, cache, counts, out)
-    _, cache, counts, out = fori_loop(0, num_steps, one, start)
-    return out, (cache, counts)
+    def goes_on(state: Any) -> jax.Array:
+        index, stopped, *_ = state
+        return (index < step.rows[0, packing.NUM_STEPS]) & ~stopped
+
+    def one(state: Any) -> Any:
+        index, _, batch, carry, out = state
+        packed, carry = run(batch, carry)
+        tokens = packed[:, packing.TOKEN]
+        stops = jnp.any(tokens[:, None] == step.sampling.stop_ids, axis=1)
+        stopped = jnp.any(stops & step.samples)
+        return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
+
+    batch = step.layout.batch(step.rows)
+    shape, _ = jax.eval_shape(run, batch, carry)
+    out = jnp.zeros((max_steps, *shape.shape), shape.dtype)
+    start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
+    *_, carry, out = while_loop(goes_on, one, start)
+    return (out, None), carry
+
+
+def seat(
+    model: None,
+    carry: TokenCounts,
+    slot: Int[Array, ""],
+    seen: Int[Array, " V"],
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[tuple[()], TokenCounts]:
+    """Gives a slot to another sequence: what its penalties have to know.
+
+    Args:
+        seen: per token id, twice how often it was generated, plus one if the prompt has it.
+    """
+    return (), carry.replace(slot, (seen & 1) == 1, seen >> 1)
+
+
+def clear(
+    model: None,
+    carry: KVCache,
+    tables: tuple[Int[Array, " _"], ...],
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[tuple[()], KVCache]:
+    """Zeroes blocks, of each layer group the ones in its table."""
+    return (), clear_blocks(carry, tables)
 
 
 def score(
@@ -138,20 +193,20 @@ def score(
     return scores.reshape(rows, seq), carry
 
 
-def _run(
+def _choose(
     model: Model,
-    cache: KVCache | None,
     counts: TokenCounts,
     step: StepInput,
+    batch: Batch,
+    hidden: Float[Array, "B T D"],
     options: ExecutionOptions,
     shards: Shards | None,
-) -> tuple[Sampled, KVCache | None]:
-    """Forward, the last token's logits, and a choice for every row."""
-    batch = step.batch
-    hidden, cache = model.forward(batch, cache, options=options, shards=shards)
+) -> tuple[Int[Array, "B columns"], TokenCounts]:
+    """The last token's logits, and a choice for every row."""
     last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    logits = model.logits(hidden, options=options, shards=shards)
+    logits = model.logits(
+        jnp.take_along_axis(hidden, last, axis=1)[:, 0], options=options, shards=shards
+    )
     sampled = sample(
         logits,
         step.sampling,
@@ -160,7 +215,36 @@ def _run(
         step.slots,
         implementation=options.kernels,
     )
-    return sampled, cache
+    if not step.plain:
+        counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
+    is_finite = jnp.all(jnp.isfinite(hidden), axis=2) | ~batch.valid
+    is_finite = jnp.all(is_finite, axis=1) & sampled.is_finite
+    return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+
+
+def _scores(
+    model: Model,
+    step: StepInput,
+    batch: Batch,
+    hidden: Float[Array, "1 T D"],
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> Int[Array, "T columns"]:
+    """Packed log-probabilities of the token after each; of the last one, the host says which."""
+    last = jnp.maximum(batch.query_lens - 1, 0)
+    following = jnp.roll(batch.tokens, -1, axis=1).at[0, last].set(step.rows[:, packing.NEXT])
+    chunk = min(SCORED_AT_ONCE, hidden.shape[1])
+    padding = -hidden.shape[1] % chunk
+    flat = jnp.pad(hidden[0], ((0, padding), (0, 0)))
+    targets = jnp.pad(following[0], (0, padding))
+
+    def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = model.logits(part[0], options=options, shards=shards)
+        return packing.pack_logprobs(*logprobs_of(logits, part[1]))
+
+    parts = (flat.reshape(-1, chunk, flat.shape[1]), targets.reshape(-1, chunk))
+    packed = jax.lax.map(score_chunk, parts)
+    return packed.reshape(-1, packed.shape[-1])[: hidden.shape[1]]
 
 
 def _advance(batch: Batch, tokens: Int[Array, " B"]) -> Batch:
@@ -186,6 +270,9 @@ class StepFunctions:
         self.rerun = _compiled(rerun, options.jit, mesh, **static)
         self.score = _compiled(score, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
+        self.scored = _compiled(scored, options.jit, mesh, **static)
+        self.seat = _compiled(seat, options.jit, mesh, **static)
+        self.clear = _compiled(clear, options.jit, mesh, **static)
 
 
 _JITTED: dict[Any, Callable] = {}
@@ -217,16 +304,18 @@ def _named(function: Callable, static: dict[str, Any]) -> Callable:
 def _sharded(function: Callable, mesh: Mesh) -> Callable:
     """The whole step inside one shard_map: weights and KV split, everything else whole."""
 
-    def run(model: Model, carry: Carry, *rest: Any) -> Any:
+    def run(model: Model | None, carry: Any, *rest: Any) -> Any:
         whole = PartitionSpec()
-        carry_specs = jax.tree.map(lambda _: whole, carry)
-        if carry[0] is not None:
-            pools = jax.tree.map(lambda _: CACHE_SPEC, carry[0])
-            carry_specs = (pools, carry_specs[1])
+        carry_specs = jax.tree.map(
+            lambda part: CACHE_SPEC if isinstance(part, KVCache) else whole,
+            carry,
+            is_leaf=lambda part: isinstance(part, KVCache),
+        )
+        model_spec = None if model is None else model_specs(model)
         mapped = jax.shard_map(
             function,
             mesh=mesh,
-            in_specs=(model_specs(model), carry_specs, *(whole for _ in rest)),
+            in_specs=(model_spec, carry_specs, *(whole for _ in rest)),
             out_specs=(whole, carry_specs),
             check_vma=False,
         )

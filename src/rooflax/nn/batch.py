@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+NO_SLOT = 1 << 30
+"""Beyond every pool, wherever a layer's blocks begin in it."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Batch:
         """Where each token's K and V go in the pool of a layer group.
 
         slot = block_table[(position - first_position) // block_size] * block_size
-               + position % block_size; padding goes to block 0.
+               + position % block_size; padding has no slot (NO_SLOT) and is not written.
 
         Returns:
             [rows, seq] int32 slots; a slot is block * block_size + offset.
@@ -74,4 +77,4 @@ class Batch:
         index = jnp.clip(relative // block_size, 0, table.shape[1] - 1)
         block = jnp.take_along_axis(table, index, axis=1)
         slot = block * block_size + relative % block_size
-        return jnp.where(self.valid, slot, self.positions % block_size)
+        return jnp.where(self.valid, slot, NO_SLOT)

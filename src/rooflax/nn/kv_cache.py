@@ -2,7 +2,7 @@
 
 Layers are grouped by what they keep: everything, or the last `window` tokens. Each layer has its
 own buffers; each group has its own pool of block numbers and each sequence one block table per
-group. Block 0 of a pool is scratch: padding writes there and nobody reads it.
+group. Block 0 of a pool stays zero: it stands where a table has no block.
 
 This module holds arrays and their layout. Which block belongs to whom is the block manager's.
 """
@@ -122,11 +122,14 @@ def write(
     new: Float[Array, "rows seq kv_heads head_dim"],
     slots: Int[Array, "rows seq"],
 ) -> Float[Array, "blocks kv_heads block_size head_dim"]:
-    """Puts new keys (or values) into their slots; in place when the pool is donated."""
+    """Puts new keys (or values) into their slots; in place when the pool is donated.
+
+    A slot beyond the pool is not written, so block 0, which padded tables name, stays zero.
+    """
     block_size = pool.shape[2]
     block, offset = slots.reshape(-1) // block_size, slots.reshape(-1) % block_size
     flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
-    return pool.at[block, :, offset].set(flat, mode="promise_in_bounds")
+    return pool.at[block, :, offset].set(flat, mode="drop")
 
 
 def read(
@@ -147,6 +150,20 @@ def read(
         return tokens[: length - first_position]
 
     return gather(cache.k[index]), gather(cache.v[index])
+
+
+def clear_blocks(cache: KVCache, tables: tuple[Int[Array, " _"], ...]) -> KVCache:
+    """Zeroes the blocks in `tables`, one table per layer group."""
+
+    def cleared(pool: jax.Array, index: int) -> jax.Array:
+        table = tables[cache.groups.of_layer[index]]
+        first = jnp.arange(cache.num_repeats, dtype=jnp.int32) * (
+            pool.shape[0] // cache.num_repeats
+        )
+        return pool.at[(first[:, None] + table[None]).reshape(-1)].set(0)
+
+    k = [cleared(pool, index) for index, pool in enumerate(cache.k)]
+    return with_pools(cache, k, [cleared(pool, index) for index, pool in enumerate(cache.v)])
 
 
 def with_pools(cache: KVCache, k: list[jax.Array], v: list[jax.Array]) -> KVCache:

@@ -35,6 +35,15 @@ def fori_loop(start: int, stop: Any, body: Callable[[Any, Any], Any], init: Any)
     return init
 
 
+def while_loop(goes_on: Callable[[Any], Any], body: Callable[[Any], Any], init: Any) -> Any:
+    """lax.while_loop."""
+    if is_traced(init):
+        return jax.lax.while_loop(goes_on, body, init)
+    while goes_on(init):
+        init = body(init)
+    return init
+
+
 def scan(body: Callable[[Any, Any], tuple[Any, None]], init: Any, xs: Any) -> tuple[Any, None]:
     """lax.scan of a body that only carries."""
     if is_traced(init, xs):

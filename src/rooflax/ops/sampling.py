@@ -21,6 +21,7 @@ from rooflax.ops.sampling_limits import MAX_LOGPROBS
 NUM_CANDIDATES = 256
 """Rows whose filters keep no more than this many tokens are sampled without a full sort."""
 
+NO_ID = -1
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -38,7 +39,11 @@ class Sampling:
         repetition_penalty: divides (or multiplies, below 0) the logits of tokens seen; 1 is off.
         presence_penalty, frequency_penalty: subtracted once, and per occurrence, for tokens that
             were generated; 0 is off.
-        bias_ids, bias_values: added to the logits of these ids; the padding adds 0 to id 0.
+        bias_ids, bias_values: added to the logits of these ids; the padding adds 0 to id 0, and
+            -inf bans an id.
+        allowed_ids: if there are any, all others are banned; the padding is NO_ID.
+        stop_ids: banned below min_position; the padding is NO_ID.
+        min_position: the first position at which the row may stop.
         num_logprobs: how many log-probabilities the row wants; -1 is none.
         plain: the caller's word that every row takes the most likely token and nothing else is
             asked for: a program of its own, without what would only have to be compiled.
@@ -55,6 +60,9 @@ class Sampling:
     frequency_penalty: Float[Array, " B"]
     bias_ids: Int[Array, "B num_bias"]
     bias_values: Float[Array, "B num_bias"]
+    allowed_ids: Int[Array, "B num_allowed"]
+    stop_ids: Int[Array, "B num_stop"]
+    min_position: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
     plain: bool = field(default=False, metadata={"static": True})
 
@@ -67,20 +75,13 @@ class TokenCounts:
     in_prompt: Bool[Array, "slots V"]
     generated: Int[Array, "slots V"]
 
-    def add_prompt(
-        self,
-        slots: Int[Array, " B"],
-        fresh: Bool[Array, " B"],
-        tokens: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
+    def replace(
+        self, slot: Int[Array, ""], in_prompt: Bool[Array, " V"], generated: Int[Array, " V"]
     ) -> TokenCounts:
-        """Marks prompt tokens; rows that are `fresh` forget their slot's former sequence."""
-        keep = ~fresh[:, None]
-        in_prompt = self.in_prompt.at[slots].set(self.in_prompt[slots] & keep)
-        counts = jnp.where(keep, self.generated[slots], 0)
-        row = jnp.where(valid, slots[:, None], self.in_prompt.shape[0] - 1)
-        generated = self.generated.at[slots].set(counts)
-        return TokenCounts(in_prompt.at[row, tokens].set(True), generated)
+        """Gives a slot to a sequence with this past."""
+        return TokenCounts(
+            self.in_prompt.at[slot].set(in_prompt), self.generated.at[slot].set(generated)
+        )
 
     def add_generated(
         self, slots: Int[Array, " B"], tokens: Int[Array, " B"], valid: Bool[Array, " B"]
@@ -94,9 +95,15 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, raw log-probabilities (before any adjustment)."""
+    """The chosen tokens and, where a row asked, raw log-probabilities (before any adjustment).
+
+    Attributes:
+        is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
+            nothing.
+    """
 
     tokens: Int[Array, " B"]
+    is_finite: Bool[Array, " B"]
     logprobs: Float[Array, " B"]
     top_tokens: Int[Array, "B top"]
     top_logprobs: Float[Array, "B top"]
@@ -125,25 +132,32 @@ def sample(
         implementation: of the argmax of greedy rows; None for the platform's best.
     """
     argmax = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)
+    best = argmax(logits)  # the first NaN, if there is one
+    is_finite = jnp.isfinite(jnp.take_along_axis(logits, best[:, None], axis=1)[:, 0])
     if sampling.plain:
-        return _nothing_but(argmax(logits), logits.shape[1])
+        return _without_logprobs(best, is_finite, logits.shape[1])
+    too_early = positions < sampling.min_position
     adjusts = (
         jnp.any(sampling.repetition_penalty != 1)
         | jnp.any(sampling.presence_penalty != 0)
         | jnp.any(sampling.frequency_penalty != 0)
         | jnp.any(sampling.bias_values != 0)
+        | jnp.any(sampling.allowed_ids != NO_ID)
+        | jnp.any(too_early)
     )
-    adjusted = cond(
-        adjusts,
-        lambda: _adjust(logits, sampling, counts.in_prompt[slots], counts.generated[slots]),
-        lambda: logits,
-    )
+
+    def adjust() -> jax.Array:
+        penalised = _adjust(logits, sampling, counts.in_prompt[slots], counts.generated[slots])
+        return _ban(penalised, sampling, too_early)
+
+    adjusted = cond(adjusts, adjust, lambda: logits)
     tokens = cond(
         jnp.any(sampling.temperature > 0),
         lambda: _draw(adjusted, sampling, positions),
-        lambda: argmax(adjusted),
+        lambda: cond(adjusts, lambda: argmax(adjusted), lambda: best),
     )
-    return _with_logprobs(logits, tokens, sampling)
+    chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
+    return _with_logprobs(logits, tokens, is_finite & jnp.isfinite(chosen), sampling)
 
 
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -174,6 +188,22 @@ def _adjust(
     logits = logits - sampling.frequency_penalty[:, None] * counts.astype(jnp.float32)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[rows, sampling.bias_ids].add(sampling.bias_values)
+
+
+def _ban(
+    logits: Float[Array, "B V"], sampling: Sampling, too_early: Bool[Array, " B"]
+) -> Float[Array, "B V"]:
+    """-inf for what a row may not choose."""
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+
+    def among(ids: jax.Array) -> jax.Array:
+        marked = jnp.zeros(logits.shape, bool)
+        return marked.at[rows, jnp.where(ids < 0, logits.shape[1], ids)].set(True, mode="drop")
+
+    limited = jnp.any(sampling.allowed_ids != NO_ID, axis=1)[:, None]
+    banned = limited & ~among(sampling.allowed_ids)
+    banned |= too_early[:, None] & among(sampling.stop_ids)
+    return jnp.where(banned, -jnp.inf, logits)
 
 
 def _draw(
@@ -285,27 +315,33 @@ def _threefry2x32(
     return x0
 
 
-def _nothing_but(tokens: Int[Array, " B"], vocab: int) -> Sampled:
-    """Tokens without log-probabilities."""
+def _without_logprobs(
+    tokens: Int[Array, " B"], is_finite: Bool[Array, " B"], vocab: int
+) -> Sampled:
     rows, top = tokens.shape[0], min(MAX_LOGPROBS, vocab)
     zeros = jnp.zeros((rows, top), jnp.float32)
-    return Sampled(tokens, jnp.zeros(rows, jnp.float32), zeros.astype(jnp.int32), zeros)
+    return Sampled(tokens, is_finite, jnp.zeros(rows, jnp.float32), zeros.astype(jnp.int32), zeros)
 
 
 def _with_logprobs(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"], sampling: Sampling
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, " B"],
+    is_finite: Bool[Array, " B"],
+    sampling: Sampling,
 ) -> Sampled:
-    empty = _nothing_but(tokens, logits.shape[1])
-    top = empty.top_tokens.shape[1]
+    empty = _without_logprobs(tokens, is_finite, logits.shape[1])
+    chosen, ids, values = cond(
+        jnp.any(sampling.num_logprobs >= 0),
+        lambda: logprobs_of(logits, tokens),
+        lambda: (empty.logprobs, empty.top_tokens, empty.top_logprobs),
+    )
+    return Sampled(tokens, is_finite, chosen, ids, values)
 
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        values, ids = jax.lax.top_k(logprobs, top)
-        chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-        return chosen, ids, values
 
-    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return empty.logprobs, empty.top_tokens, empty.top_logprobs
-
-    chosen, ids, values = cond(jnp.any(sampling.num_logprobs >= 0), compute, nothing)
-    return Sampled(tokens, chosen, ids, values)
+def logprobs_of(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Int[Array, "B top"], Float[Array, "B top"]]:
+    """Log-probabilities of the tokens, the most likely ids, and theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], ids, values

@@ -1,0 +1,190 @@
+"""`AsyncLLM`: text in, text out for many callers at once, over an engine on its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rooflax.completion import Completion, Delta, Sample
+from rooflax.engine.compilation import CompileCounts
+from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engine
+from rooflax.engine.plan import plan_blocks
+from rooflax.engine.runner import BLOCK_SIZE, Compiled
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import StepOutput
+from rooflax.engine.thread import EngineThread
+from rooflax.errors import EngineError, RequestError
+from rooflax.llm import LLM, MAX_SLOTS, Prompt
+from rooflax.loading.load import Description
+from rooflax.nn.device_memory import free_bytes
+
+DEFAULT_MAX_WAITING = 256
+CACHE_SHARE = 0.5
+"""Of the memory that is free once the weights are there."""
+
+
+class _Inbox(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[StepOutput]
+
+
+class AsyncLLM:
+    """A model that serves many requests at once; nothing compiles once it is there.
+
+    Args:
+        model: as for `LLM`.
+        max_num_seqs: sequences that run at once.
+        max_waiting: sequences that may wait beyond those; more are refused with QueueFull.
+        max_tokens_per_step: prompt tokens and decoding sequences of one step.
+        kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.
+        report: is told of each program as warm-up has it.
+        arguments: the others of `LLM`.
+
+    Raises:
+        RooflaxError: one sentence that says what is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Description | None = None,
+        *,
+        max_num_seqs: int = MAX_SLOTS,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        max_tokens_per_step: int = DEFAULT_PREFILL_CHUNK,
+        kv_blocks: tuple[int, ...] | None = None,
+        report: Callable[[Compiled], None] = lambda _: None,
+        **arguments: Any,
+    ):
+        for name, value in (
+            ("max_waiting", max_waiting),
+            ("max_tokens_per_step", max_tokens_per_step),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RequestError(f"{name} is {value!r}; it must be a whole number from 1 up.")
+        self.llm = LLM(model, max_num_seqs=max_num_seqs, **arguments)
+        if not (self.llm.options.use_cache and self.llm.options.jit):
+            raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
+        engine = self._engine(max_num_seqs, max_tokens_per_step, kv_blocks)
+        self._inboxes: dict[int, _Inbox] = {}
+        self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
+        self._thread.wait_until_warm()
+
+    def _engine(self, num_slots: int, per_step: int, num_blocks: tuple[int, ...] | None) -> Engine:
+        llm = self.llm
+        chunk = min(per_step, DEFAULT_PREFILL_CHUNK, llm.max_model_len)
+        free = free_bytes()
+        kv_dtype = llm.precision.kv_dtype or "float32"
+        if num_blocks is None:
+            num_blocks = plan_blocks(
+                llm.model.config,
+                kv_dtype=kv_dtype,
+                num_slots=num_slots,
+                max_tokens=llm.max_model_len,
+                new_tokens=max(chunk, llm.options.decode_steps or MOST_DECODE_STEPS),
+                block_size=BLOCK_SIZE,
+                limit_bytes=None if free is None else int(CACHE_SHARE * free),
+            )
+        return Engine(
+            llm.model,
+            llm.options,
+            num_slots=num_slots,
+            max_tokens=llm.max_model_len,
+            kv_dtype=kv_dtype,
+            prefill_chunk=chunk,
+            token_budget=per_step,
+            num_blocks=num_blocks,
+            prefix_caching=llm.prefix_caching,
+            mesh=llm.mesh,
+        )
+
+    @property
+    def manifest(self) -> list[Compiled]:
+        """Every program, its seconds, and whether the persistent cache had it."""
+        return self._thread.manifest
+
+    def metrics(self) -> dict[str, Any]:
+        """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics."""
+        return self._thread.engine.metrics.as_dict()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> AsyncIterator[Delta]:
+        """Pieces of a prompt's completions as they come; to stop early, close the iterator.
+
+        Args:
+            cache_salt: only requests of the same salt share cached prompts.
+
+        Raises:
+            QueueFull: too many requests wait.
+            RequestError: the request cannot be done.
+            EngineError: it failed.
+        """
+        samples = self.llm.samples(
+            0, self.llm.encode(prompt), params or SamplingParams(), cache_salt
+        )
+        open_ = {id(sample.sequence): sample for sample in samples}
+        inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
+        self._inboxes |= dict.fromkeys(open_, inbox)
+        sequences = [sample.sequence for sample in samples]
+        try:
+            self._thread.submit(sequences)
+            while open_:
+                output = await inbox.queue.get()
+                sample = open_.get(id(output.sequence))
+                if sample is not None:
+                    delta = self._take(sample, output)
+                    if delta.completion is not None:
+                        del open_[id(output.sequence)]
+                    yield delta
+        finally:
+            self._thread.abort(sequences)
+            for sequence in sequences:
+                self._inboxes.pop(id(sequence), None)
+
+    def _take(self, sample: Sample, output: StepOutput) -> Delta:
+        if output.error is not None:
+            raise EngineError(output.error)
+        delta = sample.take(output, self.llm.load_s, CompileCounts())
+        if delta.completion is not None and output.finish_reason is None:
+            self._thread.abort([output.sequence])  # a stop string ended it
+        return delta
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> list[Completion]:
+        """A prompt's `n` completions."""
+        done: dict[int, Completion] = {}
+        async for delta in self.stream(prompt, params, cache_salt=cache_salt):
+            if delta.completion is not None:
+                done[delta.index] = delta.completion
+        return [done[index] for index in sorted(done)]
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread: each output to the loop that waits for it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, StepOutput]]]
+        by_loop = defaultdict(list)
+        for output in outputs:
+            inbox = self._inboxes.get(id(output.sequence))
+            if inbox is not None and not inbox.loop.is_closed():
+                by_loop[inbox.loop].append((inbox, output))
+        for loop, pairs in by_loop.items():
+            loop.call_soon_threadsafe(_put, pairs)
+
+    async def shutdown(self, *, drain: bool = True) -> None:
+        """Takes no more requests; those at hand finish (drain), or end with "abort"."""
+        self._thread.stop(drain=drain)
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown(drain=False)
+
+
+def _put(pairs: list[tuple[_Inbox, StepOutput]]) -> None:
+    for inbox, output in pairs:
+        inbox.queue.put_nowait(output)

@@ -1,0 +1,140 @@
+"""From token ids back to text: what one sample has said so far, and what it said in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rooflax.engine.compilation import CompileCounts
+from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.engine.sequence import StepOutput, TokenLogprobs
+from rooflax.loading.incremental import IncrementalDecoder
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt gave.
+
+    Attributes:
+        text: without the stop string or the end-of-sequence token.
+        tokens: generated ids, the one that ended it included.
+        prompt_tokens: ids of the prompt.
+        finish_reason: "stop" (an id or a string ended it), "length", or "error".
+        logprobs: per token, if asked for.
+        prompt_logprobs: per token of the prompt but the first, if asked for.
+        timings: seconds and tokens per second, the keys of `generate --json`.
+        index: which of the `n` samples this is.
+        num_cached_tokens: of the prompt, taken from the prefix cache.
+        error: one sentence, if finish_reason is "error".
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    index: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a stream: new text and ids of one sample of one prompt.
+
+    `completion` is set on the last piece.
+    """
+
+    prompt: int
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    completion: Completion | None = None
+
+
+@dataclass
+class Sample:
+    """One sample on its way: its sequence, and how far its text has come."""
+
+    sequence: EngineSequence
+    decoder: IncrementalDecoder
+    text: str = ""
+    emitted: int = 0
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self, output: StepOutput, load_s: float, compiled: CompileCounts) -> Delta:
+        """New ids to text, held back where a stop string may be beginning."""
+        sequence, reason, new = self.sequence, output.finish_reason, 0
+        for new, token in enumerate(output.tokens, start=1):
+            is_last = reason is not None and new == len(output.tokens)
+            self.tokens.append(token)
+            if not (is_last and reason == "stop"):
+                self.text += self.decoder.push(token)
+            if is_last:
+                self.text += self.decoder.flush()
+            cut = self._stop_position()
+            if cut is not None:
+                self.text, reason = self.text[:cut], "stop"
+                break
+        self.times_s.extend(output.times_s[:new])
+        self.logprobs.extend(output.logprobs[:new])
+        ready = len(self.text) if reason else self._safe_length()
+        piece = self.text[self.emitted : ready]
+        self.emitted = max(self.emitted, ready)
+        completion = self._completion(reason, output.error, load_s, compiled) if reason else None
+        tokens = output.tokens[:new]
+        return Delta(sequence.request_id, sequence.sample_index, piece, tokens, completion)
+
+    def _stop_position(self) -> int | None:
+        params = self.sequence.params
+        if len(self.tokens) < params.min_tokens:
+            return None
+        found = [self.text.find(s, max(0, self.emitted - len(s))) for s in params.stop]
+        return min((f for f in found if f >= 0), default=None)
+
+    def _safe_length(self) -> int:
+        """Text that no stop string, begun at its end, could still cut."""
+        held = 0
+        for stop in self.sequence.params.stop:
+            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:length]):
+                    held = length
+                    break
+        return len(self.text) - held
+
+    def _completion(
+        self, reason: str, error: str | None, load_s: float, compiled: CompileCounts
+    ) -> Completion:
+        sequence = self.sequence
+        params = sequence.params
+        return Completion(
+            text=self.text,
+            tokens=tuple(self.tokens),
+            prompt_tokens=tuple(sequence.prompt_tokens),
+            finish_reason=reason,
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
+            ),
+            timings=self._timings(load_s, compiled),
+            index=sequence.sample_index,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            error=error,
+        )
+
+    def _timings(self, load_s: float, compiled: CompileCounts) -> dict[str, float]:
+        times = self.times_s
+        ttft = times[0] - self.sequence.arrival_s if times else 0.0
+        decode_s = times[-1] - times[0] if times else 0.0
+        return {
+            "load_s": load_s,
+            "compile_s": compiled.seconds,
+            "compilations": compiled.compilations,
+            "ttft_s": ttft,
+            "prefill_tok_per_s": self.sequence.num_prompt_tokens / ttft if ttft > 0 else 0.0,
+            "decode_tok_per_s": (len(times) - 1) / decode_s if decode_s > 0 else 0.0,
+        }

@@ -1,0 +1,198 @@
+"""One array to the device per step and one back: their columns, and how to write and read them.
+
+Every argument of a dispatch costs about as much as a small kernel, so a step's rows travel as
+columns of one int32 array, floats by their bits. What a request wants of the sampler stays on the
+device, one row per slot, and is sent again only when a slot changes hands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from rooflax.engine.sequence import Sequence, TokenLogprobs
+from rooflax.nn.batch import Batch
+from rooflax.ops.sampling import NO_ID, Sampled, Sampling
+from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+
+SLOT, START, QUERY_LEN, SAMPLES, NUM_STEPS, NEXT, FIRST = range(7)
+"""Columns of a row; from FIRST on: first positions, block tables, tokens. NEXT is the token after
+them, where the sequence has one."""
+TOKEN, STATE = range(2)
+"""Columns of what comes back, before the log-probabilities."""
+RAN, FINITE = 1, 2
+"""Bits of STATE."""
+
+_FLOATS = (
+    "temperature", "top_p", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_UNSIGNED = ("seed", "sample_index")
+_INTS = ("top_k", "num_logprobs", "min_position")
+_SCALARS = (*_FLOATS, *_UNSIGNED, *_INTS)
+_WIDTHS = (
+    len(_FLOATS), len(_UNSIGNED), len(_INTS),
+    MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_ALLOWED_IDS, MAX_STOP_IDS,
+)  # fmt: skip
+PARAMS_WIDTH = sum(_WIDTHS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Widths of what a row holds; static, so that each is a program of its own.
+
+    Attributes:
+        seq: tokens per row.
+        tables: per layer group, blocks in a row's table; empty without a cache.
+    """
+
+    seq: int
+    tables: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return FIRST + len(self.tables) + sum(self.tables) + self.seq
+
+    def empty(self, rows: int, scratch_slot: int) -> np.ndarray:
+        """Rows of padding."""
+        packed = np.zeros((rows, self.width), np.int32)
+        packed[:, SLOT] = scratch_slot
+        return packed
+
+    def write(self, row: np.ndarray, sequence: Sequence, start: int, count: int) -> None:
+        """Fills a row with `count` tokens of a sequence from position `start` on."""
+        row[SLOT], row[START], row[QUERY_LEN] = sequence.slot, start, count
+        row[SAMPLES] = start + count >= sequence.num_tokens
+        at = FIRST + len(self.tables)
+        if self.tables:
+            row[FIRST:at] = sequence.first_positions
+            for length, blocks in zip(self.tables, sequence.block_tables, strict=True):
+                row[at : at + len(blocks)] = blocks
+                at += length
+        row[at : at + count] = sequence.tokens[start : start + count]
+        row[NEXT] = 0 if row[SAMPLES] else sequence.tokens[start + count]
+
+    def batch(self, packed: Int[Array, "B width"]) -> Batch:
+        """The rows as the model wants them; inside the jitted step."""
+        start, query_lens = packed[:, START], packed[:, QUERY_LEN]
+        firsts = tuple(packed[:, FIRST + group] for group in range(len(self.tables)))
+        at, tables = FIRST + len(self.tables), []
+        for length in self.tables:
+            tables.append(packed[:, at : at + length])
+            at += length
+        positions = start[:, None] + jnp.arange(self.seq, dtype=jnp.int32)[None]
+        context_lens = start + query_lens
+        return Batch(packed[:, at:], positions, query_lens, context_lens, tuple(tables), firsts)
+
+
+def write_params(row: np.ndarray, sequence: Sequence) -> None:
+    """What a sequence wants of the sampler, in the columns of one slot."""
+    params = sequence.params
+    given: dict[str, Any] = {name: getattr(params, name, None) for name in _SCALARS}
+    given["sample_index"] = sequence.sample_index
+    given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
+    bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
+    floats, unsigned, ints, ids, values, allowed, stop = _split(row)
+    floats.view(np.float32)[:] = [given[name] for name in _FLOATS]
+    unsigned.view(np.uint32)[:] = [given[name] for name in _UNSIGNED]
+    ints[:] = [given[name] for name in _INTS]
+    ids[:], values[:], allowed[:], stop[:] = 0, 0, NO_ID, NO_ID
+    ids[: len(bias)] = list(bias)
+    values.view(np.float32)[: len(bias)] = list(bias.values())
+    allowed[: len(params.allowed_token_ids)] = params.allowed_token_ids
+    known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
+    stop[: len(known)] = known
+
+
+def empty_params(slots: int) -> np.ndarray:
+    """Nobody's wishes: greedy, and every filter off."""
+    packed = np.zeros((slots, PARAMS_WIDTH), np.int32)
+    for name, value in {"top_p": 1.0, "repetition_penalty": 1.0}.items():
+        packed[:, _FLOATS.index(name)] = np.float32(value).view(np.int32)
+    packed[:, _SCALARS.index("num_logprobs")] = -1
+    packed[:, -MAX_ALLOWED_IDS - MAX_STOP_IDS :] = NO_ID
+    return packed
+
+
+def sampling_of(rows: Int[Array, "B width"], *, plain: bool) -> Sampling:
+    """The columns that `write_params` wrote; inside the jitted step."""
+    floats, unsigned, ints, ids, values, allowed, stop = _split(rows)
+    columns = {name: _bits(floats[:, i], jnp.float32) for i, name in enumerate(_FLOATS)}
+    columns |= {name: _bits(unsigned[:, i], jnp.uint32) for i, name in enumerate(_UNSIGNED)}
+    columns |= {name: ints[:, i] for i, name in enumerate(_INTS)}
+    return Sampling(
+        **columns,
+        bias_ids=ids,
+        bias_values=_bits(values, jnp.float32),
+        allowed_ids=allowed,
+        stop_ids=stop,
+        plain=plain,
+    )
+
+
+def _split(columns: Any) -> list[Any]:
+    """A NumPy or JAX array's last axis, by what it holds."""
+    ends = np.cumsum(_WIDTHS)
+    return [columns[..., end - n : end] for end, n in zip(ends, _WIDTHS, strict=True)]
+
+
+def _bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def pack_sampled(
+    sampled: Sampled, is_finite: Bool[Array, " B"], *, plain: bool
+) -> Int[Array, "B width"]:
+    """What was chosen, as one array."""
+    state = RAN + FINITE * is_finite.astype(jnp.int32)
+    columns = [sampled.tokens[:, None], state[:, None]]
+    if not plain:
+        columns.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
+    return jnp.concatenate(columns, axis=1)
+
+
+def pack_logprobs(
+    chosen: Float[Array, " B"], ids: Int[Array, "B top"], values: Float[Array, "B top"]
+) -> Int[Array, "B width"]:
+    """The token's log-probability, the best ids, and theirs."""
+    bits = _bits(chosen, jnp.int32)[:, None], ids, _bits(values, jnp.int32)
+    return jnp.concatenate(bits, axis=1)
+
+
+def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
+    """What `pack_logprobs` wrote of one token, with the `count` best."""
+    floats, top = packed.view(np.float32), packed.shape[0] // 2
+    best = zip(packed[1 : 1 + count], floats[1 + top : 1 + top + count], strict=True)
+    return TokenLogprobs(float(floats[0]), tuple((int(i), float(v)) for i, v in best))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came back, NumPy int32.
+
+    Attributes:
+        packed: [steps, rows, width], as `pack_sampled` wrote it; zero where the loop ended early.
+        scores: [tokens, width], as `pack_logprobs` wrote it, of a scored prompt.
+    """
+
+    packed: np.ndarray
+    scores: np.ndarray | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return int(np.count_nonzero(self.packed[:, 0, STATE]))
+
+    def token(self, step: int, row: int) -> int:
+        return int(self.packed[step, row, TOKEN])
+
+    def is_finite(self, step: int, row: int) -> bool:
+        return bool(self.packed[step, row, STATE] & FINITE)
+
+    def logprobs(self, step: int, row: int, count: int) -> TokenLogprobs:
+        return unpack_logprobs(self.packed[step, row, STATE + 1 :], count)

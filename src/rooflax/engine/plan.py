@@ -1,0 +1,50 @@
+"""How many KV blocks an engine gets: enough for every slot, or what a share of memory holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.nn.layout import blocks_needed
+from rooflax.nn.storage import ITEM_BYTES
+
+
+def plan_blocks(
+    config: Any,
+    *,
+    kv_dtype: str,
+    num_slots: int,
+    max_tokens: int,
+    new_tokens: int,
+    block_size: int,
+    limit_bytes: int | None,
+) -> tuple[int, ...]:
+    """Blocks per layer group, block 0 included.
+
+    Window groups get what their windows need; a full group shares what is left.
+
+    Args:
+        new_tokens: the most tokens that a step writes for one sequence.
+        limit_bytes: for the whole cache; None is no limit.
+
+    Raises:
+        RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
+    """
+    groups = config.groups
+    per_block = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype] * block_size
+    cost = [per_block * groups.of_layer.count(g) for g in range(len(groups.windows))]
+    longest = [blocks_needed(w, max_tokens, new_tokens, block_size) for w in groups.windows]
+    slots = num_slots
+    while slots > 1 and limit_bytes is not None and _bytes(cost, longest, slots) > limit_bytes:
+        slots -= 1
+    needed = _bytes(cost, longest, slots)
+    if limit_bytes is not None and needed > limit_bytes:
+        raise RequestError(
+            f"The KV cache of one sequence of {max_tokens} tokens takes {needed} bytes and "
+            f"{limit_bytes} are there for it; lower max_model_len."
+        )
+    return tuple(1 + slots * n for n in longest)
+
+
+def _bytes(cost: list[int], longest: list[int], slots: int) -> int:
+    return sum(c * (1 + slots * n) for c, n in zip(cost, longest, strict=True))

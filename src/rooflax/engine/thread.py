@@ -1,0 +1,177 @@
+"""`EngineThread`: an engine on a thread of its own, one queue in and one call out.
+
+Everything that touches the engine happens here; callers hand in sequences and get values back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+from rooflax.engine.compilation import CompileCounts, count_compilations
+from rooflax.engine.engine import Engine
+from rooflax.engine.runner import Compiled
+from rooflax.engine.sequence import Sequence, StepOutput
+from rooflax.errors import EngineError, QueueFull
+
+Deliver = Callable[[list[StepOutput]], None]
+
+
+class EngineThread:
+    """Warms an engine up, then runs it until it is stopped.
+
+    Args:
+        deliver: is called, on this thread, with what each step gave.
+        report: is called, on this thread, with each program that warm-up compiled.
+        max_waiting: sequences that may wait beyond those that run.
+
+    Attributes:
+        manifest: the compiled programs, once warm.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        *,
+        max_waiting: int,
+        report: Callable[[Compiled], None] = lambda _: None,
+    ):
+        self.engine, self.manifest = engine, []
+        self._deliver, self._report = deliver, report
+        self._most_open, self._open = max_waiting + engine.num_slots, 0
+        self._lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_stopping, self._drains = False, False
+        self._failure: str | None = None
+        self._is_warm = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rooflax-engine", daemon=True)
+        self._thread.start()
+
+    def wait_until_warm(self) -> None:
+        """Returns once everything is compiled.
+
+        Raises:
+            EngineError: that failed.
+        """
+        self._is_warm.wait()
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._is_stopping:
+            raise EngineError("The engine is shutting down and takes no more requests.")
+
+    def submit(self, sequences: Seq[Sequence]) -> None:
+        """Queues sequences.
+
+        Raises:
+            QueueFull: too many wait already; none is queued.
+            RequestError: one could not run even alone; none is queued.
+            EngineError: the engine is shutting down, or has failed.
+        """
+        self.engine.check(sequences)
+        now = time.perf_counter()
+        with self._lock:
+            self._check_alive()
+            if self._open + len(sequences) > self._most_open:
+                raise QueueFull(
+                    f"{self._open} requests run or wait and {self._most_open} may; try again later."
+                )
+            self._open += len(sequences)
+            self._inbox.put(lambda: self.engine.add(sequences, now))
+
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences wherever they are; nothing is delivered for them any more."""
+        mine = list(sequences)
+        self._inbox.put(lambda: self._abort(mine))
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.is_finished:
+                self.engine.abort(sequence)
+                self._close(1)
+
+    def stop(self, *, drain: bool) -> None:
+        """Takes no more requests, and ends when those at hand are done, or at once.
+
+        Args:
+            drain: let them finish; otherwise they end with finish_reason "abort".
+        """
+        self._drains = drain
+        self._is_stopping = True
+        self._inbox.put(lambda: None)  # wakes the thread
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread's end; whether it came."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _close(self, count: int) -> None:
+        with self._lock:
+            self._open -= count
+
+    def _run(self) -> None:
+        try:
+            self.manifest = self.engine.seal(self._report)
+        except Exception as error:
+            self._failure = f"Warming up failed: {_first_line(error)}"
+        self._is_warm.set()
+        compiled = CompileCounts()
+        with count_compilations(compiled):
+            while self._failure is None:
+                self._receive()
+                if self._is_stopping and not (self._drains and self.engine.has_unfinished):
+                    break
+                self._step()
+                self.engine.metrics.num_compilations = compiled.requests
+        with self._lock:  # whoever was let in before is in the inbox by now
+            self._is_stopping = True
+        self._receive()
+        self._end_all("abort", None)
+
+    def _receive(self) -> None:
+        """Does what was asked for; waits for it where there is nothing else to do."""
+        wait = not self.engine.has_unfinished and not self._is_stopping
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return
+            command()
+            wait = False
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._end_all("error", f"The engine failed at work: {_first_line(error)}")
+            return
+        self._close(sum(output.finish_reason is not None for output in outputs))
+        if outputs:
+            self._deliver(outputs)
+
+    def _end_all(self, reason: str, error: str | None) -> None:
+        """Ends every sequence; after an error the engine starts with an empty cache."""
+        try:
+            lost = self.engine.forget_all()
+            if error is not None:
+                self.engine.reset()
+        except Exception as another:
+            self._failure = f"The engine could not start again: {_first_line(another)}"
+            lost = []
+        for sequence in lost:
+            sequence.finish(reason, error)
+            self.engine.metrics.finished(sequence, time.perf_counter())
+        self._close(len(lost))
+        outputs = [sequence.output_since(sequence.num_output_tokens) for sequence in lost]
+        if outputs:
+            self._deliver(outputs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

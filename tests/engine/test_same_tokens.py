@@ -1,0 +1,97 @@
+"""The same tokens, whoever else is in the batch: random loads against each request alone."""
+
+import itertools
+
+import pytest
+
+from rooflax import load
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.engine import Engine
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.layout import blocks_needed
+from tests import goldens
+from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
+
+FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
+CHUNKS = (16, 64, MAX_TOKENS)
+SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False)))
+SLOTS = 6
+
+
+def is_default(setting):
+    """Every pair of values in twelve of forty-eight settings."""
+    family, chunk, steps, cache = setting
+    one, two = FAMILIES.index(family), CHUNKS.index(chunk)
+    return (steps == 8, cache) == ((one + two) % 2 == 0, (one + one // 2 + two // 2) % 2 == 0)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """name -> its model, its requests and what each gives alone."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            root = tmp_path_factory.mktemp(name)
+            model = load(goldens.write_checkpoint(root / "m", name, goldens.committed(name)))
+            requests = random_requests(FAMILIES.index(name))
+            engine = small_engine(
+                model, chunk=MAX_TOKENS, steps=8, cache=False, slots=1, roomy=True
+            )
+            found[name] = model, requests, run_alone(engine, requests)
+        return found[name]
+
+    return get
+
+
+def small_engine(model, *, chunk, steps, cache, slots=SLOTS, roomy=False, kernels="xla"):
+    """Blocks for about two and a half of the longest sequences."""
+    needed = [
+        blocks_needed(window, MAX_TOKENS, max(chunk, steps), 16)
+        for window in model.config.groups.windows
+    ]
+    num_blocks = tuple(1 + int((slots if roomy else 1.3) * n) for n in needed)
+    engine = Engine(
+        model,
+        ExecutionOptions(kernels=kernels, decode_steps=steps),
+        num_slots=slots,
+        max_tokens=MAX_TOKENS,
+        prefill_chunk=chunk,
+        token_budget=2 * chunk,
+        num_blocks=num_blocks,
+        prefix_caching=cache,
+    )
+    assert len(engine.seal()) <= 12
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "steps", "cache"),
+    [
+        pytest.param(*setting, marks=() if is_default(setting) else pytest.mark.slow)
+        for setting in SETTINGS
+    ],
+)
+def test_a_crowded_engine_gives_what_each_request_gives_alone(
+    families, family, chunk, steps, cache
+):
+    model, requests, alone = families(family)
+    engine = small_engine(model, chunk=chunk, steps=steps, cache=cache)
+    with count_compilations() as counts:
+        run = run_load(engine, requests)
+    assert counts.requests == 0, "something compiled after warm-up"
+    for request, sequence, wanted in zip(requests, run.sequences, alone, strict=True):
+        if sequence.finish_reason == "abort":
+            assert request.aborts is not None
+            wanted = wanted[: sequence.num_output_tokens]
+        assert sequence.output_tokens == wanted, sequence.request_id
+    assert engine.scheduler.num_preemptions > 0
+    hits = sum(s.num_cached_tokens or 0 for s in run.sequences)
+    assert (hits > 0) == cache
+
+
+def test_the_default_settings_hold_every_pair():
+    chosen = [s for s in SETTINGS if is_default(s)]
+    assert len(chosen) == 12
+    for a, b in itertools.combinations(range(4), 2):
+        assert {(s[a], s[b]) for s in chosen} == {(s[a], s[b]) for s in SETTINGS}

@@ -1,0 +1,228 @@
+"""Many callers at once: streams, limits, aborts, shutdown, failures, numbers for operators."""
+
+import asyncio
+
+import pytest
+
+from rooflax import LLM, AsyncLLM, EngineError, ExecutionOptions, QueueFull, RequestError
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.sampling_params import SamplingParams
+from tests import goldens
+from tests.engine.load import random_requests
+
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("async")
+    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return LLM(folder, prefix_caching=False)
+
+
+def serve(folder, **given):
+    options = ExecutionOptions(decode_steps=given.pop("decode_steps", 4))
+    return AsyncLLM(folder, **{"max_num_seqs": 4, "options": options} | given)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    llm = serve(folder)
+    yield llm
+    asyncio.run(llm.shutdown())
+
+
+def settle(server):
+    """Waits until nothing runs; every block must be free then."""
+
+    async def idle():
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if server._thread._open == 0 and not server._thread.engine.has_unfinished:
+                return
+
+    asyncio.run(idle())
+    assert server._thread._open == 0
+    assert not any(server._thread.engine.scheduler.blocks.num_used)
+    assert not server._inboxes
+
+
+def test_many_callers_get_what_each_gets_alone(server, alone):
+    requests = [r for r in random_requests(5, 24) if r.aborts is None]
+
+    async def all_at_once():
+        return await asyncio.gather(*(server.generate(r.prompt, r.params) for r in requests))
+
+    with count_compilations() as counts:
+        together = asyncio.run(all_at_once())
+    assert counts.requests == 0
+    for request, (completion,) in zip(requests, together, strict=True):
+        wanted = alone.generate([request.prompt], request.params)[0]
+        assert (completion.tokens, completion.text) == (wanted.tokens, wanted.text)
+    settle(server)
+
+
+def test_a_stream_comes_in_pieces_that_add_up(server, alone):
+    async def read():
+        return [delta async for delta in server.stream(PROMPTS[1], LONG)]
+
+    deltas = asyncio.run(read())
+    assert len(deltas) > 3
+    final = deltas[-1].completion
+    assert "".join(d.text for d in deltas) == final.text
+    assert tuple(t for d in deltas for t in d.tokens) == final.tokens
+    assert final.tokens == alone.generate([PROMPTS[1]], LONG)[0].tokens
+
+
+def test_samples_of_one_prompt_differ_and_share_its_blocks(server, alone):
+    params = SamplingParams(temperature=1.2, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    prompt = list(range(60, 100))
+    found = asyncio.run(server.generate(prompt, params))
+    assert [c.index for c in found] == [0, 1, 2]
+    assert [c.tokens for c in found] == [c.tokens for c in alone.generate([prompt], params)]
+    assert [c.num_cached_tokens for c in found] == [0, 32, 32]
+    again = asyncio.run(server.generate(prompt, params, cache_salt="another tenant"))
+    assert again[0].num_cached_tokens == 0 and again[0].tokens == found[0].tokens
+
+
+def test_a_stop_string_ends_the_request_and_frees_it(server, alone):
+    whole = alone.generate([PROMPTS[1]], LONG)[0]
+    stop = next(c for c in whole.text[3:] if c != "�" and whole.text.index(c) > 1)
+    given = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True, stop=stop)
+    (found,) = asyncio.run(server.generate(PROMPTS[1], given))
+    wanted = alone.generate([PROMPTS[1]], given)[0]
+    assert (found.text, found.tokens, found.finish_reason) == (wanted.text, wanted.tokens, "stop")
+    settle(server)
+
+
+def test_cancelled_and_closed_streams_leave_nothing_behind(server):
+    async def cancel():
+        task = asyncio.create_task(server.generate(PROMPTS[0], LONG))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stream = server.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        await stream.aclose()
+
+    before = server.metrics()["num_finished"].get("abort", 0)
+    asyncio.run(cancel())
+    settle(server)
+    assert server.metrics()["num_finished"]["abort"] == before + 2
+
+
+def test_a_full_queue_refuses_and_recovers(folder):
+    server = serve(folder, max_num_seqs=1, max_waiting=2, decode_steps=1)
+
+    async def crowd():
+        tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="3 requests"):
+            await server.generate(PROMPTS[0], GREEDY)
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(crowd())
+    assert len({c.tokens for (c,) in found}) == 1
+    assert len(asyncio.run(server.generate(PROMPTS[0], GREEDY))[0].tokens) == 12
+    asyncio.run(server.shutdown())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_shutdown_drains_or_aborts_and_refuses_what_comes_after(folder, drain):
+    server = serve(folder, max_num_seqs=1, decode_steps=1)
+
+    async def run():
+        tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        await server.shutdown(drain=drain)
+        found = await asyncio.gather(*tasks)
+        with pytest.raises(EngineError, match="shutting down"):
+            await server.generate(PROMPTS[0], GREEDY)
+        return [c.finish_reason for (c,) in found]
+
+    assert asyncio.run(run()) == (["length"] * 2 if drain else ["abort"] * 2)
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(server, alone):
+    engine = server._thread.engine
+    run = engine.runner.run
+
+    def fail(*_):
+        engine.runner.run = run
+        engine.runner.cache = None  # a failed call has eaten what was donated to it
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    engine.runner.run = fail
+    with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED: out of memory$"):
+        asyncio.run(server.generate(PROMPTS[0], GREEDY))
+    (found,) = asyncio.run(server.generate(PROMPTS[0], GREEDY))
+    assert found.tokens == alone.generate([PROMPTS[0]], GREEDY)[0].tokens
+    settle(server)
+
+
+def test_a_shape_that_was_not_warmed_up_is_an_error_that_names_it(server):
+    shapes = server._thread.engine.runner._warm
+    taken = {shape for shape in shapes if shape.kind == "decode"}
+    shapes -= taken
+    try:
+        with pytest.raises(EngineError, match="decode of 1 x 1 tokens, context 131.*warmed up"):
+            asyncio.run(server.generate(PROMPTS[0], GREEDY))
+    finally:
+        shapes |= taken
+
+
+def test_the_manifest_is_short_and_says_what_was_compiled(server):
+    assert 4 < len(server.manifest) <= 12
+    assert all(line.seconds >= 0 and line.cache in ("hit", "miss") for line in server.manifest)
+    names = [line.name for line in server.manifest]
+    assert len(set(names)) == len(names)
+    assert "decode of 1 x 1 tokens, context 131" in names
+
+
+def test_numbers_for_operators(folder):
+    server = serve(folder)
+    prompt = list(range(50))
+    for _ in range(2):
+        asyncio.run(server.generate(prompt, GREEDY))
+    found = server.metrics()
+    asyncio.run(server.shutdown())
+    assert (found["num_prompt_tokens"], found["num_cached_tokens"]) == (100, 48)
+    assert found["num_generated_tokens"] == 24
+    assert found["num_finished"] == {"length": 2}
+    assert (found["num_waiting"], found["num_running"], found["num_compilations"]) == (0, 0, 0)
+    assert sum(found["ttft_s"]["counts"]) == sum(found["e2e_s"]["counts"]) == 2
+    assert sum(found["itl_s"]["counts"]) == 22
+    assert len(found["ttft_s"]["counts"]) == len(found["ttft_s"]["bounds"]) + 1
+    assert found["blocks_used"] == [0, 0] and all(found["blocks_total"])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"max_tokens_per_step": True}, "max_tokens_per_step"),
+        ({"options": ExecutionOptions(jit=False)}, "jit"),
+        ({"options": ExecutionOptions(use_cache=False)}, "cache"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(folder, given, reason):
+    with pytest.raises(RequestError, match=reason):
+        AsyncLLM(folder, **given)
+
+
+def test_requests_that_cannot_be_done_are_refused_before_they_wait(server):
+    for prompt, params, reason in (
+        ([], None, "no tokens"),
+        ([1] * 200, None, "200 tokens"),
+        ([1], SamplingParams(banned_token_ids=[400]), "banned_token_ids.*400"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            asyncio.run(server.generate(prompt, params))
+    settle(server)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from rooflax.loading import mxfp4
 from rooflax.loading.gguf import PLAIN, TYPES
-from rooflax.loading.mxfp4 import E2M1
 from rooflax.ops.formats import GROUP
 from rooflax.ops.quantization import encode
 
-FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a8"}
+FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
 """The weight format that is a block type, bit for bit (ops.formats)."""
 
 ROUNDED = "w8a16-g32"
@@ -77,7 +77,7 @@ def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
     codes, scales = codes_and_scales(kind, blocks[:, None])
     with np.errstate(all="ignore"):
         if kind == "MXFP4":
-            return np.ldexp(E2M1[codes], scales.astype(np.int32) - 127)
+            return np.ldexp(mxfp4.E2M1[codes], scales.astype(np.int32) - 127)
         values = codes.astype(np.float32) - np.float32(8 if kind == "Q4_0" else 0)
         return values * scales.astype(np.float32)
 
@@ -86,19 +86,20 @@ def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Rows of any block type as codes and scales of the format `ROUNDED`, some rows at a time.
 
     Args:
-        blocks: uint8 [rows, blocks, bytes of a block].
+        blocks: uint8 [..., blocks, bytes of a block].
     """
     if kind == "Q8_0":
         return codes_and_scales(kind, blocks)
-    inner = blocks.shape[1] * VALUES[kind]
-    codes = np.empty((len(blocks), inner), np.int8)
-    scales = np.empty((len(blocks), inner // GROUP), np.float16)
-    step = max(1, CHUNK_BLOCKS // blocks.shape[1])
-    for begin in range(0, len(blocks), step):
+    rows = blocks.reshape(-1, *blocks.shape[-2:])
+    inner = rows.shape[1] * VALUES[kind]
+    codes = np.empty((len(rows), inner), np.int8)
+    scales = np.empty((len(rows), inner // GROUP), np.float16)
+    step = max(1, CHUNK_BLOCKS // rows.shape[1])
+    for begin in range(0, len(rows), step):
         where = slice(begin, begin + step)
         with np.errstate(all="ignore"):  # a damaged scale is for --check to find
-            codes[where], scales[where] = encode("int8-g32", dequantize(kind, blocks[where]))
-    return codes, scales
+            codes[where], scales[where] = encode("int8-g32", dequantize(kind, rows[where]))
+    return codes.reshape(*blocks.shape[:-2], -1), scales.reshape(*blocks.shape[:-2], -1)
 
 
 def is_plain(kind: str) -> bool:

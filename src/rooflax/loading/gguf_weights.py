@@ -163,7 +163,10 @@ class GGUFWeights:
         read = rounded_codes if format == ROUNDED else codes_and_scales
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
         codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
-        order, shapes = self._order(slot), product_shape(slot, self.config)
+        shapes = product_shape(slot, self.config)
+        if slot.weight.num_stacked:  # experts: gate's outputs, then up's, as they lie here
+            return pack(format, np.concatenate(codes, 1), np.concatenate(scales, 1), *shapes)
+        order = self._order(slot)
         if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
             return pack(format, codes[0], scales[0], *shapes)
         return pack(format, np.concatenate(codes)[order], np.concatenate(scales)[order], *shapes)

@@ -18,6 +18,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
+from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
@@ -75,7 +76,7 @@ class Description:
         config.json says whether they are bfloat16; each tensor's own type decides as it is read.
 
         Args:
-            keep: products' weights that a GGUF file holds quantised stay so.
+            keep: products' weights that the checkpoint holds quantised stay so.
 
         Raises:
             RequestError: there is no such format.
@@ -83,8 +84,8 @@ class Description:
         declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
         chosen = None if quantize is None else resolve_format(quantize)
         kept = {}
-        if keep and chosen is None and self.gguf is not None:
-            kept = GGUFWeights(self.gguf, self.family, self.config).formats
+        if keep and chosen is None and self.folder is not None:
+            kept = self.kept().formats
         return Storage(dtype, chosen, narrow and "bfloat16" in declared, kept)
 
     def weights(self) -> Source:
@@ -92,6 +93,13 @@ class Description:
         if self.gguf is not None:
             return GGUFWeights(self.gguf, self.family, self.config)
         return Checkpoint(self.folder or "")
+
+    def kept(self) -> GGUFWeights | Mxfp4Weights:
+        """Which weights the checkpoint holds quantised, and these packed."""
+        source = self.weights()
+        if isinstance(source, GGUFWeights):
+            return source
+        return Mxfp4Weights(source, self.family, self.config)
 
     def generation_defaults(self) -> GenerationDefaults:
         if self.folder is None:
@@ -161,7 +169,7 @@ def load(
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
-        keep: keep the products' weights quantised where a GGUF file has them so.
+        keep: keep the products' weights quantised where the checkpoint has them so.
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
@@ -175,16 +183,15 @@ def load(
             about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
         )
     else:
-        source = about.weights()
         weights = load_weights(
-            source,
+            about.weights(),
             about.family,
             about.config,
             storage=storage,
             check=check,
             progress=progress,
             place=place,
-            packed=source.packed if isinstance(source, GGUFWeights) else None,
+            packed=about.kept().packed if storage.kept else None,
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 

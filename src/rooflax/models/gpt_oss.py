@@ -24,8 +24,7 @@ from rooflax.nn.kv_cache import KVCache, LayerGroups
 from rooflax.nn.layers import Attend, LayerWeights, run_layers
 from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, InterleavedGateUp, Linear, Weight
-from rooflax.ops.activation import clamped_swiglu
-from rooflax.ops.linear import Norm, linear
+from rooflax.ops.linear import ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
@@ -161,13 +160,13 @@ def weights(config: Config) -> dict[str, Weight]:
         "layers.{i}.mlp.router": Weight("hidden -> experts", f"{mlp}.router.weight", Linear()),
         "layers.{i}.mlp.router_bias": Weight("experts", f"{mlp}.router.bias", init="zeros"),
         "layers.{i}.mlp.gate_up": Weight(
-            "experts hidden gate_up mlp", f"{experts}.gate_up_proj", split
+            "experts | hidden -> gate_up mlp", f"{experts}.gate_up_proj", split
         ),
         "layers.{i}.mlp.gate_up_bias": Weight(
             "experts gate_up mlp", f"{experts}.gate_up_proj_bias", split, init="zeros"
         ),
         "layers.{i}.mlp.down": Weight(
-            "experts mlp hidden", f"{experts}.down_proj", init="residual"
+            "experts | mlp -> hidden", f"{experts}.down_proj", init="residual"
         ),
         "layers.{i}.mlp.down_bias": Weight(
             "experts hidden", f"{experts}.down_proj_bias", init="zeros"
@@ -200,7 +199,7 @@ def forward(
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
     product = partial(linear, implementation=kernels)
-    activation = partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    activation = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
 
     def mlp(w: LayerWeights, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
         router = product(x, w["mlp.router"], w["mlp.router_bias"])

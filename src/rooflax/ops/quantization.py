@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +303,14 @@ def _scale(code: str, scales: jax.Array) -> jax.Array:
     if code == "mxfp4":
         return jnp.asarray(E8M0_VALUES)[scales.astype(jnp.int32)]
     return scales.astype(jnp.float32)
+
+
+def member(w: jax.Array | QuantizedArray, index: jax.Array) -> jax.Array | QuantizedArray:
+    """One of a stack."""
+    if not isinstance(w, QuantizedArray):
+        return w[index]
+    sums = w.sums[index] if w.sums.ndim > 1 else w.sums
+    return replace(w, values=w.values[index], scales=w.scales[index], sums=sums)
 
 
 def rows_of(w: QuantizedArray, index: Int[Array, "*batch"]) -> Float[Array, "*batch in"]:

@@ -120,7 +120,7 @@ def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
 
 def test_blocks_and_codes_say_the_same():
     state = np.random.RandomState(5)
-    for kind, nbytes in (("Q8_0", 34), ("Q4_0", 18), ("MXFP4", 17)):
+    for kind, nbytes in (("Q8_0", 34), ("Q5_0", 22), ("Q4_0", 18), ("MXFP4", 17)):
         blocks = state.randint(0, 256, (6, 3, nbytes)).astype(np.uint8)
         if kind == "MXFP4":
             blocks[..., 0] = state.randint(100, 140, (6, 3))
@@ -128,7 +128,7 @@ def test_blocks_and_codes_say_the_same():
             blocks[..., :2] = state.standard_normal((6, 3, 1)).astype("<f2").view(np.uint8)
         codes, scales = codes_and_scales(kind, blocks)
         assert codes.shape == (6, 96) and scales.shape == (6, 3)
-        assert codes.min() >= (-128 if kind == "Q8_0" else 0)
+        assert codes.min() >= {"Q8_0": -128, "Q5_0": -16}.get(kind, 0)
         rows, steps = rounded_codes(kind, blocks)
         numbers = rows.reshape(6, 3, 32) * steps.astype(np.float32)[..., None]
         wanted = dequantize(kind, blocks).reshape(6, 3, 32)

@@ -2,6 +2,7 @@
 
     Q8_0   w = q * d,                    q int8, d float16, 32 values a block
     Q4_0   w = (q - 8) * d,              q in 0..15, d float16; byte j holds values j and 16 + j
+    Q5_0   w = (q - 16) * d,             as Q4_0, the fifth bits apart; q - 16 is an int8 here
     MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
 
 Other types have scales within scales: the gguf package turns them into float32, and where codes are
@@ -19,8 +20,8 @@ from rooflax.loading.gguf import PLAIN, TYPES
 from rooflax.ops.formats import GROUP
 from rooflax.ops.quantization import encode
 
-FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
-"""The weight format that is a block type, bit for bit (ops.formats)."""
+FORMATS = {"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
+"""The weight format that holds a block type's numbers exactly (ops.formats)."""
 
 ROUNDED = "w8a16-g32"
 """The weight format of every other block type."""
@@ -38,18 +39,25 @@ def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
         blocks: uint8 [..., blocks, bytes of a block].
 
     Returns:
-        int8 and float16 for Q8_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0 to 15 and
-        uint8 exponents for MXFP4.
+        int8 and float16 for Q8_0 and Q5_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0
+        to 15 and uint8 exponents for MXFP4.
     """
     head = 1 if kind == "MXFP4" else 2
     scales, body = blocks[..., :head], blocks[..., head:]
     if kind == "Q8_0":
         codes = body.view(np.int8)
+    elif kind == "Q5_0":
+        fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
+        codes = (_nibbles(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16)
     else:
-        codes = np.concatenate([body & 15, body >> 4], axis=-1)
+        codes = _nibbles(body)
     scales = np.ascontiguousarray(scales)
     scales = scales[..., 0] if kind == "MXFP4" else scales.view("<f2")[..., 0]
     return codes.reshape(*codes.shape[:-2], -1), scales
+
+
+def _nibbles(body: np.ndarray) -> np.ndarray:
+    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -88,7 +96,7 @@ def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
     Args:
         blocks: uint8 [..., blocks, bytes of a block].
     """
-    if kind == "Q8_0":
+    if FORMATS.get(kind) == "w8a8-g32":
         return codes_and_scales(kind, blocks)
     rows = blocks.reshape(-1, *blocks.shape[-2:])
     inner = rows.shape[1] * VALUES[kind]

@@ -195,7 +195,8 @@ def _format(kinds: set[str]) -> str | None:
     """The format for tensors of these types; None where one of them is plain."""
     if any(is_plain(kind) for kind in kinds):
         return None
-    return FORMATS.get(next(iter(kinds)), ROUNDED) if len(kinds) == 1 else ROUNDED
+    formats = {FORMATS.get(kind, ROUNDED) for kind in kinds}
+    return formats.pop() if len(formats) == 1 else ROUNDED
 
 
 def _entries(name: str, config: Any) -> dict[str, Entry]:

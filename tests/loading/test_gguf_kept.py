@@ -1,4 +1,4 @@
-"""Weights that a GGUF file holds quantised stay as they are: the codes and scales are the file's."""
+"""Weights that a GGUF file holds quantised stay so: the codes and scales are the file's."""
 
 import jax
 import numpy as np
@@ -14,8 +14,9 @@ from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.quantization import dequantize as unpacked
 from tests import gguf_cases, goldens
 
-QUANTISED = [(n, kind) for n, kinds in gguf_cases.FILES.items() for kind in kinds if kind[0] == "q"]
-EXACT_FORMATS = ("w8a8-g32", "w4a8", "mxfp4-a8")
+QUANTISED = [(n, k) for n, kinds in gguf_cases.FILES.items() for k in kinds if k[0] == "q"]
+QUANTISED.append(("gpt_oss_mxfp4", "bf16"))  # the experts
+EXACT_FORMATS = ("w8a8-g32", "w4a8", "mxfp4-a16")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -44,8 +45,8 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
             np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
         else:  # half a step of int8, of the group's largest
             assert np.abs(found.reshape(wanted.shape) - wanted).max() <= np.abs(wanted).max() / 220
-    assert formats & {"w8a8-g32", "w4a8", "w8a16-g32"}
-    assert kept.weights_bytes < 0.5 * plain.weights_bytes
+    assert formats
+    assert kept.weights_bytes < 0.75 * plain.weights_bytes
 
 
 @pytest.mark.parametrize(("name", "kind"), QUANTISED)
@@ -79,13 +80,28 @@ def test_a_model_keeps_them_unless_a_width_is_asked_for():
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "qwen2"])
-def test_no_option_changes_a_token(name):
-    path = gguf_cases.gguf(name, "q4_0" if name == "qwen2" else "q8_0")
+OPTIONS_CASES = [
+    ("llama3", "q8_0"), ("gpt2", "q8_0"), ("qwen2", "q4_0"), ("gpt_oss_mxfp4", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), OPTIONS_CASES)
+def test_no_option_changes_a_token(name, kind):
+    path = gguf_cases.gguf(name, kind)
     wanted = [c.tokens for c in LLM(path).generate(goldens.prompts(), GREEDY)]
     for options in (ExecutionOptions(layers="scan"), ExecutionOptions(decode_steps=1)):
         found = LLM(path, options=options).generate(goldens.prompts(), GREEDY)
         assert [c.tokens for c in found] == wanted
+
+
+def test_experts_compute_what_the_checkpoints_do(tmp_path):
+    """Both keep MXFP4, from nibbles in different orders."""
+    folder = gguf_cases.write_original(tmp_path, "gpt_oss_mxfp4")
+    ours, theirs = (
+        [c.tokens for c in LLM(where).generate(goldens.prompts(), GREEDY)]
+        for where in (gguf_cases.gguf("gpt_oss_mxfp4", "bf16"), folder)
+    )
+    assert ours == theirs
 
 
 def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
@@ -104,7 +120,7 @@ def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
 
 def test_blocks_and_codes_say_the_same():
     state = np.random.RandomState(5)
-    for kind, nbytes in (("Q8_0", 34), ("Q4_0", 18), ("MXFP4", 17)):
+    for kind, nbytes in (("Q8_0", 34), ("Q5_0", 22), ("Q4_0", 18), ("MXFP4", 17)):
         blocks = state.randint(0, 256, (6, 3, nbytes)).astype(np.uint8)
         if kind == "MXFP4":
             blocks[..., 0] = state.randint(100, 140, (6, 3))
@@ -112,7 +128,7 @@ def test_blocks_and_codes_say_the_same():
             blocks[..., :2] = state.standard_normal((6, 3, 1)).astype("<f2").view(np.uint8)
         codes, scales = codes_and_scales(kind, blocks)
         assert codes.shape == (6, 96) and scales.shape == (6, 3)
-        assert codes.min() >= (-128 if kind == "Q8_0" else 0)
+        assert codes.min() >= {"Q8_0": -128, "Q5_0": -16}.get(kind, 0)
         rows, steps = rounded_codes(kind, blocks)
         numbers = rows.reshape(6, 3, 32) * steps.astype(np.float32)[..., None]
         wanted = dequantize(kind, blocks).reshape(6, 3, 32)

@@ -2,6 +2,7 @@
 
     Q8_0   w = q * d,                    q int8, d float16, 32 values a block
     Q4_0   w = (q - 8) * d,              q in 0..15, d float16; byte j holds values j and 16 + j
+    Q5_0   w = (q - 16) * d,             as Q4_0, the fifth bits apart; q - 16 is an int8 here
     MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
 
 Other types have scales within scales: the gguf package turns them into float32, and where codes are
@@ -14,19 +15,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from rooflax.loading import mxfp4
 from rooflax.loading.gguf import PLAIN, TYPES
-from rooflax.loading.mxfp4 import E2M1
 from rooflax.ops.formats import GROUP
 from rooflax.ops.quantization import encode
 
-FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a8"}
-"""The weight format that is a block type, bit for bit (ops.formats)."""
+FORMATS = {"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
+"""The weight format that holds a block type's numbers exactly (ops.formats)."""
 
 ROUNDED = "w8a16-g32"
 """The weight format of every other block type."""
 
 VALUES = {kind.name: kind.values for kind in TYPES.values()}
-CHUNK_BLOCKS = 1 << 14
+CHUNK_BLOCKS = 1 << 13
 """Blocks that are turned into numbers at a time, so that intermediates stay small."""
 
 
@@ -38,18 +39,25 @@ def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
         blocks: uint8 [..., blocks, bytes of a block].
 
     Returns:
-        int8 and float16 for Q8_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0 to 15 and
-        uint8 exponents for MXFP4.
+        int8 and float16 for Q8_0 and Q5_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0
+        to 15 and uint8 exponents for MXFP4.
     """
     head = 1 if kind == "MXFP4" else 2
     scales, body = blocks[..., :head], blocks[..., head:]
     if kind == "Q8_0":
         codes = body.view(np.int8)
+    elif kind == "Q5_0":
+        fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
+        codes = (_nibbles(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16)
     else:
-        codes = np.concatenate([body & 15, body >> 4], axis=-1)
+        codes = _nibbles(body)
     scales = np.ascontiguousarray(scales)
     scales = scales[..., 0] if kind == "MXFP4" else scales.view("<f2")[..., 0]
     return codes.reshape(*codes.shape[:-2], -1), scales
+
+
+def _nibbles(body: np.ndarray) -> np.ndarray:
+    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -77,7 +85,7 @@ def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
     codes, scales = codes_and_scales(kind, blocks[:, None])
     with np.errstate(all="ignore"):
         if kind == "MXFP4":
-            return np.ldexp(E2M1[codes], scales.astype(np.int32) - 127)
+            return np.ldexp(mxfp4.E2M1[codes], scales.astype(np.int32) - 127)
         values = codes.astype(np.float32) - np.float32(8 if kind == "Q4_0" else 0)
         return values * scales.astype(np.float32)
 
@@ -86,18 +94,20 @@ def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Rows of any block type as codes and scales of the format `ROUNDED`, some rows at a time.
 
     Args:
-        blocks: uint8 [rows, blocks, bytes of a block].
+        blocks: uint8 [..., blocks, bytes of a block].
     """
-    if kind == "Q8_0":
+    if FORMATS.get(kind) == "w8a8-g32":
         return codes_and_scales(kind, blocks)
-    inner = blocks.shape[1] * VALUES[kind]
-    codes = np.empty((len(blocks), inner), np.int8)
-    scales = np.empty((len(blocks), inner // GROUP), np.float16)
-    step = max(1, CHUNK_BLOCKS // blocks.shape[1])
-    for begin in range(0, len(blocks), step):
+    rows = blocks.reshape(-1, *blocks.shape[-2:])
+    inner = rows.shape[1] * VALUES[kind]
+    codes = np.empty((len(rows), inner), np.int8)
+    scales = np.empty((len(rows), inner // GROUP), np.float16)
+    step = max(1, CHUNK_BLOCKS // rows.shape[1])
+    for begin in range(0, len(rows), step):
         where = slice(begin, begin + step)
-        codes[where], scales[where] = encode("int8-g32", dequantize(kind, blocks[where]))
-    return codes, scales
+        with np.errstate(all="ignore"):  # a damaged scale is for --check to find
+            codes[where], scales[where] = encode("int8-g32", dequantize(kind, rows[where]))
+    return codes.reshape(*blocks.shape[:-2], -1), scales.reshape(*blocks.shape[:-2], -1)
 
 
 def is_plain(kind: str) -> bool:

@@ -215,9 +215,10 @@ class _Metadata:
         for key in self.file.metadata:
             known = not key.startswith(self._prefix) or key in self._read
             if not known and not any(fnmatchcase(key, pattern) for pattern in ignore):
+                shown = key[:200]  # as long as the file likes
                 raise UnsupportedModelError(
-                    f"{self.file.path} has the metadata {key[:200]!r}, which rooflax does not read; if "
-                    f"that changes no logit, pass --ignore-config-key {key[:200]}."
+                    f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
+                    f"if that changes no logit, pass --ignore-config-key {shown}."
                 )
 
 

@@ -154,8 +154,8 @@ class GGUFWeights:
             known = all(name in self.entries for name in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
             kinds.setdefault(slot.key, set()).update(found)
-        formats = {key: _format(found) for key, found in kinds.items()}
-        return {slot.name: formats[slot.key] for slot in products if formats[slot.key]}
+        formats = {key: format for key, found in kinds.items() if (format := _format(found))}
+        return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """A product's weight from the file's own codes, its outputs in our order."""
@@ -195,7 +195,8 @@ def _format(kinds: set[str]) -> str | None:
     """The format for tensors of these types; None where one of them is plain."""
     if any(is_plain(kind) for kind in kinds):
         return None
-    return FORMATS.get(next(iter(kinds)), ROUNDED) if len(kinds) == 1 else ROUNDED
+    formats = {FORMATS.get(kind, ROUNDED) for kind in kinds}
+    return formats.pop() if len(formats) == 1 else ROUNDED
 
 
 def _entries(name: str, config: Any) -> dict[str, Entry]:

@@ -21,7 +21,7 @@ from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
-from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.quantization import E8M0_VALUES, QuantizedArray
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
@@ -75,7 +75,8 @@ def load_weights(
             if packed is not None and storage.is_kept(slot):
                 leaf = packed(slot)
                 if check:
-                    _check_finite(slot, np.asarray(leaf.scales))
+                    scales = np.asarray(leaf.scales)
+                    _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
             else:
                 array = plan.read(slot, storage, config)
                 if check:

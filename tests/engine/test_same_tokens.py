@@ -1,6 +1,7 @@
 """The same tokens, whoever else is in the batch: random loads against each request alone."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
+from rooflax.ops.native import is_ready
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
 
@@ -87,7 +89,31 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
         assert sequence.output_tokens == wanted, sequence.request_id
     assert engine.scheduler.num_preemptions > 0
     hits = sum(s.num_cached_tokens or 0 for s in run.sequences)
-    assert (hits > 0) == cache
+    if cache and engine.runner.windows == (None,):  # so few blocks seldom hold a whole window
+        assert hits > 0
+    assert cache or hits == 0
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("preset", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
+@pytest.mark.parametrize(("chunk", "cache"), [(16, True), (64, False)])
+def test_log_probabilities_are_the_same_to_the_bit_on_cpu(preset, chunk, cache):
+    """Of sequences that kept their blocks; see docs/determinism.md for those that did not."""
+    model = load(preset)
+    requests = [
+        replace(r, params=replace(r.params, logprobs=20), aborts=None)
+        for r in random_requests(3, 24)
+    ]
+    alone = small_engine(model, chunk=64, steps=8, cache=False, slots=1, roomy=True, kernels=None)
+    crowd = small_engine(model, chunk=chunk, steps=8, cache=cache, roomy=True, kernels=None)
+    run = run_load(crowd, requests)
+    for request, sequence in zip(requests, run.sequences, strict=True):
+        assert sequence.num_preemptions == 0
+        one = request.sequence(0)
+        alone.add([one])
+        while alone.has_unfinished:
+            alone.step()
+        assert (one.tokens, one.logprobs) == (sequence.tokens, sequence.logprobs)
 
 
 def test_the_default_settings_hold_every_pair():

@@ -58,6 +58,8 @@ inline bool WidthOf(ffi::DataType type, Width& width) {
     width = Width::kFloat32;
   } else if (type == ffi::DataType::BF16) {
     width = Width::kBfloat16;
+  } else if (type == ffi::DataType::S8) {
+    width = Width::kInt8;
   } else {
     return false;
   }

@@ -13,99 +13,117 @@ namespace rooflax {
 constexpr int64_t kPanel = 16;
 constexpr int64_t kGroup = 32;
 
-enum class Width { kFloat32, kBfloat16 };
+enum class Width { kFloat32, kBfloat16, kInt8 };
 
-// y[m, n] = sum over k of x[m, k] * w[k, n] + bias[n], for n in [begin, end).
+// Where a product goes: y[m, n] = product + bias[n] + residual[m, n].
+struct Output {
+  float* y;  // [rows, outer]
+  const float* bias;  // [outer] or null
+  const float* residual;  // [rows, outer] or null
+  int64_t outer;
+};
+
+// sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
   const float* x;  // [rows, inner]
-  const void* w;   // [inner, outer]
-  const float* bias;  // [outer] or null
-  float* y;  // [rows, outer]
-  int64_t rows, inner, outer, begin, end;
+  const void* w;  // [inner, outer]; for `unembed` [outer, inner]
+  Output out;
+  int64_t rows, inner, begin, end;
   Width width;
 };
 
-// y[m, v] = sum over k of x[m, k] * table[v, k], for v in [begin, end).
-struct UnembedArgs {
-  const float* x;  // [rows, inner]
-  const void* table;  // [outer, inner]
-  float* y;  // [rows, outer]
-  int64_t rows, inner, outer, begin, end;
-  Width width;
+// What happens to a row before its product.
+enum class Before { kNone, kRmsNorm, kLayerNorm, kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
+
+// out[inner] from a row of x. Activations that gate read [2, inner]: activation(gate) * up.
+struct BeforeArgs {
+  Before kind;
+  bool gated;
+  const float* weight;  // of a norm, [inner]
+  const float* bias;  // of a LayerNorm, [inner]
+  float eps;
+  float alpha, limit;  // of the clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate)
+  int64_t inner;
 };
 
 // Rows of float32 as int8, one scale per row: q = round(x / scale), scale = max |x| / 127.
 struct QuantizeRowsArgs {
-  const float* x;  // [rows, inner]
-  uint8_t* q;  // [rows, stride]: q + 128; padding is 128
-  float* scale;  // [rows]
+  const float* x;  // [inner]
+  uint8_t* q;  // [stride]: q + 128; padding is 128
+  float* scale;  // one
   int64_t inner, stride;
 };
 
 // Rows of float32 as int8, one scale per group of 32.
 struct QuantizeGroupsArgs {
-  const float* x;  // [rows, inner]
-  int8_t* q;  // [rows, inner]
-  float* scale;  // [rows, inner / 32]
-  int32_t* sum;  // [rows, inner / 32]: of q
+  const float* x;  // [inner]
+  int8_t* q;  // [inner]
+  float* scale;  // [inner / 32]
+  int32_t* sum;  // [inner / 32]: of q
   int64_t inner;
 };
 
-// Packed int8 weights with a scale per output, for panels [begin, end).
-//   y[m, n] = x_scale[m] * w_scale[n] * (sum over k of xq[m, k] * wq[k, n]) + bias[n]
-struct Int8Args {
-  const uint8_t* x;  // [rows, stride]
-  const float* x_scale;  // [rows]
-  const int8_t* w;  // [panels, stride / 4, 16, 4]
-  const float* w_scale;  // [panels * 16]
-  const int32_t* w_sum;  // [panels * 16]: of wq over k
-  const float* bias;  // [outer] or null
-  float* y;  // [rows, outer]
-  int64_t rows, stride, outer, begin, end;
+// How packed weights are coded: 16 outputs side by side, four inputs of one in a lane of 32 bits.
+//   kInt8        int8 [panels, quads, 16, 4], one float32 scale per output
+//   kFp8         e4m3, as kInt8
+//   kInt8Groups  int8 [panels, groups, 8, 16, 4], a float16 scale per output and group
+//   kInt4        [panels, groups, 4, 16, 4]: k = 4 s + j in the low half of a byte, 16 + 4 s + j in
+//                the high one; value - 8, a float16 scale per output and group
+//   kMxfp4       as kInt4; e2m1, a scale 2^(e - 127) per output and group
+enum class Code { kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+
+// sum over k of x[m, k] * w[k, n], for the outputs of panels [begin, end).
+struct PackedArgs {
+  Code code;
+  const uint8_t* w;
+  const void* w_scale;  // [panels * 16] or [panels, groups, 16]
+  const int32_t* w_sum;  // kInt8: [panels * 16], of the values over k
+  const void* x;  // [rows, stride]: float32; uint8 for kInt8 in bytes; int8 for groups in bytes
+  const float* x_scale;  // in bytes: [rows] for kInt8, else [rows, groups]
+  const int32_t* x_sum;  // in bytes, groups: [rows, groups]
+  Output out;
+  int64_t rows, stride, inner, begin, end;  // inner inputs of stride are real
 };
 
-// Packed int4 weights with a scale per output and group of 32, for panels [begin, end).
-//   y[m, n] = sum over g of x_scale[m, g] * w_scale[g, n] * (sum in g of xq * (wq - 8)) + bias[n]
-struct Int4Args {
-  const int8_t* x;  // [rows, groups * 32]
-  const float* x_scale;  // [rows, groups]
-  const int32_t* x_sum;  // [rows, groups]
-  const uint8_t* w;  // [panels, groups, 4, 16, 4]: k = 4 s + j below, 16 + 4 s + j above
-  const uint16_t* w_scale;  // float16 [panels, groups, 16]
-  const float* bias;  // [outer] or null
-  float* y;  // [rows, outer]
-  int64_t rows, groups, outer, begin, end;
+// One query: what it is, where its output goes, and the slots of its table that it sees.
+struct Query {
+  const float* q;  // [head_dim]
+  float* out;  // [head_dim]
+  int64_t first, last;  // [first, last)
+  const float* sink;  // or null
 };
 
-// One query head of one row over its blocks:
+constexpr int64_t kQueries = 8;  // the most that share a pass over their keys
+
+// Queries that share a row and a K/V head, over its blocks:
 //   p = softmax over visible s of (scale * q . k[s], and the sink);  out = sum of p[s] * v[s]
 struct AttendArgs {
-  const float* q;  // [head_dim]
+  const Query* queries;
+  int64_t count;  // 1 to kQueries
   const void* k;  // pool [blocks, kv_heads, block_size, head_dim], at this K/V head
   const void* v;
+  const float* k_scale;  // int8: of each token, [blocks, kv_heads, block_size], at this head
+  const float* v_scale;
   const int32_t* table;  // block numbers
-  float* scores;  // [last - first], scratch
-  float* out;  // [head_dim]
+  float* scores;  // [count, span], scratch
+  int64_t span;  // from the first to the last slot that any query sees
   int64_t block_stride, block_size, head_dim;  // block_stride in elements
-  int64_t first, last;  // visible slots of the table, [first, last)
   float scale;
-  const float* sink;  // or null
   Width width;
 };
-
-// Index of the largest of `count` values: the first of equals, the first NaN if there is one.
-using ArgmaxKernel = int64_t (*)(const float* x, int64_t count);
 
 struct Kernels {
   const char* name;
   void (*matmul)(const MatmulArgs&);
-  void (*unembed)(const UnembedArgs&);
-  void (*quantize_row)(const QuantizeRowsArgs&, int64_t row);
-  void (*quantize_groups)(const QuantizeGroupsArgs&, int64_t row);
-  void (*int8)(const Int8Args&);
-  void (*int4)(const Int4Args&);
+  void (*unembed)(const MatmulArgs&);
+  void (*before)(const BeforeArgs&, const float* x, float* out);
+  void (*quantize_row)(const QuantizeRowsArgs&);
+  void (*quantize_groups)(const QuantizeGroupsArgs&);
+  void (*bytes)(const PackedArgs&);  // activations in bytes; not kFp8
+  void (*packed)(const PackedArgs&);  // activations in float32
   void (*attend)(const AttendArgs&);
-  ArgmaxKernel argmax;
+  // Index of the largest: the first of equals, the first NaN if there is one.
+  int64_t (*argmax)(const float* x, int64_t count);
 };
 
 namespace generic { extern const Kernels kKernels; }

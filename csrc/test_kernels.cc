@@ -71,6 +71,7 @@ float FromBfloat16(uint16_t x) {
 
 void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   const auto x = Random(rows * inner, 1), bias = Random(outer, 2);
+  const auto residual = Random(rows * outer, 4);
   auto w = Random(inner * outer, 3);
   std::vector<uint16_t> half(w.size());
   for (size_t i = 0; i < w.size(); ++i) {
@@ -83,13 +84,15 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   Share((outer + 31) / 32, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * 32);
     rooflax::ChosenKernels().matmul(
-        {x.data(), weights, bias.data(), y.data(), rows, inner, outer, i * 32, end, width});
+        {x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * 32, end,
+         width});
   });
   // The same numbers read as a table [outer, inner].
   Share((outer + 7) / 8, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * 8);
     rooflax::ChosenKernels().unembed(
-        {x.data(), weights, table_y.data(), rows, inner, outer, i * 8, end, width});
+        {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 8, end,
+         width});
   });
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
@@ -98,81 +101,111 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
         sum += x[m * inner + k] * w[k * outer + n];
         table_sum += x[m * inner + k] * w[n * inner + k];
       }
-      Check("matmul", y[m * outer + n], sum + bias[n], 1e-3f);
+      Check("matmul", y[m * outer + n], sum + bias[n] + residual[m * outer + n], 1e-3f);
       Check("unembed", table_y[m * outer + n], table_sum, 1e-3f);
     }
   }
 }
 
-void TestInt8(int64_t rows, int64_t inner, int64_t outer) {
-  const int64_t panels = (outer + kPanel - 1) / kPanel, stride = (inner + 3) / 4 * 4;
+using rooflax::Code;
+
+// The value of output n at input k in packed weights, and its scale.
+float Value(Code code, const std::vector<uint8_t>& w, int64_t quads, int64_t k, int64_t n) {
+  const int64_t panel = n / kPanel, lane = n % kPanel, groups = quads / 8, g = k / kGroup;
+  if (code == Code::kInt8 || code == Code::kFp8) {
+    const uint8_t byte = w[((panel * quads + k / 4) * kPanel + lane) * 4 + k % 4];
+    if (code == Code::kInt8) return static_cast<int8_t>(byte);
+    const int exponent = byte >> 3 & 15, fraction = byte & 7;
+    const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                     : std::ldexp(1.0f + static_cast<float>(fraction) / 8, exponent - 7);
+    return byte & 128 ? -size : size;
+  }
+  if (code == Code::kInt8Groups) {
+    const int64_t at = ((panel * groups + g) * 8 + k % kGroup / 4) * kPanel + lane;
+    return static_cast<int8_t>(w[at * 4 + k % 4]);
+  }
+  const int64_t at = ((panel * groups + g) * 4 + k % 16 / 4) * kPanel + lane;
+  const int nibble = k % kGroup < 16 ? w[at * 4 + k % 4] & 15 : w[at * 4 + k % 4] >> 4;
+  if (code == Code::kInt4) return static_cast<float>(nibble - 8);
+  static const float values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return nibble & 8 ? -values[nibble & 7] : values[nibble];
+}
+
+void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes) {
+  const bool grouped = code != Code::kInt8 && code != Code::kFp8;
+  const int64_t panels = (outer + kPanel - 1) / kPanel, quads = (inner + 3) / 4, stride = quads * 4;
+  const int64_t groups = grouped ? inner / kGroup : 1;
+  const int64_t per_panel = stride * kPanel / (code == Code::kInt4 || code == Code::kMxfp4 ? 2 : 1);
   const auto x = Random(rows * inner, 1);
   std::mt19937 engine(2);
-  std::vector<int8_t> w(static_cast<size_t>(panels * stride * kPanel), 0);
-  std::vector<float> scale(static_cast<size_t>(panels * kPanel), 0.01f);
-  std::vector<int32_t> sum(scale.size(), 0);
-  const auto at = [&](int64_t k, int64_t n) -> int8_t& {
-    return w[((n / kPanel * (stride / 4) + k / 4) * kPanel + n % kPanel) * 4 + k % 4];
-  };
-  for (int64_t n = 0; n < outer; ++n) {
-    for (int64_t k = 0; k < inner; ++k) {
-      at(k, n) = static_cast<int8_t>(static_cast<int>(engine() % 255) - 127);
-      sum[n] += at(k, n);
+  std::vector<uint8_t> w(static_cast<size_t>(panels * per_panel));
+  for (auto& byte : w) byte = static_cast<uint8_t>(engine() % 127);  // no NaN
+  const auto count = static_cast<size_t>(panels * groups * kPanel);
+  const std::vector<float> scales(count, 0.25f);
+  const std::vector<uint16_t> halves(count, 0x3400);
+  const std::vector<uint8_t> exponents(count, 125);
+  std::vector<int32_t> sums(count, 0);
+  if (code == Code::kInt8) {
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      for (int64_t k = 0; k < stride; ++k) {
+        sums[static_cast<size_t>(n)] += static_cast<int32_t>(Value(code, w, quads, k, n));
+      }
     }
   }
   std::vector<uint8_t> q(static_cast<size_t>(rows * stride));
-  std::vector<float> x_scale(static_cast<size_t>(rows)), y(static_cast<size_t>(rows * outer));
+  std::vector<float> x_scale(static_cast<size_t>(rows * groups)), y(static_cast<size_t>(rows * outer));
+  std::vector<int32_t> x_sum(x_scale.size());
   const auto& kernels = rooflax::ChosenKernels();
-  const rooflax::QuantizeRowsArgs quantize{x.data(), q.data(), x_scale.data(), inner, stride};
-  for (int64_t row = 0; row < rows; ++row) kernels.quantize_row(quantize, row);
+  for (int64_t row = 0; row < rows && bytes; ++row) {
+    if (grouped) {
+      kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[row * stride]),
+                               &x_scale[row * groups], &x_sum[row * groups], inner});
+    } else {
+      kernels.quantize_row({x.data() + row * inner, &q[row * stride], &x_scale[row], inner, stride});
+    }
+  }
+  rooflax::PackedArgs args{};
+  args.code = code;
+  args.w = w.data();
+  args.w_scale = code == Code::kMxfp4 ? static_cast<const void*>(exponents.data())
+                 : grouped ? halves.data() : static_cast<const void*>(scales.data());
+  args.w_sum = sums.data();
+  args.x = bytes ? static_cast<const void*>(q.data()) : x.data();
+  args.x_scale = x_scale.data();
+  args.x_sum = x_sum.data();
+  args.out = {y.data(), nullptr, nullptr, outer};
+  args.rows = rows;
+  args.stride = stride;
+  args.inner = inner;
   Share(panels, [&](int64_t i) {
-    kernels.int8({q.data(), x_scale.data(), w.data(), scale.data(), sum.data(), nullptr, y.data(),
-                  rows, stride, outer, i, i + 1});
+    rooflax::PackedArgs mine = args;
+    mine.begin = i;
+    mine.end = i + 1;
+    bytes ? kernels.bytes(mine) : kernels.packed(mine);
   });
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
-      int64_t exact = 0;
-      for (int64_t k = 0; k < inner; ++k) exact += (q[m * stride + k] - 128) * at(k, n);
-      Check("int8", y[m * outer + n], static_cast<float>(exact) * 0.01f * x_scale[m], 1e-2f);
+      double wanted = 0, size = 0;
+      for (int64_t k = 0; k < inner; ++k) {
+        const uint8_t byte = q[m * stride + k];
+        const int seen = grouped ? static_cast<int8_t>(byte) : byte - 128;
+        const double input = bytes ? static_cast<double>(seen) * x_scale[m * groups + (grouped ? k / kGroup : 0)]
+                                   : x[m * inner + k];
+        wanted += input * Value(code, w, quads, k, n) * 0.25;
+        size += std::fabs(input * Value(code, w, quads, k, n) * 0.25);
+      }
+      Check("packed " + std::to_string(static_cast<int>(code)), y[m * outer + n],
+            static_cast<float>(wanted), static_cast<float>(1e-5 * size + 1e-5));
     }
   }
 }
 
-void TestInt4(int64_t rows, int64_t groups, int64_t outer) {
-  const int64_t panels = (outer + kPanel - 1) / kPanel, inner = groups * kGroup;
-  const auto x = Random(rows * inner, 1);
-  std::mt19937 engine(2);
-  std::vector<uint8_t> w(static_cast<size_t>(panels * groups * 256));
-  for (auto& byte : w) byte = static_cast<uint8_t>(engine());
-  std::vector<uint16_t> scale(static_cast<size_t>(panels * groups * kPanel), 0x2e66);  // 0.1
-  std::vector<int8_t> q(static_cast<size_t>(rows * inner));
-  std::vector<float> x_scale(static_cast<size_t>(rows * groups));
-  std::vector<int32_t> x_sum(x_scale.size());
-  std::vector<float> y(static_cast<size_t>(rows * outer));
-  const auto& kernels = rooflax::ChosenKernels();
-  const rooflax::QuantizeGroupsArgs quantize{x.data(), q.data(), x_scale.data(), x_sum.data(),
-                                             inner};
-  for (int64_t row = 0; row < rows; ++row) kernels.quantize_groups(quantize, row);
-  Share(panels, [&](int64_t i) {
-    kernels.int4({q.data(), x_scale.data(), x_sum.data(), w.data(), scale.data(), nullptr,
-                  y.data(), rows, groups, outer, i, i + 1});
-  });
-  for (int64_t m = 0; m < rows; ++m) {
-    for (int64_t n = 0; n < outer; ++n) {
-      float wanted = 0;
-      for (int64_t g = 0; g < groups; ++g) {
-        int32_t exact = 0;
-        for (int64_t k = 0; k < kGroup; ++k) {
-          const int64_t block = ((n / kPanel * groups + g) * 4 + k % 16 / 4) * 64;
-          const uint8_t both = w[block + n % kPanel * 4 + k % 4];
-          const int32_t value = (k < 16 ? both & 15 : both >> 4) - 8;
-          exact += value * q[m * inner + g * kGroup + k];
-        }
-        wanted += static_cast<float>(exact) * 0.0999756f * x_scale[m * groups + g];
-      }
-      Check("int4", y[m * outer + n], wanted, 1e-3f);
-    }
-  }
+void TestBefore(rooflax::Before kind, bool gated, int64_t inner) {
+  const auto x = Random(inner * 2, 5), weight = Random(inner, 6), bias = Random(inner, 7);
+  std::vector<float> out(static_cast<size_t>(inner));
+  rooflax::BeforeArgs args{kind, gated, weight.data(), bias.data(), 1e-5f, 1.702f, 7.0f, inner};
+  rooflax::ChosenKernels().before(args, x.data(), out.data());
+  for (float value : out) Check("before", std::isfinite(value) ? 1.0f : 0.0f, 1.0f, 0.0f);
 }
 
 void TestAttend(int64_t head_dim, int64_t count, bool narrow) {
@@ -191,10 +224,21 @@ void TestAttend(int64_t head_dim, int64_t count, bool narrow) {
   std::vector<float> scores(static_cast<size_t>(count)), out(static_cast<size_t>(head_dim));
   const void* keys = narrow ? static_cast<const void*>(k_half.data()) : k.data();
   const void* values = narrow ? static_cast<const void*>(v_half.data()) : v.data();
-  rooflax::ChosenKernels().attend(
-      {q.data(), keys, values, table.data(), scores.data(), out.data(), kBlock * head_dim, kBlock,
-       head_dim, first, first + count, scale, &sink,
-       narrow ? rooflax::Width::kBfloat16 : rooflax::Width::kFloat32});
+  const rooflax::Query query{q.data(), out.data(), first, first + count, &sink};
+  rooflax::AttendArgs args{};
+  args.queries = &query;
+  args.count = 1;
+  args.k = keys;
+  args.v = values;
+  args.table = table.data();
+  args.scores = scores.data();
+  args.span = count;
+  args.block_stride = kBlock * head_dim;
+  args.block_size = kBlock;
+  args.head_dim = head_dim;
+  args.scale = scale;
+  args.width = narrow ? rooflax::Width::kBfloat16 : rooflax::Width::kFloat32;
+  rooflax::ChosenKernels().attend(args);
   std::vector<double> wanted(static_cast<size_t>(head_dim), 0.0);
   double total = std::exp(static_cast<double>(sink));
   for (int64_t i = first; i < first + count; ++i) {
@@ -217,8 +261,16 @@ int main() {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30}) {
       for (bool narrow : {false, true}) TestMatmul(rows, 37, 75, narrow);
-      TestInt8(rows, 67, 75);
-      TestInt4(rows, 3, 75);
+      for (bool bytes : {false, true}) {
+        TestPacked(Code::kInt8, rows, 67, 75, bytes);
+        TestPacked(Code::kInt8Groups, rows, 96, 75, bytes);
+        TestPacked(Code::kInt4, rows, 96, 75, bytes);
+        TestPacked(Code::kMxfp4, rows, 96, 75, bytes);
+      }
+      TestPacked(Code::kFp8, rows, 67, 75, false);
+    }
+    for (int kind = 1; kind <= 7; ++kind) {
+      for (bool gated : {false, true}) TestBefore(static_cast<rooflax::Before>(kind), gated, 37);
     }
     for (int64_t head_dim : {20, 64}) {
       for (int64_t count : {0, 1, 5, 22}) {

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 compiler=${1:-c++}
-flags="-std=c++17 -O1 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
+flags="-std=c++17 -O1 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 

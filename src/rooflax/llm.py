@@ -46,11 +46,12 @@ class LLM:
     """A model with its tokenizer, ready to generate.
 
     Args:
-        model: checkpoint folder, hub id ("owner/name"), "preset:NAME", or None for the embedded
-            default; or what `describe` found.
+        model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
+            embedded default; or what `describe` found.
         quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
-            bfloat16 weights left as they are where a native kernel reads them.
+            bfloat16 weights left as they are where a native kernel reads them. None also leaves a
+            GGUF file's quantised weights as they are; a dtype is what they are turned into.
         kv_dtype: of the KV cache; None is dtype.
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
@@ -104,7 +105,10 @@ class LLM:
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
         native_linear = kernels.chosen(options.kernels)["linear"] == "native"
         self.storage = self.about.storage(
-            self.precision.dtype or "float32", quantize, narrow=dtype is None and native_linear
+            self.precision.dtype or "float32",
+            quantize,
+            narrow=dtype is None and native_linear,
+            keep=dtype is None and mesh is None,
         )
         with count_compilations(self._compiled):
             self.model = self._load(check, progress)
@@ -118,6 +122,7 @@ class LLM:
             dtype=self.storage.dtype,
             quantize=self.storage.quantize,
             narrow=self.storage.narrow,
+            keep=bool(self.storage.kept),
             max_model_len=self.max_model_len,
             check=check,
             progress=progress,
@@ -153,8 +158,7 @@ class LLM:
     @property
     def format(self) -> str:
         """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
-        storage = self.storage
-        return storage.quantize or ("bfloat16" if storage.narrow else storage.dtype)
+        return self.storage.format
 
     @property
     def kv_cache_bytes(self) -> int:

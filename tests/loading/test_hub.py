@@ -60,8 +60,9 @@ def test_local_folder_is_itself(tmp_path, download):
     assert hub.resolve(str(tmp_path)) == tmp_path
     for name in ("m.gguf", "config.json"):
         (tmp_path / name).touch()
-        with pytest.raises(CheckpointError, match=rf"{name} is a file; .*GGUF files are not read"):
-            hub.resolve(str(tmp_path / name))
+    assert hub.resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+    with pytest.raises(CheckpointError, match=r"config.json is a file; give .*, or a \.gguf file"):
+        hub.resolve(str(tmp_path / "config.json"))
     with pytest.raises(CheckpointError, match=r"a revision .* is for hub ids"):
         hub.resolve(str(tmp_path), revision="main")
     assert not download.calls
@@ -72,7 +73,7 @@ def test_local_folder_is_itself(tmp_path, download):
 )
 def test_neither_folder_nor_id(model, download, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=f"no such folder: {re.escape(model)}"):
+    with pytest.raises(CheckpointError, match=f"no such folder or file: {re.escape(model)}"):
         hub.resolve(model)
     with pytest.raises(CheckpointError, match="no model was named"):
         hub.resolve("")

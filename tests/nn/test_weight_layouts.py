@@ -39,7 +39,7 @@ CASES = {
     "gpt2 qkv bias": Weight("heads three head_dim", "w", FusedConv1DQKV()),
     "gate up": Weight("hidden -> two mlp", ("g", "u"), GateUp()),
     "gate up bias": Weight("two mlp", ("g", "u"), GateUp(bias=True)),
-    "experts": Weight("experts hidden two mlp", "w", InterleavedGateUp()),
+    "experts": Weight("experts | hidden -> two mlp", "w", InterleavedGateUp()),
     "experts bias": Weight("experts two mlp", "w", InterleavedGateUp()),
 }
 NAMES = ["vocab", "hidden", "mlp", "heads", "kv_heads", "head_dim", "experts"]

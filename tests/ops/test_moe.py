@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.ops import native
 from rooflax.ops.activation import clamped_swiglu
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import ClampedSwiglu
 from rooflax.ops.moe import experts, route
+from rooflax.ops.quantization import quantize
 from tests.ops.cases import MOE
 
 METHODS = ["grouped", "per_token", "dense"]
@@ -89,8 +93,47 @@ def test_the_chosen_implementation_is_that_one_or_an_error():
     x, logits, weights = MOE[0].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[0].chosen)
     arrays = [jnp.asarray(a) for a in weights]
-    with pytest.raises(NotImplementedError, match="experts has no 'native'"):
+    with pytest.raises(NotImplementedError, match="experts has no 'pallas'"):
         experts(
             jnp.asarray(x), ids, shares, *arrays, activation=clamped_swiglu,
-            implementation="native",
+            implementation="pallas",
         )  # fmt: skip
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_quantised_experts(format, tokens):
+    """A stack of packed weights: every implementation rounds what the format rounds."""
+    rng = np.random.default_rng(tokens)
+    x, logits = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (64, 5))
+    ids, shares = route(jnp.asarray(logits), 2)
+    gate_up, down = (
+        quantize(rng.standard_normal((5, *shape)).astype(np.float32) / 8, format, *split)
+        for shape, split in (((64, 2, 32), ((64,), (2, 32))), ((32, 64), ((32,), (64,))))
+    )
+    biases = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 2, 32), (5, 64))]
+    arrays = (jnp.asarray(x), ids, shares, gate_up, biases[0], down, biases[1])
+    outs = [
+        np.asarray(experts(*arrays, activation=ClampedSwiglu(), implementation=name))
+        for name in ("reference", "xla", "native")
+    ]
+    for out in outs[1:]:
+        # A rounding that falls the other way moves an output by a step of its row.
+        close = np.isclose(out, outs[0], rtol=1e-4, atol=2e-4)
+        assert close.mean() > 0.97
+        np.testing.assert_allclose(out, outs[0], atol=0.05)
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+def test_the_native_kernel_only_groups_and_a_token_is_alone():
+    case = next(c for c in MOE if c.name == "many tokens")
+    x, logits, weights = case.arrays()
+    ids, shares = route(jnp.asarray(logits), case.chosen)
+    run = jitted("native", "grouped")
+    together = np.asarray(run(x, ids, shares, *weights))
+    np.testing.assert_array_equal(
+        together[3:4], np.asarray(run(x[3:4], ids[3:4], shares[3:4], *weights))
+    )
+    with pytest.raises(NotImplementedError, match="moe=dense"):
+        jitted("native", "dense")(x, ids, shares, *weights)

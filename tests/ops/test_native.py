@@ -1,5 +1,8 @@
 """The native kernels against their references, for every instruction set that is here."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,9 @@ import pytest
 from rooflax.ops import native
 from rooflax.ops.attention import cpu as attention_cpu
 from rooflax.ops.attention import reference as attention_reference
-from rooflax.ops.linear import cpu, reference
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, reference
+from rooflax.ops.linear.api import IMPLEMENTATIONS
 from rooflax.ops.quantization import quantize, quantized_product
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -25,6 +30,10 @@ def instruction_set(request):
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
     native.force_instruction_set("")
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
 def inputs(rows, inner, outer):
@@ -48,7 +57,7 @@ def test_products(instruction_set, inner, outer, dtype):
         close(jax.jit(cpu.unembed)(x, weight.T), reference.unembed(x, weight.T))
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("inner", "outer"), [(64, 48), (96, 37), (160, 130)])
 def test_quantised_products(instruction_set, inner, outer, format):
     for rows in ROWS:
@@ -59,22 +68,71 @@ def test_quantised_products(instruction_set, inner, outer, format):
         close(jax.jit(cpu.unembed)(x, packed), wanted)
 
 
-def test_int8_with_inputs_that_are_no_multiple_of_four(instruction_set):
-    x, w, bias = inputs(5, 67, 40)
-    packed = quantize(w, "w8a8", (67,), (40,))
+@pytest.mark.parametrize("format", ["w8a8", "w8a16", "fp8-a16"])
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_inputs_that_are_no_multiple_of_four(instruction_set, format, rows):
+    x, w, bias = inputs(rows, 67, 40)
+    packed = quantize(w, format, (67,), (40,))
     close(jax.jit(cpu.matmul)(x, packed, bias), quantized_product(x, packed) + bias[None])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8", "w4a8"])
+PROLOGUES = {
+    "rms": lambda n: Norm(normal(n), eps=1e-3),
+    "layer": lambda n: Norm(normal(n), normal(n), eps=1e-3),
+    "clamped": lambda _: ClampedSwiglu(),
+    **{name: lambda _, name=name: Activation(name) for name in cpu.ACTIVATIONS},
+    **{f"gated {name}": lambda _, name=name: Activation(name, True) for name in cpu.ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+@pytest.mark.parametrize("inner", [64, 37])
+def test_what_comes_before_and_behind(instruction_set, name, inner):
+    """A norm or an activation of the rows, bias and residual, for every width of the weights."""
+    prologue = PROLOGUES[name](inner)
+    gates = getattr(prologue, "gated", False)
+    plain, fused = IMPLEMENTATIONS["reference"], jax.jit(partial(cpu.matmul, prologue=prologue))
+    for rows in (1, 3, 11):
+        x, w, bias = inputs(rows, 2 * inner if gates else inner, 50)
+        residual = jnp.asarray(RNG.standard_normal((rows, 50)), jnp.float32)
+        weight = jnp.asarray(w[:inner])
+        wanted = plain(3 * x, weight, bias, prologue=prologue, residual=residual)
+        close(fused(3 * x, weight, bias, residual=residual), wanted)
+        packed = quantize(w[:inner], "w8a16", (inner,), (50,))
+        wanted = plain(3 * x, packed, bias, prologue=prologue, residual=residual)
+        close(fused(3 * x, packed, bias, residual=residual), wanted, 1e-3)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
+def test_members_of_a_stack(instruction_set, format):
+    """Each row with its own weights, and all rows with one member's: bit for bit."""
+    x, _, _ = inputs(7, 64, 1)
+    w = RNG.standard_normal((5, 64, 40)).astype(np.float32)
+    bias = jnp.asarray(RNG.standard_normal((5, 40)), jnp.float32)
+
+    def kept(w):
+        return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
+
+    select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
+    found = jax.jit(cpu.product)(x, kept(w), bias, select=select)
+    for row, member in enumerate(np.asarray(select)):
+        alone = jax.jit(cpu.product)(x[row : row + 1], kept(w[member]), bias[member])
+        np.testing.assert_array_equal(np.asarray(found)[row], np.asarray(alone)[0])
+    one = jax.jit(cpu.product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
+    whole = jax.jit(cpu.product)(x, kept(w[2]), bias[2])
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(whole))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *FORMATS])
 def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
     """Bit for bit, for any number of rows, wide enough to be shared among threads."""
     x, w, bias = inputs(40, 256, 1000)
-    weight = quantize(w, dtype, (256,), (1000,)) if dtype[0] == "w" else jnp.asarray(w, dtype)
+    weight = quantize(w, dtype, (256,), (1000,)) if dtype in FORMATS else jnp.asarray(w, dtype)
     call = jax.jit(cpu.matmul)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(40)])
     for rows in (2, 3, 7, 8, 9, 12, 13, 25, 40):
         np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
-    if dtype[0] != "w":
+    if dtype not in FORMATS:
         call, table = jax.jit(cpu.unembed), weight.T
         alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(40)])
         for rows in (2, 5, 8, 9, 40):
@@ -86,7 +144,7 @@ def test_activations_of_other_types_and_zero_rows(instruction_set):
     narrow = x.astype(jnp.bfloat16)
     found = jax.jit(cpu.matmul)(narrow, jnp.asarray(w), None)
     assert found.dtype == jnp.bfloat16
-    for format in ("w8a8", "w4a8"):
+    for format in FORMATS:
         packed = quantize(w, format, (64,), (48,))
         assert not np.asarray(jax.jit(cpu.matmul)(jnp.zeros((2, 64)), packed, None)).any()
 
@@ -144,12 +202,18 @@ def test_attention_does_not_depend_on_batch_or_chunk(instruction_set):
 
 
 def test_wrong_shapes_are_refused_by_the_kernel():
-    with pytest.raises(Exception, match="rooflax matmul"):
-        jax.block_until_ready(
-            jax.ffi.ffi_call("rooflax_matmul", jax.ShapeDtypeStruct((2, 4), jnp.float32))(
-                jnp.ones((2, 3)), jnp.ones((5, 4)), jnp.zeros(0)
-            )
-        )
+    packed = quantize(np.ones((64, 20), np.float32), "w4a8", (64,), (20,))
+    wrong = [
+        ((jnp.ones((2, 3)), jnp.ones((5, 4)), None), {}, "inputs of w"),
+        ((jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(3)), {}, "bias"),
+        ((jnp.ones((2, 32)), packed, None), {}, "inputs of w"),
+        ((jnp.ones((2, 64)), replace(packed, scales=packed.scales[:1]), None), {}, "scales"),
+        ((jnp.ones((2, 64)), replace(packed, out_shape=(40,)), None), {}, "outputs of w"),
+        ((jnp.ones((2, 3)), jnp.ones((3, 4)), None), {"prologue": Norm(jnp.ones(2))}, "norm"),
+    ]
+    for arrays, named, reason in wrong:
+        with pytest.raises(Exception, match=f"rooflax product: .*{reason}"):
+            jax.block_until_ready(cpu.product(*arrays, **named))
 
 
 def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
@@ -174,11 +238,11 @@ def test_the_first_of_the_largest(instruction_set, size):
     np.testing.assert_array_equal(np.asarray(call(x)), np.argmax(x, axis=1))
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 def test_a_fault_in_the_activations_stays_visible(instruction_set, format, fault):
     x, w, _ = inputs(3, 64, 48)
     packed = quantize(w, format, (64,), (48,))
     found = np.asarray(jax.jit(cpu.matmul)(x.at[1, 5].set(fault), packed, None))
-    assert np.isnan(found[1]).all()
+    assert not np.isfinite(found[1]).any()
     assert np.isfinite(found[[0, 2]]).all()

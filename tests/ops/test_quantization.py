@@ -1,16 +1,22 @@
 """Formats: what packing means, and that it loses no more than rounding does."""
 
+import math
+
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import rooflax
 from rooflax.errors import RequestError
-from rooflax.ops.formats import resolve_format
+from rooflax.ops.formats import FORMATS, format_of, resolve_format
 from rooflax.ops.quantization import (
     GROUP,
     dequantize,
+    encode,
     fits,
+    pack,
     packed_bytes,
     quantize,
     quantized_product,
@@ -51,7 +57,67 @@ def test_int4_equals_ggml_q4_0(inner, outer):
             np.testing.assert_array_equal(found[start : start + GROUP, n], want)
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_int8_in_groups_equals_ggml_q8_0(inner, outer):
+    """Against quantize_row_q8_0_ref of ggml-quants.c, written out here value by value."""
+    w = np.round(weight(inner, outer) * 8) / 8  # halves do occur
+    found = np.asarray(dequantize(quantize(w, "w8a16-g32", (inner,), (outer,))))
+    for n in range(outer):
+        for start in range(0, inner, GROUP):
+            block = w[start : start + GROUP, n]
+            d = np.abs(block).max() / np.float32(127)
+            scaled = block * (np.float32(1) / d if d else np.float32(0))
+            q = np.array([math.floor(abs(v) + 0.5) * math.copysign(1, v) for v in scaled.tolist()])
+            want = q.astype(np.float32) * np.float32(np.float16(d))
+            np.testing.assert_array_equal(found[start : start + GROUP, n], want)
+
+
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_mxfp4_equals_ggml(inner, outer):
+    """Against quantize_row_mxfp4_ref of ggml-quants.c: the nearest of sixteen, the first of two."""
+    w = np.round(weight(inner, outer) * 16) / 16
+    w[:GROUP, 0] = 0
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    found = np.asarray(dequantize(quantize(w, "mxfp4-a16", (inner,), (outer,))))
+    for n in range(outer):
+        for start in range(0, inner, GROUP):
+            block = w[start : start + GROUP, n]
+            largest = float(np.abs(block).max())
+            e = math.floor(math.log2(largest)) - 2 if largest else -127
+            want = [min((abs(v * 2.0**e - x), i) for i, v in enumerate(values)) for x in block]
+            want = [values[i] * 2.0**e for _, i in want]
+            np.testing.assert_array_equal(found[start : start + GROUP, n], np.array(want))
+
+
+def test_fp8_is_the_nearest_e4m3():
+    w = weight(67, 20)
+    packed = quantize(w, "fp8-a16", (67,), (20,))
+    scales = np.abs(w).max(axis=0) / np.float32(448)
+    wanted = (w / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
+    np.testing.assert_allclose(np.asarray(dequantize(packed)), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_that_exist_are_packed_as_they_are(format):
+    w = weight(96, 37)
+    codes, scales = encode(FORMATS[format].code, np.ascontiguousarray(w.T))
+    made, packed = quantize(w, format, (96,), (37,)), pack(format, codes, scales, (96,), (37,))
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(packed), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert made.num_bytes == packed_bytes(format, 96, 37)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stack_is_its_members(format):
+    w = np.stack([weight(64, 37, seed) for seed in range(3)])
+    packed = quantize(w, format, (64,), (37,))
+    assert packed.shape == (3, 64, 37)
+    for member in range(3):
+        alone = dequantize(quantize(w[member], format, (64,), (37,)))
+        np.testing.assert_array_equal(np.asarray(dequantize(packed))[member], np.asarray(alone))
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_zero_weights_stay_zero(format):
     w = np.zeros((64, 20), np.float32)
     assert not np.asarray(dequantize(quantize(w, format, (64,), (20,)))).any()
@@ -59,7 +125,7 @@ def test_zero_weights_stay_zero(format):
     assert not np.asarray(product).any()
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_table_from_its_other_side_and_its_rows(format):
     w = weight(64, 37)
     packed = quantize(w, format, (64,), (37,))
@@ -79,14 +145,15 @@ def test_axes_of_several_sizes_and_chunks(monkeypatch):
     assert np.array_equal(np.asarray(packed.values)[:5], np.asarray(whole.values)[:5])
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_products_are_close_to_the_exact_ones(format, tokens):
     w, x = weight(256, 48), np.random.default_rng(2).standard_normal((tokens, 256))
     exact = x.astype(np.float32) @ w
     found = quantized_product(jnp.asarray(x, jnp.float32), quantize(w, format, (256,), (48,)))
     error = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
-    assert error < {"w8a8": 0.02, "w4a8": 0.12}[format]
+    limits = {"int8": 0.02, "int8-g32": 0.02, "int4": 0.12, "mxfp4": 0.16, "fp8": 0.04}
+    assert error < limits[FORMATS[format].code]
 
 
 def test_a_quantised_model_is_not_saved(tmp_path):
@@ -98,6 +165,11 @@ def test_a_quantised_model_is_not_saved(tmp_path):
 
 def test_names():
     assert resolve_format("int8") == "w8a8" == resolve_format("w8a8")
+    mixed = resolve_format("int4,head=int8")
+    assert mixed == "w4a8,head=w8a8" == resolve_format(mixed)
+    assert format_of(mixed, head=True) == "w8a8" and format_of(mixed, head=False) == "w4a8"
+    with pytest.raises(RequestError, match="head=FORMAT"):
+        resolve_format("int4,tail=int8")
     assert not fits("w4a8", 33)
     with pytest.raises(RequestError, match="int8, int4"):
         resolve_format("int3")

@@ -24,7 +24,7 @@ def add_model(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="checkpoint folder, hub id or preset:NAME; default: the embedded model",
+        help="checkpoint folder, .gguf file, hub id or preset:NAME; default: the embedded model",
     )
     group = parser.group("finding the model")
     group.add_argument("--revision", metavar="REF", help="branch, tag or commit of a hub id")

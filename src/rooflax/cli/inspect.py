@@ -104,9 +104,7 @@ def _part(key: str) -> str:
 
 def formats(about: Description) -> list[dict[str, Any]]:
     """Tensors and bytes in the files by format, from their headers."""
-    from rooflax.loading.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint(about.folder or "")
+    checkpoint = about.gguf or about.weights()
     names = set(checkpoint.names())
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -139,7 +137,9 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
 
     precision = flags.check_precision(args).resolve(jax.default_backend())
     narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
-    storage = about.storage(precision.dtype or "float32", precision.quantize, narrow=narrow)
+    storage = about.storage(
+        precision.dtype or "float32", precision.quantize, narrow=narrow, keep=args.dtype is None
+    )
     tokens = resolve_max_model_len(about.config, args.max_model_len)
     need = estimate(
         about.family,
@@ -156,6 +156,7 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "dtype": precision.dtype,
         "kv_dtype": precision.kv_dtype,
         "quantize": precision.quantize,
+        "format": storage.format,
         "weights_bytes": need.weights,
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,
@@ -224,7 +225,7 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     from rooflax.models.memory import gib
 
     rows = [
-        ("weights", gib(known["weights_bytes"]), known["dtype"]),
+        ("weights", gib(known["weights_bytes"]), known["format"]),
         ("KV cache", gib(known["kv_cache_bytes"]), known["kv_dtype"]),
         ("workspace", gib(known["workspace_bytes"]), "at most, of one step"),
         ("together", gib(known["total_bytes"]), ""),

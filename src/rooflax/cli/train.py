@@ -305,10 +305,9 @@ def _tokenizer(start: _Start) -> Tokenizer:
 
 def _save(out: Path, start: _Start, result: TrainResult) -> Path:
     """The trained model as a Hugging Face folder, in bfloat16, with its tokenizer."""
-    from rooflax.loading.save import save_model
+    from rooflax.loading.save import companions, save_model
 
-    source = start.tokenizer_folder or out
-    files = {n: source / n for n in TOKENIZER_FILES if (source / n).is_file()}
+    files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
     tokenizer = _tokenizer(start)
     ends = start.about.generation_defaults().eos_token_ids if start.about else ()
     eos = tokenizer.eos_id

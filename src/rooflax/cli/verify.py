@@ -63,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(
             f"{llm.about.name} has no files that transformers could open; use --isolate."
         )
+    if llm.about.gguf is not None:
+        raise RequestError(
+            f"{llm.about.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
+            f"verify the checkpoint it was made from, or use --isolate."
+        )
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.about.folder, prompts, args.max_tokens)

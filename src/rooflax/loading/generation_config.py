@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,25 @@ def read_generation_defaults(
     Raises:
         CheckpointError: a file is not a JSON object, or a value has the wrong type or range.
     """
-    path = Path(folder) / "generation_config.json"
-    given = _Fields(path)
-    config = _Fields(Path(folder) / "config.json")
-    eos = given.ids("eos_token_id") or config.ids("eos_token_id")
+    path, config = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    values = _read_object(path)
+    eos = _Fields(path, values).ids("eos_token_id")
+    eos = eos or _Fields(config, _read_object(config)).ids("eos_token_id")
     if not eos and tokenizer_eos_id is not None:
         eos = (tokenizer_eos_id,)
+    return replace(generation_defaults(values, path), eos_token_ids=eos)
+
+
+def generation_defaults(values: Mapping[str, Any], where: Path) -> GenerationDefaults:
+    """The defaults that an object like generation_config.json states, checked.
+
+    Args:
+        where: the file that errors name.
+
+    Raises:
+        CheckpointError: a value has the wrong type or range.
+    """
+    given = _Fields(where, values)
     return GenerationDefaults(
         temperature=given.number("temperature", low=0.0),
         top_k=given.count("top_k"),
@@ -82,30 +96,32 @@ def read_generation_defaults(
         min_p=given.number("min_p", low=0.0, high=1.0),
         repetition_penalty=given.number("repetition_penalty", above=0.0),
         do_sample=given.flag("do_sample"),
-        eos_token_ids=eos,
+        eos_token_ids=given.ids("eos_token_id"),
         bos_token_id=given.count("bos_token_id"),
         pad_token_id=given.count("pad_token_id"),
         max_new_tokens=given.count("max_new_tokens"),
     )
 
 
-class _Fields:
-    """One JSON object whose values are taken with their checks; no file has no values."""
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.values: dict[str, Any] = {}
-        if not path.is_file():
-            return
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            raise CheckpointError(f"{path} is not JSON") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} is not a JSON object")
-        self.values = values
+
+class _Fields:
+    """One JSON object whose values are taken with their checks."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]):
+        self.path, self.values = path, values
 
     def _bad(self, name: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name} is {self.values[name]!r}, not {wanted}")

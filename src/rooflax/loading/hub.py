@@ -1,4 +1,4 @@
-"""Where a model's folder is: a local folder, or a download from the Hugging Face hub.
+"""Where a model is: a local folder, a GGUF file, or a download from the Hugging Face hub.
 
 Downloads root-level safetensors, JSON and tokenizer files, nothing else: no pickle, no code, no
 copies in subfolders. It does not open what it finds.
@@ -33,10 +33,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 def resolve(
     model: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
 ) -> Path:
-    """The local folder of a model, downloaded into the hub's cache if need be.
+    """The local folder (or GGUF file) of a model, downloaded into the hub's cache if need be.
 
     Args:
-        model: an existing folder, or a hub id (`owner/name`).
+        model: an existing folder or .gguf file, or a hub id (`owner/name`).
         revision: branch, tag or commit of a hub id.
         offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
         progress: show progress bars, on stderr and only on a terminal.
@@ -55,12 +55,14 @@ def resolve(
             raise CheckpointError(f"a revision ({revision}) is for hub ids, but {model} is local")
         if path.is_dir():
             return path
+        if path.suffix == ".gguf":
+            return path
         raise CheckpointError(
-            f"{model} is a file; this version reads checkpoint folders; GGUF files are not read yet"
+            f"{model} is a file; give the folder of the checkpoint, or a .gguf file"
         )
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"no such folder: {model} (a model on the hub is given as owner/name, such as "
+            f"no such folder or file: {model} (a model on the hub is given as owner/name, such as "
             "Qwen/Qwen2.5-0.5B)"
         )
     return _download(model, revision, offline, progress)

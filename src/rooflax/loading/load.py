@@ -1,6 +1,7 @@
 """From what a user names to a model and its tokenizer.
 
-A name is a checkpoint folder, a hub id, "preset:NAME", or nothing: the embedded default.
+A name is a checkpoint folder, a GGUF file, a hub id, "preset:NAME", or nothing: the embedded
+default.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
+from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
+from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.loading.weights import ArraySource, load_weights
+from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build, resolve_max_model_len
@@ -35,9 +40,10 @@ class Description:
 
     Attributes:
         name: as the user gave it; the embedded default's own name otherwise.
-        folder: of the checkpoint; None for a preset.
+        folder: of the checkpoint, or the GGUF file; None for a preset.
         family, config: the architecture.
-        raw_config: config.json.
+        raw_config: config.json, or what a GGUF file's metadata says in its words.
+        gguf: the GGUF file, opened.
     """
 
     name: str
@@ -45,6 +51,7 @@ class Description:
     family: str
     config: Any
     raw_config: Mapping[str, Any]
+    gguf: GGUFFile | None = None
 
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
@@ -52,7 +59,7 @@ class Description:
         Raises:
             CheckpointError: it has more ids than the model's embedding has rows.
         """
-        tokenizer = Tokenizer(self.folder or embedded_folder())
+        tokenizer = Tokenizer(self.gguf or self.folder or embedded_folder())
         rows = self.config.vocab_size
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
@@ -61,21 +68,44 @@ class Description:
             )
         return tokenizer
 
-    def storage(self, dtype: str, quantize: str | None, *, narrow: bool) -> Storage:
+    def storage(
+        self, dtype: str, quantize: str | None, *, narrow: bool, keep: bool = False
+    ) -> Storage:
         """At which width the weights will be kept.
 
         config.json says whether they are bfloat16; each tensor's own type decides as it is read.
+
+        Args:
+            keep: products' weights that the checkpoint holds quantised stay so.
 
         Raises:
             RequestError: there is no such format.
         """
         declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
         chosen = None if quantize is None else resolve_format(quantize)
-        return Storage(dtype, chosen, narrow and "bfloat16" in declared)
+        kept = {}
+        if keep and chosen is None and self.folder is not None:
+            kept = self.kept().formats
+        return Storage(dtype, chosen, narrow and "bfloat16" in declared, kept)
+
+    def weights(self) -> Source:
+        """The tensors of the checkpoint, memory-mapped; not for a preset."""
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf, self.family, self.config)
+        return Checkpoint(self.folder or "")
+
+    def kept(self) -> GGUFWeights | Mxfp4Weights:
+        """Which weights the checkpoint holds quantised, and these packed."""
+        source = self.weights()
+        if isinstance(source, GGUFWeights):
+            return source
+        return Mxfp4Weights(source, self.family, self.config)
 
     def generation_defaults(self) -> GenerationDefaults:
         if self.folder is None:
             return GenerationDefaults()
+        if self.gguf is not None:
+            return gguf_generation_defaults(self.gguf)
         return read_generation_defaults(self.folder)
 
 
@@ -109,6 +139,10 @@ def describe(
         folder, shown = embedded_folder(), EMBEDDED_NAME
     else:
         folder, shown = resolve(str(model), revision=revision, offline=offline), str(model)
+    if folder.is_file():
+        gguf = GGUFFile(folder)
+        name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
+        return Description(shown, folder, name, config, raw, gguf)
     raw = read_config_json(folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
     return Description(shown, folder, name, config, raw)
@@ -120,6 +154,7 @@ def load(
     dtype: str = "float32",
     quantize: str | None = None,
     narrow: bool = False,
+    keep: bool = False,
     max_model_len: int | None = None,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -129,17 +164,19 @@ def load(
     """A model with its weights on the device.
 
     Args:
-        model: folder, hub id, "preset:NAME", None for the embedded default, or a Description.
+        model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a
+            Description.
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
+        keep: keep the products' weights quantised where the checkpoint has them so.
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
-    storage = about.storage(dtype, quantize, narrow=narrow)
+    storage = about.storage(dtype, quantize, narrow=narrow, keep=keep)
     _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len))
     if about.folder is None:
         weights = random_weights(
@@ -147,13 +184,14 @@ def load(
         )
     else:
         weights = load_weights(
-            Checkpoint(about.folder),
+            about.weights(),
             about.family,
             about.config,
             storage=storage,
             check=check,
             progress=progress,
             place=place,
+            packed=about.kept().packed if storage.kept else None,
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 

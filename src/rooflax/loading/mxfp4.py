@@ -9,12 +9,27 @@ Source: OCP Microscaling Formats v1.0; transformers, integrations/mxfp4.py.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.models.registry import family
+from rooflax.nn.storage import product_shape
+from rooflax.nn.weights import InterleavedGateUp, Slot, slots
+from rooflax.ops.quantization import QuantizedArray, pack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 GROUP = 32
+KEPT = "mxfp4-a16"
+"""The format that keeps a checkpoint's numbers: activations are not rounded."""
+
+
+class Tensors(Protocol):
+    """What is asked of a checkpoint here."""
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> np.ndarray: ...
 
 
 def names(name: str) -> tuple[str, str]:
@@ -46,3 +61,32 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         exponents = scales[expert].astype(np.int32)[..., None, None] - 127
         out[expert] = np.ldexp(values, exponents).reshape(rows, -1).T
     return out
+
+
+class Mxfp4Weights:
+    """The weights of a checkpoint that can stay in MXFP4, for `Storage.kept`."""
+
+    def __init__(self, source: Tensors, name: str, config: Any):
+        self._source, self._config = source, config
+        present = set(source.names())
+        table = family(name).weights(config)
+        self.formats = {
+            slot.name: KEPT
+            for slot in slots(table, config.num_layers)
+            if slot.weight.num_stacked and all(set(names(hf)) <= present for hf in slot.hf_names)
+        }
+
+    def packed(self, slot: Slot) -> QuantizedArray:
+        """An array of experts from the file's own codes, gate's outputs before up's."""
+        (name,) = slot.hf_names
+        blocks, scales = (self._source.read(part) for part in names(name))
+        codes = np.stack([blocks & 0x0F, blocks >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
+        if isinstance(slot.weight.layout, InterleavedGateUp):
+            codes, scales = _gates_first(codes), _gates_first(scales)
+        return pack(KEPT, codes, scales, *product_shape(slot, self._config))
+
+
+def _gates_first(rows: np.ndarray) -> np.ndarray:
+    """[experts, 2 mlp, ...] with gate and up alternating, as all gates and then all ups."""
+    experts, both, inner = rows.shape
+    return rows.reshape(experts, both // 2, 2, inner).swapaxes(1, 2).reshape(rows.shape)

@@ -20,7 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import RequestError
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.model import Model
 from rooflax.models.registry import family, read_config_json
 from rooflax.nn.layers import unstack_layers
@@ -55,11 +58,14 @@ def save(
     Args:
         model: with its layers unrolled or stacked.
         dtype: of the file, "bfloat16", "float32" or "float16".
-        files_from: the checkpoint folder that the model came from; its tokenizer, generation
-            defaults and end-of-sequence ids go along.
+        files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
+            generation defaults and end-of-sequence ids go along.
     """
     source = Path(files_from) if files_from is not None else None
-    raw = read_config_json(source) if source else {}
+    raw: Mapping[str, Any] = {}
+    if source is not None:
+        is_gguf = source.is_file()
+        raw = read_gguf_config(GGUFFile(source))[2] if is_gguf else read_config_json(source)
     eos = raw.get("eos_token_id")
 
     def is_packed(leaf: Any) -> bool:
@@ -78,8 +84,15 @@ def save(
         dtype=dtype,
         eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         bos_token_id=raw.get("bos_token_id"),
-        files={n: source / n for n in COMPANIONS if (source / n).is_file()} if source else None,
+        files=companions(source) if source else None,
     )
+
+
+def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Path | bytes]:
+    """What belongs to a checkpoint's tokenizer: files of its folder, or made from its GGUF file."""
+    if source.is_file():
+        return {**Tokenizer(source).files()}
+    return {name: source / name for name in names if (source / name).is_file()}
 
 
 def save_model(
@@ -92,7 +105,7 @@ def save_model(
     eos_token_ids: Sequence[int] = (),
     bos_token_id: int | None = None,
     generation: Mapping[str, Any] | None = None,
-    files: Mapping[str, Path] | None = None,
+    files: Mapping[str, Path | bytes] | None = None,
     may_replace: frozenset[str] = WRITTEN,
 ) -> None:
     """Writes config.json, generation_config.json and model.safetensors.
@@ -104,8 +117,8 @@ def save_model(
         weights: with "layers", as the family's table describes (not stacked).
         dtype: of the file, "bfloat16", "float32" or "float16".
         generation: further keys of generation_config.json, such as a temperature.
-        files: further files to put into the folder (name there -> file here), such as the
-            tokenizer's.
+        files: further files to put into the folder (name there -> file here, or its content), such
+            as the tokenizer's.
         may_replace: names of files that may be lost with an existing folder.
 
     Raises:
@@ -132,7 +145,10 @@ def save_model(
         _write_json(new / "generation_config.json", ends | dict(generation or {}))
         write_safetensors(new / "model.safetensors", tensors(name, config, weights, dtype))
         for target, source in (files or {}).items():
-            shutil.copyfile(source, new / target)
+            if isinstance(source, bytes):
+                (new / target).write_bytes(source)
+            else:
+                shutil.copyfile(source, new / target)
 
     replace_folder(folder, fill)
 

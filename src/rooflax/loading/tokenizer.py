@@ -2,7 +2,8 @@
 
 Reads `tokenizer.json`, or `vocab.json` with `merges.txt` (GPT-2's byte-level BPE), and what
 `tokenizer_config.json` and its neighbours add: special tokens, BOS and EOS, chat templates.
-It does not render chat templates and knows no model: ids go out, ids come in.
+Or takes the tokenizer out of a GGUF file. It does not render chat templates and knows no model: ids
+go out, ids come in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
 
 __all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer"]
@@ -35,7 +38,7 @@ SPECIAL_TOKEN_NAMES = (
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder; gives the ids that transformers' AutoTokenizer gives.
+    """The tokenizer of a checkpoint; gives the ids that transformers' AutoTokenizer gives.
 
     Attributes:
         special_tokens: the named ones as text, such as `{"bos_token": "<s>"}`.
@@ -43,24 +46,23 @@ class Tokenizer:
         vocab_size: the highest id plus one, added tokens included.
 
     Args:
-        folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`.
+        folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`; or a GGUF file.
 
     Raises:
         CheckpointError: files are missing or malformed.
+        UnsupportedModelError: a GGUF file has a tokenizer of another kind.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
-        config = _read_json_object(self.folder / "tokenizer_config.json")
-        self._tokenizer = _load_backend(self.folder)
-        self.special_tokens = _special_tokens(self.folder, config, self._tokenizer)
-        _add_missing_tokens(self._tokenizer, config, self.special_tokens)
-        if not (self.folder / "tokenizer.json").is_file():
-            _surround(self._tokenizer, config, self.special_tokens)
-        # A file may ask for cutting or padding, which made sense for its training batches only.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.chat_templates = _chat_templates(self.folder, config)
+    def __init__(self, folder: str | os.PathLike[str] | GGUFFile):
+        if not isinstance(folder, GGUFFile) and Path(folder).is_file():
+            folder = GGUFFile(folder)
+        if isinstance(folder, GGUFFile):
+            self.folder = folder.path
+            found = read_gguf_tokenizer(folder)
+        else:
+            self.folder = Path(folder)
+            found = _read_folder(self.folder)
+        self._tokenizer, self.special_tokens, self.chat_templates = found
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -97,6 +99,22 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The default chat template, None for a model without one."""
         return self.chat_templates.get("default")
+
+    def files(self) -> dict[str, bytes]:
+        """The files of a folder from which this tokenizer would be read."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+            "chat_template": [
+                {"name": name, "template": text} for name, text in self.chat_templates.items()
+            ],
+        }
+        if set(self.chat_templates) <= {"default"}:
+            config["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": json.dumps(config, indent=2).encode(),
+        }
 
     def token_to_id(self, token: str) -> int | None:
         """The id of one token's text, None if it is no token."""
@@ -201,6 +219,20 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
+
+
+def _read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
+    """The tokenizer, its special tokens, and its chat templates by name."""
+    config = _read_json_object(folder / "tokenizer_config.json")
+    backend = _load_backend(folder)
+    special = _special_tokens(folder, config, backend)
+    _add_missing_tokens(backend, config, special)
+    if not (folder / "tokenizer.json").is_file():
+        _surround(backend, config, special)
+    # A file may ask for cutting or padding, which made sense for its training batches only.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend, special, _chat_templates(folder, config)
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

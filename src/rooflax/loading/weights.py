@@ -21,6 +21,7 @@ from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
+from rooflax.ops.quantization import QuantizedArray
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
@@ -47,6 +48,7 @@ def load_weights(
     check: bool = False,
     progress: Callable[[int], None] | None = None,
     place: Callable[[Slot, np.ndarray], Any] | None = None,
+    packed: Callable[[Slot], QuantizedArray] | None = None,
 ) -> dict[str, Any]:
     """The weights of a model, on the device.
 
@@ -57,6 +59,7 @@ def load_weights(
         check: refuse weights that hold NaN or infinity.
         progress: called with the bytes of each weight when it is done.
         place: puts a slot's host array on its devices; `storage.keep` otherwise.
+        packed: gives the slots of `storage.kept`.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
@@ -67,10 +70,16 @@ def load_weights(
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in plan.slots:
-            array = plan.read(slot, storage, config)
-            if check:
-                _check_finite(slot, array)
-            yield slot, place(slot, array)
+            if packed is not None and storage.is_kept(slot):
+                leaf = packed(slot)
+                if check:
+                    _check_finite(slot, np.asarray(leaf.scales))
+            else:
+                array = plan.read(slot, storage, config)
+                if check:
+                    _check_finite(slot, array)
+                leaf = place(slot, array)
+            yield slot, leaf
             plan.release(slot)
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))

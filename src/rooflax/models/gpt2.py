@@ -8,6 +8,7 @@ Source: transformers, models/gpt2/modeling_gpt2.py; Radford et al., 2019.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -21,7 +22,7 @@ from rooflax.nn.kv_cache import KVCache, LayerGroups
 from rooflax.nn.layers import Attend, LayerWeights, run_layers
 from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, Weight
 from rooflax.ops.activation import ACTIVATIONS
-from rooflax.ops.linear import linear, unembed
+from rooflax.ops.linear import Activation, Norm, linear, unembed
 from rooflax.ops.norm import layer_norm
 
 HF_PREFIXES = ("transformer.", "")
@@ -157,22 +158,23 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels, eps = options.kernels, config.norm_eps
+    product = partial(linear, implementation=kernels)
 
     def layer(w: LayerWeights, x: Float[Array, "B T D"], attend: Attend) -> Float[Array, "B T D"]:
-        h = layer_norm(x, w["attn.norm"], w["attn.norm_bias"], eps=eps)
-        qkv = linear(h, w["attn.qkv"], w["attn.qkv_bias"], implementation=kernels)
+        norm = Norm(w["attn.norm"], w["attn.norm_bias"], eps)
+        qkv = product(x, w["attn.qkv"], w["attn.qkv_bias"], prologue=norm)
         q, k, v = (qkv[:, :, :, part] for part in range(3))
         h = attend(q, k, v, scale=config.head_dim**-0.5)
-        o_bias = mesh.once(w["attn.o_bias"], shards)
-        h = linear(h, w["attn.o"], o_bias, contract=2, implementation=kernels)
-        x = x + mesh.all_reduce(h, shards)
+        o_bias, residual = mesh.once(w["attn.o_bias"], shards), mesh.once(x, shards)
+        x = product(h, w["attn.o"], o_bias, contract=2, residual=residual)
+        x = mesh.all_reduce(x, shards)
 
-        h = layer_norm(x, w["mlp.norm"], w["mlp.norm_bias"], eps=eps)
-        h = linear(h, w["mlp.up"], w["mlp.up_bias"], implementation=kernels)
-        h = ACTIVATIONS[config.activation](h)
-        down_bias = mesh.once(w["mlp.down_bias"], shards)
-        h = linear(h, w["mlp.down"], down_bias, implementation=kernels)
-        return x + mesh.all_reduce(h, shards)
+        norm = Norm(w["mlp.norm"], w["mlp.norm_bias"], eps)
+        h = product(x, w["mlp.up"], w["mlp.up_bias"], prologue=norm)
+        down_bias, residual = mesh.once(w["mlp.down_bias"], shards), mesh.once(x, shards)
+        act = Activation(config.activation)
+        x = product(h, w["mlp.down"], down_bias, prologue=act, residual=residual)
+        return mesh.all_reduce(x, shards)
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)

@@ -24,8 +24,7 @@ from rooflax.nn.kv_cache import KVCache, LayerGroups
 from rooflax.nn.layers import Attend, LayerWeights, run_layers
 from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, InterleavedGateUp, Linear, Weight
-from rooflax.ops.activation import clamped_swiglu
-from rooflax.ops.linear import linear
+from rooflax.ops.linear import ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
@@ -161,13 +160,13 @@ def weights(config: Config) -> dict[str, Weight]:
         "layers.{i}.mlp.router": Weight("hidden -> experts", f"{mlp}.router.weight", Linear()),
         "layers.{i}.mlp.router_bias": Weight("experts", f"{mlp}.router.bias", init="zeros"),
         "layers.{i}.mlp.gate_up": Weight(
-            "experts hidden gate_up mlp", f"{experts}.gate_up_proj", split
+            "experts | hidden -> gate_up mlp", f"{experts}.gate_up_proj", split
         ),
         "layers.{i}.mlp.gate_up_bias": Weight(
             "experts gate_up mlp", f"{experts}.gate_up_proj_bias", split, init="zeros"
         ),
         "layers.{i}.mlp.down": Weight(
-            "experts mlp hidden", f"{experts}.down_proj", init="residual"
+            "experts | mlp -> hidden", f"{experts}.down_proj", init="residual"
         ),
         "layers.{i}.mlp.down_bias": Weight(
             "experts hidden", f"{experts}.down_proj_bias", init="zeros"
@@ -199,10 +198,11 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
-    activation = partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    product = partial(linear, implementation=kernels)
+    activation = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
 
     def mlp(w: LayerWeights, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
-        router = linear(x, w["mlp.router"], w["mlp.router_bias"], implementation=kernels)
+        router = product(x, w["mlp.router"], w["mlp.router_bias"])
         expert_ids, shares = route(router, config.experts_per_token)
         return experts(
             x,
@@ -218,8 +218,8 @@ def forward(
         )
 
     def layer(w: LayerWeights, x: Float[Array, "B T D"], attend: Attend) -> Float[Array, "B T D"]:
-        h = rms_norm(x, w["attn.norm"], eps=config.norm_eps)
-        qkv = linear(h, w["attn.qkv"], w.get("attn.qkv_bias"), implementation=kernels)
+        norm = Norm(w["attn.norm"], eps=config.norm_eps)
+        qkv = product(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         q = apply_rope(q, rope.cos, rope.sin, batch.positions)
         k = apply_rope(k, rope.cos, rope.sin, batch.positions)
@@ -227,9 +227,9 @@ def forward(
         h = attend(
             q, k[:, :, :, 0], v[:, :, :, 0], scale=config.head_dim**-0.5, sinks=w["attn.sinks"]
         )
-        o_bias = mesh.once(w.get("attn.o_bias"), shards)
-        h = linear(h, w["attn.o"], o_bias, contract=2, implementation=kernels)
-        x = x + mesh.all_reduce(h, shards)
+        o_bias, residual = mesh.once(w.get("attn.o_bias"), shards), mesh.once(x, shards)
+        x = product(h, w["attn.o"], o_bias, contract=2, residual=residual)
+        x = mesh.all_reduce(x, shards)
 
         h = rms_norm(x, w["mlp.norm"], eps=config.norm_eps)
         h = mlp(w, h.reshape(-1, config.hidden_size)).reshape(x.shape)

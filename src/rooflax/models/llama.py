@@ -10,6 +10,7 @@ al., The Llama 3 Herd of Models, 2024.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ from rooflax.nn.kv_cache import KVCache, LayerGroups
 from rooflax.nn.layers import Attend, LayerWeights, run_layers
 from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, GateUp, Linear, Weight
-from rooflax.ops.activation import ACTIVATIONS, gated
-from rooflax.ops.linear import linear, unembed
+from rooflax.ops.activation import ACTIVATIONS
+from rooflax.ops.linear import Activation, Norm, linear, unembed
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 
@@ -205,25 +206,26 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
+    product = partial(linear, implementation=kernels)
 
     def layer(w: LayerWeights, x: Float[Array, "B T D"], attend: Attend) -> Float[Array, "B T D"]:
-        h = rms_norm(x, w["attn.norm"], eps=config.norm_eps)
-        qkv = linear(h, w["attn.qkv"], w.get("attn.qkv_bias"), implementation=kernels)
+        norm = Norm(w["attn.norm"], eps=config.norm_eps)
+        qkv = product(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         q = apply_rope(q, rope.cos, rope.sin, batch.positions)
         k = apply_rope(k, rope.cos, rope.sin, batch.positions)
         q = q.reshape(*q.shape[:2], -1, config.head_dim)
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=config.head_dim**-0.5)
-        o_bias = mesh.once(w.get("attn.o_bias"), shards)
-        h = linear(h, w["attn.o"], o_bias, contract=2, implementation=kernels)
-        x = x + mesh.all_reduce(h, shards)
+        o_bias, residual = mesh.once(w.get("attn.o_bias"), shards), mesh.once(x, shards)
+        x = product(h, w["attn.o"], o_bias, contract=2, residual=residual)
+        x = mesh.all_reduce(x, shards)
 
-        h = rms_norm(x, w["mlp.norm"], eps=config.norm_eps)
-        h = linear(h, w["mlp.gate_up"], w.get("mlp.gate_up_bias"), implementation=kernels)
-        h = gated(config.activation, h)
-        down_bias = mesh.once(w.get("mlp.down_bias"), shards)
-        h = linear(h, w["mlp.down"], down_bias, implementation=kernels)
-        return x + mesh.all_reduce(h, shards)
+        norm = Norm(w["mlp.norm"], eps=config.norm_eps)
+        h = product(x, w["mlp.gate_up"], w.get("mlp.gate_up_bias"), prologue=norm)
+        down_bias, residual = mesh.once(w.get("mlp.down_bias"), shards), mesh.once(x, shards)
+        swiglu = Activation(config.activation, gated=True)
+        x = product(h, w["mlp.down"], down_bias, prologue=swiglu, residual=residual)
+        return mesh.all_reduce(x, shards)
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x, cache = run_layers(

@@ -2,19 +2,22 @@
 
 Weights of products can be narrower than the activations, because kernels widen them as they read:
 bfloat16 as a checkpoint has it, or quantised. Everything else (norms, biases, tables that are only
-looked up, experts) has the activations' dtype. This module knows no files.
+looked up) has the activations' dtype. This module knows no files.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from rooflax.nn.weights import Layout, Slot
+from rooflax.ops.formats import FORMATS, format_of
 from rooflax.ops.quantization import QuantizedArray, fits, packed_bytes, quantize
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -26,23 +29,43 @@ class Storage:
 
     Attributes:
         dtype: of the activations, and of every weight that is not a product's.
-        quantize: format of the products' weights; None keeps them unquantised.
+        quantize: format of the products' weights, the head's apart if it names one; None keeps them
+            unquantised.
         narrow: products' weights that the checkpoint has in bfloat16 stay so.
+        kept: formats by slot of products' weights that a checkpoint holds quantised and that stay
+            so, unless `quantize` asks for another.
     """
 
     dtype: str = "float32"
     quantize: str | None = None
     narrow: bool = False
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str:
+        """Width of most products' weights: a quantised format, "bfloat16" or "float32"."""
+        if self.kept and self.quantize is None:
+            return Counter(self.kept.values()).most_common(1)[0][0]
+        return self.quantize or ("bfloat16" if self.narrow else self.dtype)
 
     def format_of(self, slot: Slot, config: Any) -> str | None:
         """The format that a weight is quantised to; None where it is not.
 
         int8 stands in where groups of 32 do not divide the inputs.
         """
+        if self.is_kept(slot):
+            return self.kept[slot.name]
         if self.quantize is None or not is_product(slot, config):
             return None
         in_shape, _ = product_shape(slot, config)
-        return self.quantize if fits(self.quantize, math.prod(in_shape)) else "w8a8"
+        wanted = format_of(self.quantize, head=is_head(slot, config))
+        if fits(wanted, math.prod(in_shape)):
+            return wanted
+        return "w8a8" if FORMATS[wanted].rounds else "w8a16"
+
+    def is_kept(self, slot: Slot) -> bool:
+        """Whether a weight's codes are the checkpoint's own."""
+        return self.quantize is None and slot.name in self.kept
 
     def dtype_of(self, slot: Slot, config: Any, stored_narrow: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
@@ -68,7 +91,8 @@ class Storage:
             size = math.prod(slot.weight.shape(config.axis_sizes))
             return size * ITEM_BYTES[self.dtype_of(slot, config, stored_narrow)]
         in_shape, out_shape = product_shape(slot, config)
-        return packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
+        stack = math.prod(slot.weight.shape(config.axis_sizes)[: slot.weight.num_stacked])
+        return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
 
 
 def is_head(slot: Slot, config: Any) -> bool:
@@ -77,14 +101,14 @@ def is_head(slot: Slot, config: Any) -> bool:
 
 
 def is_product(slot: Slot, config: Any) -> bool:
-    """Whether a weight multiplies activations, other than an expert's."""
+    """Whether a weight multiplies activations."""
     return "->" in slot.weight.axes or is_head(slot, config)
 
 
 def product_shape(slot: Slot, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(in, out) of a product's weight."""
+    """(in, out) of a product's weight, or of each of a stack."""
     in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
     if is_head(slot, config):
         vocab, hidden = out_shape
         return (hidden,), (vocab,)
-    return in_shape, out_shape
+    return in_shape[slot.weight.num_stacked :], out_shape

@@ -164,7 +164,8 @@ class Weight:
     """One line of a family's table.
 
     Attributes:
-        axes: names of the array's axes; "a b -> c" is a product that contracts a and b.
+        axes: names of the array's axes; "a b -> c" is a product that contracts a and b,
+            "s | a -> c" one for each s.
         hf: the tensor's name in a Hugging Face checkpoint, or several if the layout fuses them.
         layout: how the checkpoint's tensors become ours.
         init: "normal", "residual" (normal, shrunk by the depth), "ones" or "zeros".
@@ -181,13 +182,19 @@ class Weight:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        return tuple(self.axes.replace("->", " ").split())
+        return tuple(self.axes.replace("->", " ").replace("|", " ").split())
+
+    @property
+    def num_stacked(self) -> int:
+        """Leading axes that number products of their own."""
+        stack, bar, _ = self.axes.partition("|")
+        return len(stack.split()) if bar else 0
 
     def in_out_shape(self, sizes: Mapping[str, int]) -> tuple[Shape, Shape]:
         """Shape left and right of the arrow; without an arrow everything is on the right."""
         left, _, right = self.axes.rpartition("->")
         return (
-            tuple(sizes[name] for name in left.split()),
+            tuple(sizes[name] for name in left.replace("|", " ").split()),
             tuple(sizes[name] for name in right.split()),
         )
 

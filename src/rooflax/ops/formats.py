@@ -1,22 +1,75 @@
-"""Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8."""
+"""Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8.
+
+"a16" leaves the activations as they are, "a8" rounds them to int8. "g32" scales int8 weights in
+groups of 32 inputs instead of one scale per output. int4 and MXFP4 always have groups of 32.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rooflax.errors import RequestError
 
-FORMATS = ("w8a8", "w4a8")
-ALIASES = {"int8": "w8a8", "int4": "w4a8"}
+GROUP = 32
+"""Inputs that share a scale, where scales are not the output's."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a product's weights are kept, and its activations rounded.
+
+    Attributes:
+        code: of the weights: "int8", "int8-g32", "int4", "mxfp4" or "fp8" (e4m3).
+        rounds: activations are rounded to int8, with one scale per row or per group.
+    """
+
+    code: str
+    rounds: bool
+
+    @property
+    def grouped(self) -> bool:
+        return self.code not in ("int8", "fp8")
+
+
+FORMATS = {
+    "w8a8": Format("int8", True),
+    "w8a16": Format("int8", False),
+    "w8a8-g32": Format("int8-g32", True),
+    "w8a16-g32": Format("int8-g32", False),
+    "w4a8": Format("int4", True),
+    "w4a16": Format("int4", False),
+    "mxfp4-a8": Format("mxfp4", True),
+    "mxfp4-a16": Format("mxfp4", False),
+    "fp8-a16": Format("fp8", False),
+}
+ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
+HEAD = "head="
 
 
 def resolve_format(name: str) -> str:
-    """A format's own name.
+    """A format's own name; "int4,head=int8" keeps the embedding and the head in another one.
 
     Raises:
         RequestError: there is no such format.
     """
-    found = ALIASES.get(name, name)
+    base, comma, rest = str(name).partition(",")
+    if not comma:
+        return _resolved(base, name)
+    if not rest.startswith(HEAD):
+        raise RequestError(f"quantize is {name!r}; after the comma comes {HEAD}FORMAT.")
+    return f"{_resolved(base, name)},{HEAD}{_resolved(rest.removeprefix(HEAD), name)}"
+
+
+def format_of(name: str, *, head: bool) -> str:
+    """The format of a resolved name for the head (and embedding), or for everything else."""
+    base, _, rest = name.partition(f",{HEAD}")
+    return rest if head and rest else base
+
+
+def _resolved(part: str, whole: str) -> str:
+    found = ALIASES.get(part, part)
     if found not in FORMATS:
         raise RequestError(
-            f"quantize is {name!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}."
+            f"quantize is {whole!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}."
         )
     return found

@@ -15,10 +15,7 @@ from pathlib import Path
 import jax
 
 LIBRARY = "librooflax_native.so"
-TARGETS = (
-    "rooflax_matmul", "rooflax_unembed", "rooflax_rows", "rooflax_argmax", "rooflax_int8",
-    "rooflax_int4", "rooflax_attention",
-)  # fmt: skip
+TARGETS = ("rooflax_product", "rooflax_rows", "rooflax_argmax", "rooflax_attention")
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 
 

@@ -1,55 +1,71 @@
-"""`QuantizedArray`: weights in few bits, laid out for the CPU's byte products; and the formats.
+"""`QuantizedArray`: weights in few bits, packed for the CPU's byte products.
 
-A format states both widths, weights and activations. With w the weight [in, out] and s its scales:
+With w the weight [in, out], q its codes, s its scales and g = k // 32 (formats are in ops.formats):
 
-    int8 (w8a8)   w[k, n] ~ q[k, n] * s[n],  q in -127..127,  s[n] = max over k of |w| / 127
-    int4 (w4a8)   w[k, n] ~ (q[k, n] - 8) * s[g, n],  q in 0..15, g = k // 32, s a signed float16:
-                  the largest |w| of the group becomes -8 (as in ggml's Q4_0)
+    int8       w[k, n] ~ q[k, n] * s[n],       q in -127..127, s[n] = max over k of |w| / 127
+    int8-g32   w[k, n] ~ q[k, n] * s[g, n],    as ggml's Q8_0: s a float16
+    int4       w[k, n] ~ (q[k, n] - 8) * s[g, n],  as ggml's Q4_0: q in 0..15, s a signed float16,
+               the largest |w| of the group becomes -8
+    mxfp4      w[k, n] ~ e2m1(q[k, n]) * 2^(s[g, n] - 127),  as in GPT-OSS; s a byte
+    fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
 
-Activations become int8 with one scale per row (int8) or per row and group of 32 (int4), inside
-the product. Packing puts 16 outputs side by side, so that one load feeds one instruction for all
-of them: int8 values are [out / 16, in / 4, 16, 4]; int4 values [out / 16, in / 32, 4, 16, 4], each
-byte holding k = 4 s + j in its low half and 16 + 4 s + j in its high half.
+Formats that round take activations as int8 inside the product: one scale per row for int8, one per
+row and group of 32 for the others. Packing puts 16 outputs side by side, so that one load feeds one
+instruction for all of them: bytes are [out / 16, in / 4, 16, 4] (with groups [out / 16, in / 32, 8,
+16, 4]); nibbles [out / 16, in / 32, 4, 16, 4], each byte holding k = 4 s + j in its low half and
+16 + 4 s + j in its high half.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-PANEL, GROUP = 16, 32
+from rooflax.ops.formats import FORMATS, GROUP
+
+PANEL = 16
 CHUNK = 1 << 12
 """Outputs that are quantised at a time, so that intermediates stay small."""
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1_VALUES = np.concatenate([E2M1, -E2M1])
+E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+SCALE_TYPES = {"int8": np.float32, "fp8": np.float32, "mxfp4": np.uint8}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedArray:
-    """A weight [*in, *out] in few bits.
+    """A weight [*stack, *in, *out] in few bits; a stack is one axis of experts or layers, or none.
 
     Attributes:
         values: packed, as the module says.
-        scales: int8: float32 [out padded to 16]; int4: float16 [out / 16, in / 32, 16].
-        sums: int8: the sum of q over k per output, int32; int4: empty.
+        scales: [out padded to 16], or with groups [out / 16, in / 32, 16].
+        sums: int8: the sum of q over k per output, int32; others: empty.
         format: in ops.formats.
         in_shape, out_shape: of the weight it stands for.
     """
 
     values: Array
     scales: Array
-    sums: Int[Array, " sums"]
+    sums: Int[Array, "*sums"]
     format: str = field(metadata={"static": True})
     in_shape: tuple[int, ...] = field(metadata={"static": True})
     out_shape: tuple[int, ...] = field(metadata={"static": True})
 
     @property
+    def stack(self) -> tuple[int, ...]:
+        return self.values.shape[: self.values.ndim - (5 if FORMATS[self.format].grouped else 4)]
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.in_shape, *self.out_shape)
+        return (*self.stack, *self.in_shape, *self.out_shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -63,15 +79,16 @@ class QuantizedArray:
 
 def fits(format: str, inner: int) -> bool:
     """Whether a weight with `inner` inputs can have the format: groups have 32 of them."""
-    return format == "w8a8" or inner % GROUP == 0
+    return not FORMATS[format].grouped or inner % GROUP == 0
 
 
 def packed_bytes(format: str, inner: int, outer: int) -> int:
     """Bytes of a weight in a format."""
-    padded = -(-outer // PANEL) * PANEL
-    if format == "w8a8":
-        return padded * (-(-inner // 4) * 4 + 4 + 4)
-    return padded * inner // GROUP * (GROUP // 2 + 2)
+    code, padded = FORMATS[format].code, -(-outer // PANEL) * PANEL
+    if code in ("int8", "fp8"):
+        return padded * (-(-inner // 4) * 4 + (8 if code == "int8" else 4))
+    values = GROUP if code == "int8-g32" else GROUP // 2
+    return padded * inner // GROUP * (values + (1 if code == "mxfp4" else 2))
 
 
 def quantize(
@@ -85,93 +102,246 @@ def quantize(
     """A weight on the host to a format, chunk by chunk of its outputs.
 
     Args:
-        w: [*in, *out], or [*out, *in] if transposed, of any float dtype.
+        w: [*stack, *in, *out], or [*stack, *out, *in] if transposed, of any float dtype.
     """
     inner, outer = math.prod(in_shape), math.prod(out_shape)
-    matrix = w.reshape(outer, inner) if transposed else w.reshape(inner, outer).T
-    panels = -(-outer // PANEL)
-    pack = _pack_int8 if format == "w8a8" else _pack_int4
-    parts = []
-    for begin in range(0, panels * PANEL, CHUNK):
-        rows = matrix[begin : begin + CHUNK].astype(np.float32)
-        missing = -len(rows) % PANEL
-        parts.append(pack(np.pad(rows, ((0, missing), (0, 0)))))
-    values, scales, sums = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    matrices = w.reshape(-1, outer, inner) if transposed else w.reshape(-1, inner, outer)
+    code = FORMATS[format].code
+
+    def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for matrix in matrices:
+            rows = matrix if transposed else matrix.T
+            for begin in range(0, outer, CHUNK):
+                yield encode(code, rows[begin : begin + CHUNK].astype(np.float32))
+
+    stack = w.shape[: w.ndim - (len(in_shape) + len(out_shape))]
+    return _packed(encoded(), format, in_shape, out_shape, stack)
+
+
+def pack(
+    format: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+) -> QuantizedArray:
+    """Codes and scales that exist already, as a checkpoint has them.
+
+    Args:
+        codes: [*stack, out, in]: int8, or uint8 0..15 (int4: value + 8; mxfp4: e2m1's bits), or
+            the bits of e4m3.
+        scales: [*stack, out] or [*stack, out, in / 32]: float32, float16, or mxfp4's uint8.
+    """
+    inner, outer = math.prod(in_shape), math.prod(out_shape)
+    each = zip(codes.reshape(-1, outer, inner), _by_matrix(scales, format, outer), strict=True)
+
+    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for code, scale in each:
+            for begin in range(0, outer, CHUNK):
+                yield code[begin : begin + CHUNK], scale[begin : begin + CHUNK]
+
+    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2])
+
+
+def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
+    grouped = FORMATS[format].grouped
+    return scales.reshape(-1, outer, scales.shape[-1]) if grouped else scales.reshape(-1, outer)
+
+
+def _packed(
+    chunks: Iterator[tuple[np.ndarray, np.ndarray]],
+    format: str,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    stack: tuple[int, ...],
+) -> QuantizedArray:
+    """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
+    inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
+    code, panels = FORMATS[format].code, -(-outer // PANEL)
+    values, scales = _empty(code, count * panels, inner)
+    sums = np.zeros((count * panels, PANEL) if code == "int8" else (0, PANEL), np.int32)
+    at, done = 0, 0
+    for codes, scale in chunks:
+        padding = -len(codes) % PANEL
+        codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=8 if code == "int4" else 0)
+        end = at + len(codes) // PANEL
+        values[at:end] = _pack_codes(code, codes)
+        scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
+        scales[at:end] = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
+        if code == "int8":
+            sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
+        done += len(codes) - padding
+        at = end
+    assert done == count * outer
+    per_output = not FORMATS[format].grouped
     put = jax.device_put
-    return QuantizedArray(put(values), put(scales), put(sums), format, in_shape, out_shape)
-
-
-def _pack_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Outputs [n, in] to (values, scales, sums)."""
-    scales = np.abs(rows).max(axis=1) / np.float32(127)
-    inverse = np.divide(1, scales, where=scales > 0, out=np.zeros_like(scales))
-    q = np.rint(rows * inverse[:, None]).astype(np.int8)
-    sums = q.sum(axis=1, dtype=np.int32)
-    q = np.pad(q, ((0, 0), (0, -q.shape[1] % 4)))
-    values = q.reshape(-1, PANEL, q.shape[1] // 4, 4).swapaxes(1, 2)
-    return np.ascontiguousarray(values), scales, sums
-
-
-def _pack_int4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Outputs [n, in] to (values, scales, no sums)."""
-    groups = rows.reshape(len(rows), -1, GROUP)
-    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
-    scales = largest / np.float32(-8)
-    inverse = np.divide(1, scales, where=scales != 0, out=np.zeros_like(scales))
-    q = np.minimum(15, (groups * inverse + np.float32(8.5)).astype(np.int8)).astype(np.uint8)
-    both = q[:, :, :16] | (q[:, :, 16:] << 4)
-    values = both.reshape(-1, PANEL, groups.shape[1], 4, 4).transpose(0, 2, 3, 1, 4)
-    packed_scales = scales[:, :, 0].astype(np.float16).reshape(-1, PANEL, groups.shape[1])
-    return (
-        np.ascontiguousarray(values),
-        np.ascontiguousarray(packed_scales.swapaxes(1, 2)),
-        np.zeros(0, np.int32),
+    return QuantizedArray(
+        put(values.reshape(*stack, panels, *values.shape[1:])),
+        put(scales.reshape(*stack, *((-1,) if per_output else (panels, *scales.shape[1:])))),
+        put(sums.reshape(*stack, -1) if code == "int8" else sums.reshape(0)),
+        format,
+        in_shape,
+        out_shape,
     )
 
 
-def dequantize(w: QuantizedArray) -> Float[Array, "in out"]:
+def _empty(code: str, panels: int, inner: int) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays for packed values and scales."""
+    if code in ("int8", "fp8"):
+        values = np.empty(
+            (panels, -(-inner // 4), PANEL, 4), np.int8 if code == "int8" else np.uint8
+        )
+        return values, np.empty((panels, PANEL), np.float32)
+    quads, dtype = (8, np.int8) if code == "int8-g32" else (4, np.uint8)
+    values = np.empty((panels, inner // GROUP, quads, PANEL, 4), dtype)
+    scales = np.empty((panels, inner // GROUP, PANEL), SCALE_TYPES.get(code, np.float16))
+    return values, scales
+
+
+def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:
+    """Codes [n, in] of whole panels as [n / 16, ..., 16, 4]."""
+    if code in ("int8", "fp8"):
+        codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
+        return codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+    groups = codes.reshape(len(codes), -1, GROUP)
+    if code != "int8-g32":
+        groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
+    quads = groups.shape[2] // 4
+    return groups.reshape(-1, PANEL, groups.shape[1], quads, 4).transpose(0, 2, 3, 1, 4)
+
+
+def encode(code: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [n, in] in float32 to (codes, scales): the readable definition of every format."""
+    return _ENCODERS[code](rows)
+
+
+def _encode_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales = np.abs(rows).max(axis=1) / np.float32(127)
+    return np.rint(rows * _inverse(scales)[:, None]).astype(np.int8), scales
+
+
+def _encode_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales = np.abs(rows).max(axis=1) / np.float32(448)
+    scaled = np.clip(rows * _inverse(scales)[:, None], -448, 448)
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+
+
+def _encode_int8_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = rows.reshape(len(rows), -1, GROUP)
+    scales = np.abs(groups).max(axis=2) / np.float32(127)
+    scaled = groups * _inverse(scales)[:, :, None]
+    whole = np.trunc(scaled)
+    away = np.abs(scaled - whole) >= np.float32(0.5)  # halves go away from zero
+    codes = (whole + np.copysign(away, scaled)).astype(np.int8)
+    return codes.reshape(rows.shape), scales.astype(np.float16)
+
+
+def _encode_int4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = rows.reshape(len(rows), -1, GROUP)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
+    scales = largest / np.float32(-8)
+    q = np.minimum(15, (groups * _inverse(scales) + np.float32(8.5)).astype(np.int8))
+    return q.astype(np.uint8).reshape(rows.shape), scales[:, :, 0].astype(np.float16)
+
+
+def _encode_mxfp4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The exponent of the group's largest less e2m1's own; the nearest, of two the smaller."""
+    groups = rows.reshape(len(rows), -1, GROUP)
+    largest = np.abs(groups).max(axis=2)
+    exponent = np.frexp(largest)[1] - 1 - 2 + 127
+    scales = np.where(largest > 0, np.clip(exponent, 0, 254), 0).astype(np.uint8)
+    scaled = groups / np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[:, :, None]
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    size = np.searchsorted(middles, np.abs(scaled), side="left").astype(np.uint8)
+    codes = size | np.where((scaled < 0) & (size > 0), 8, 0).astype(np.uint8)
+    return codes.reshape(rows.shape), scales
+
+
+_ENCODERS = {
+    "int8": _encode_int8,
+    "fp8": _encode_fp8,
+    "int8-g32": _encode_int8_groups,
+    "int4": _encode_int4,
+    "mxfp4": _encode_mxfp4,
+}
+
+
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    return np.divide(1, scales, where=scales != 0, out=np.zeros_like(scales))
+
+
+def dequantize(w: QuantizedArray) -> Float[Array, "*stack in out"]:
     """The matrix [in, out] that the values and scales stand for, float32."""
     inner, outer = math.prod(w.in_shape), math.prod(w.out_shape)
-    if w.format == "w8a8":
-        panels, quads = w.values.shape[:2]
-        q = w.values.swapaxes(1, 2).reshape(panels * PANEL, quads * 4)
-        return (q.astype(jnp.float32) * w.scales[:, None])[:outer, :inner].T
-    q = _unpacked_int4(w.values).astype(jnp.float32)
-    scales = w.scales.swapaxes(1, 2).reshape(q.shape[0], -1, 1).astype(jnp.float32)
-    return (q * scales).reshape(q.shape[0], inner)[:outer].T
+    code, lead = FORMATS[w.format].code, w.stack
+    if code in ("int8", "fp8"):
+        q = w.values.swapaxes(-3, -2).reshape(*lead, w.values.shape[-4] * PANEL, -1)
+        numbers = _numbers(code, q) * w.scales[..., None]
+        return numbers[..., :outer, :inner].swapaxes(-1, -2)
+    groups = jnp.moveaxis(w.values, -2, -4)  # [panels, 16, groups, quads, 4]
+    q = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
+    scales = w.scales.swapaxes(-1, -2).reshape(*q.shape[:-1])
+    numbers = _numbers(code, _nibbles(code, q)) * _scale(code, scales)[..., None]
+    return numbers.reshape(*lead, -1, inner)[..., :outer, :].swapaxes(-1, -2)
 
 
-def _unpacked_int4(values: jax.Array) -> Int[Array, "out groups 32"]:
-    """Values - 8 of outputs in order."""
-    panels, groups = values.shape[:2]
-    both = values.transpose(0, 3, 1, 2, 4).reshape(panels * PANEL, groups, 16)
-    q = jnp.concatenate([both & 15, both >> 4], axis=-1)
-    return q.astype(jnp.int32) - 8
+def _nibbles(code: str, q: jax.Array) -> jax.Array:
+    """Both halves of each byte, where codes have four bits."""
+    return q if code == "int8-g32" else jnp.concatenate([q & 15, q >> 4], axis=-1)
+
+
+def _numbers(code: str, q: jax.Array) -> jax.Array:
+    """What codes stand for before they are scaled."""
+    if code == "fp8":
+        return jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn).astype(jnp.float32)
+    if code == "mxfp4":
+        return jnp.asarray(E2M1_VALUES)[q.astype(jnp.int32)]
+    return q.astype(jnp.float32) - (8.0 if code == "int4" else 0.0)
+
+
+def _scale(code: str, scales: jax.Array) -> jax.Array:
+    if code == "mxfp4":
+        return jnp.asarray(E8M0_VALUES)[scales.astype(jnp.int32)]
+    return scales.astype(jnp.float32)
+
+
+def member(w: jax.Array | QuantizedArray, index: jax.Array) -> jax.Array | QuantizedArray:
+    """One of a stack."""
+    if not isinstance(w, QuantizedArray):
+        return w[index]
+    sums = w.sums[index] if w.sums.ndim > 1 else w.sums
+    return replace(w, values=w.values[index], scales=w.scales[index], sums=sums)
 
 
 def rows_of(w: QuantizedArray, index: Int[Array, "*batch"]) -> Float[Array, "*batch in"]:
     """Weights of single outputs (an embedding's rows), float32."""
-    inner = math.prod(w.in_shape)
+    inner, code = math.prod(w.in_shape), FORMATS[w.format].code
     panel, lane = index // PANEL, index % PANEL
-    if w.format == "w8a8":
+    if code in ("int8", "fp8"):
         q = w.values.at[panel, :, lane].get(mode="promise_in_bounds")
-        q = q.reshape(*index.shape, -1)[..., :inner].astype(jnp.float32)
-        return q * w.scales.at[index].get(mode="promise_in_bounds")[..., None]
-    both = w.values.at[panel, :, :, lane].get(mode="promise_in_bounds")
-    both = both.reshape(*index.shape, -1, 16)
-    q = jnp.concatenate([both & 15, both >> 4], axis=-1).astype(jnp.float32) - 8.0
-    scales = w.scales.at[panel, :, lane].get(mode="promise_in_bounds").astype(jnp.float32)
-    return (q * scales[..., None]).reshape(*index.shape, inner)
+        numbers = _numbers(code, q.reshape(*index.shape, -1)[..., :inner])
+        return numbers * w.scales.at[index].get(mode="promise_in_bounds")[..., None]
+    q = w.values.at[panel, :, :, lane].get(mode="promise_in_bounds")
+    q = _nibbles(code, q.reshape(*index.shape, w.values.shape[1], -1))
+    scales = w.scales.at[panel, :, lane].get(mode="promise_in_bounds")
+    return (_numbers(code, q) * _scale(code, scales)[..., None]).reshape(*index.shape, inner)
 
 
 def quantized_product(x: Float[Array, "rows in"], w: QuantizedArray) -> Float[Array, "rows out"]:
-    """x @ w as the formats define it: activations rounded to int8, products summed exactly.
+    """x @ w as the formats define it: products of rounded activations are summed exactly.
 
     The readable reference of the native kernels.
     """
-    if w.format == "w8a8":
-        return _as_int8(x) @ dequantize(w)
-    return _as_int8(x.reshape(x.shape[0], -1, GROUP)).reshape(x.shape) @ dequantize(w)
+    return rounded(x, w.format) @ dequantize(w)
+
+
+def rounded(x: Float[Array, "rows in"], format: str) -> Float[Array, "rows in"]:
+    """Activations as the format's product sees them."""
+    if not FORMATS[format].rounds:
+        return x
+    if not FORMATS[format].grouped:
+        return _as_int8(x)
+    return _as_int8(x.reshape(x.shape[0], -1, GROUP)).reshape(x.shape)
 
 
 def _as_int8(x: jax.Array) -> jax.Array:

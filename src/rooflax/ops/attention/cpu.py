@@ -28,7 +28,15 @@ def paged_attention(
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call("rooflax_attention", out)
     wide = q.astype(jnp.float32)
+    none = jnp.zeros(0, jnp.float32)
     arrays = (block_tables, first_positions, positions, context_lens, sinks)
     return call(
-        wide, k_pool, v_pool, *arrays, scale=np.float32(scale), window=np.int64(window or 0)
+        wide,
+        k_pool,
+        v_pool,
+        none,
+        none,
+        *arrays,
+        scale=np.float32(scale),
+        window=np.int64(window or 0),
     ).astype(q.dtype)

@@ -1,5 +1,6 @@
 """y = x @ w for every weight format."""
 
 from rooflax.ops.linear.api import linear, lookup, unembed
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 
-__all__ = ["linear", "lookup", "unembed"]
+__all__ = ["Activation", "ClampedSwiglu", "Norm", "linear", "lookup", "unembed"]

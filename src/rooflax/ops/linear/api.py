@@ -8,9 +8,14 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import cpu, reference, xla
+from rooflax.ops.linear.prologue import Prologue, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
 
-IMPLEMENTATIONS = {"reference": reference.matmul, "xla": xla.matmul, "native": cpu.matmul}
+IMPLEMENTATIONS = {
+    "reference": unfused(reference.matmul),
+    "xla": unfused(xla.matmul),
+    "native": cpu.matmul,
+}
 
 
 @parts.matmuls
@@ -20,36 +25,43 @@ def linear(
     bias: Float[Array, "*out"] | None = None,
     *,
     contract: int = 1,
+    prologue: Prologue | None = None,
+    residual: Float[Array, "*result"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*result"]:
-    """Contracts x's last `contract` axes with w's first, and adds the bias.
+    """Contracts x's last `contract` axes with w's first, and adds bias and residual.
 
-        y[..., out] = sum over in of x[..., in] * w[in, out] + bias[out]
+        y[..., out] = sum over in of prologue(x)[..., in] * w[in, out]
+                      + bias[out] + residual[..., out]
 
     Accumulates in float32; returns x's dtype. Several in or out axes are taken as one: w's
     remaining axes become y's last axes.
 
     Args:
-        x: [..., *in].
+        x: [..., *in]; where the prologue gates, [..., 2, in].
         w: [*in, *out], in any width; quantised ones round x as their format says.
         bias: [*out] or None.
         contract: number of axes in `*in`.
+        prologue: a norm or an activation of the rows, which a kernel does while it reads them.
+        residual: [..., *out], what the result is added to; or None.
         implementation: "reference", "xla", "native", or None for the platform's best.
 
     Raises:
         ValueError: the contracted axes differ.
         NotImplementedError: the named implementation does not exist here.
     """
-    split = x.ndim - contract
+    taken = contract + (prologue is not None and getattr(prologue, "gated", False))
+    split = x.ndim - taken
     in_shape, out_shape = w.shape[:contract], w.shape[contract:]
-    if x.shape[split:] != in_shape:
-        raise ValueError(f"x ends in {x.shape[split:]}, but w begins with {in_shape}")
+    if x.shape[x.ndim - contract :] != in_shape:
+        raise ValueError(f"x ends in {x.shape[x.ndim - contract :]}, but w begins with {in_shape}")
     matmul = choose("linear", IMPLEMENTATIONS, implementation)
-    rows = x.reshape(-1, _size(in_shape))
+    rows = x.reshape(-1, _size(x.shape[split:]))
     flat_bias = None if bias is None else bias.reshape(-1)
+    flat_residual = None if residual is None else residual.reshape(rows.shape[0], -1)
     if not isinstance(w, QuantizedArray):
         w = w.reshape(_size(in_shape), _size(out_shape))
-    y = matmul(rows, w, flat_bias)
+    y = matmul(rows, w, flat_bias, prologue=prologue, residual=flat_residual)
     return y.reshape(*x.shape[:split], *out_shape)
 
 

@@ -1,39 +1,87 @@
-"""Linear by the native kernels: weights stay at their width, outputs are summed in order of k."""
+"""Linear by the native kernel: weights stay at their width, outputs are summed in order of k.
+
+A norm or an activation in front, bias and residual behind are part of the same call.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear.prologue import Activation, Norm, Prologue
 from rooflax.ops.quantization import QuantizedArray
 
 NATIVE_DTYPES = (jnp.float32, jnp.bfloat16)
+LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
+"""In the order of csrc/product_ffi.cc."""
+ACTIVATIONS = {
+    "silu": 3, "swish": 3, "gelu": 4, "gelu_new": 5, "gelu_pytorch_tanh": 5, "relu": 6,
+}  # fmt: skip
+"""By their numbers in csrc/kernels.h; RMSNorm is 1, LayerNorm 2, the clamped SwiGLU 7."""
 
 
 def matmul(
-    x: Float[Array, "rows in"],
+    x: Float[Array, "rows width"],
     w: Float[Array, "in out"] | QuantizedArray,
     bias: Float[Array, " out"] | None,
+    *,
+    prologue: Prologue | None = None,
+    residual: Float[Array, "rows out"] | None = None,
 ) -> Float[Array, "rows out"]:
-    wide = x.astype(jnp.float32)
-    bias = jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    if isinstance(w, QuantizedArray):
-        return _quantized(wide, w, bias).astype(x.dtype)
-    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call("rooflax_matmul", out)(wide, _native(w), bias).astype(x.dtype)
+    y = product(x, w, bias, prologue=prologue, residual=residual)
+    return y.astype(x.dtype)
 
 
 def unembed(
     x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
 ) -> Float[Array, "rows vocab"]:
-    wide = x.astype(jnp.float32)
-    if isinstance(table, QuantizedArray):
-        return _quantized(wide, table, jnp.zeros(0, jnp.float32))
-    out = jax.ShapeDtypeStruct((x.shape[0], table.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("rooflax_unembed", out)(wide, _native(table))
+    return product(x, table, None, layout="table")
+
+
+def product(
+    x: Float[Array, "rows width"],
+    w: Float[Array, "*weight"] | QuantizedArray,
+    bias: Float[Array, "*out"] | None,
+    *,
+    layout: str = "matrix",
+    prologue: Prologue | None = None,
+    residual: Float[Array, "rows result"] | None = None,
+    select: Int[Array, " n"] | None = None,
+) -> Float[Array, "rows result"]:
+    """The kernel's call, in float32.
+
+    Args:
+        layout: of an unpacked w: "matrix" is [in, out], "table" [out, in].
+        select: for a w with a leading axis: whose weights each row (or, with n = 1, every row)
+            has; a bias may have the same leading axis.
+    """
+    if isinstance(w, QuantizedArray):
+        arrays, outer = (w.values, w.scales, w.sums), math.prod(w.out_shape)
+        layout, rounds = FORMATS[w.format].code, FORMATS[w.format].rounds
+    else:
+        arrays, rounds = (_native(w), _none(jnp.float32), _none(jnp.int32)), False
+        outer = w.shape[-1 if layout == "matrix" else -2]
+    before, norm = _before(prologue)
+    call = jax.ffi.ffi_call(
+        "rooflax_product", jax.ShapeDtypeStruct((x.shape[0], outer), jnp.float32)
+    )
+    return call(
+        x.astype(jnp.float32),
+        *arrays,
+        _optional(bias),
+        _optional(residual),
+        *norm,
+        _none(jnp.int32) if select is None else select,
+        layout=np.int64(LAYOUTS.index(layout)),
+        bytes=np.int64(rounds),
+        **before,
+    )
 
 
 def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
@@ -42,11 +90,34 @@ def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[
     return jax.ffi.ffi_call("rooflax_rows", out)(_native(table), index)
 
 
-def _quantized(x: jax.Array, w: QuantizedArray, bias: jax.Array) -> jax.Array:
-    out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.out_shape)), jnp.float32)
-    if w.format == "w8a8":
-        return jax.ffi.ffi_call("rooflax_int8", out)(x, w.values, w.scales, w.sums, bias)
-    return jax.ffi.ffi_call("rooflax_int4", out)(x, w.values, w.scales, bias)
+def _before(prologue: Prologue | None) -> tuple[dict[str, Any], tuple[jax.Array, jax.Array]]:
+    """A prologue as the kernel's attributes, and a norm's arrays."""
+    kind, eps, alpha, limit = 0, 0.0, 0.0, 0.0
+    weight = bias = None
+    if isinstance(prologue, Norm):
+        kind, eps = (1 if prologue.bias is None else 2), prologue.eps
+        weight, bias = prologue.weight, prologue.bias
+    elif isinstance(prologue, Activation):
+        kind = ACTIVATIONS[prologue.name]
+    elif prologue is not None:
+        kind, alpha, limit = 7, prologue.alpha, prologue.limit
+    attributes = {
+        "before": np.int64(kind),
+        "gated": np.int64(getattr(prologue, "gated", False)),
+        "eps": np.float32(eps),
+        "alpha": np.float32(alpha),
+        "limit": np.float32(limit),
+    }
+    return attributes, (_optional(weight), _optional(bias))
+
+
+def _optional(x: jax.Array | None) -> jax.Array:
+    return _none(jnp.float32) if x is None else x.astype(jnp.float32)
+
+
+def _none(dtype: Any) -> jax.Array:
+    """What the kernel takes for an argument that is not there."""
+    return jnp.zeros(0, dtype)
 
 
 def _native(w: jax.Array) -> jax.Array:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
-from rooflax.ops.moe import reference, xla
+from rooflax.ops.moe import cpu, reference, xla
+from rooflax.ops.quantization import QuantizedArray
 
-IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts}
+IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts, "native": cpu.experts}
 
 
 @parts.experts
@@ -32,9 +33,9 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
     gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"],
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
     down_bias: Float[Array, "experts hidden"],
     *,
     activation: Callable[[jax.Array], jax.Array],
@@ -49,12 +50,16 @@ def experts(
     Products accumulate in float32, the sum over experts is float32; returns x's dtype.
 
     Args:
+        gate_up, down: quantised ones are stacks over the experts and round their rows.
         activation: [..., 2, mlp] to [..., mlp].
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
             tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
             experts on all tokens. They differ in speed only.
-        implementation: "reference" (always dense), "xla", or None for the platform's best.
+        implementation: "reference" (always dense), "xla", "native" (grouped only), or None for the
+            platform's best.
     """
+    if implementation is None and method != "grouped":  # the kernel has no slow way
+        implementation = "xla"
     compute = choose("experts", IMPLEMENTATIONS, implementation)
     return compute(
         x,

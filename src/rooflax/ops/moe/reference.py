@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.quantization import QuantizedArray, dequantize, rounded
+
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -15,9 +17,9 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
     gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"],
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
     down_bias: Float[Array, "experts hidden"],
     *,
     activation: Callable[[jax.Array], jax.Array],
@@ -25,11 +27,20 @@ def experts(
 ) -> Float[Array, "tokens hidden"]:
     del method  # it always runs every expert
     num_experts = gate_up.shape[0]
-    x32, gate_up32, down32 = (a.astype(jnp.float32) for a in (x, gate_up, down))
+    x32, gate_up32 = _operands(x.astype(jnp.float32), gate_up)
     h = jnp.einsum("td,edcf->tecf", x32, gate_up32, precision=HIGHEST)
     h = activation(h + gate_up_bias.astype(jnp.float32)[None])
+    h, down32 = _operands(h, down)
     y = jnp.einsum("tef,efd->ted", h, down32, precision=HIGHEST)
     y = y + down_bias.astype(jnp.float32)[None]
     chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.float32)
     shares = jnp.einsum("tj,tje->te", expert_weights, chosen, precision=HIGHEST)
     return jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype)
+
+
+def _operands(x: jax.Array, w: jax.Array | QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Rows as the weights' format rounds them, and the weights, in float32."""
+    if not isinstance(w, QuantizedArray):
+        return x, w.astype(jnp.float32)
+    rows = rounded(x.reshape(-1, x.shape[-1]), w.format)
+    return rows.reshape(x.shape), dequantize(w).reshape(w.shape)

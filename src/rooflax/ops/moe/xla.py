@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.control import fori_loop
 from rooflax.ops.linear import xla as linear
 from rooflax.ops.moe import reference
+from rooflax.ops.quantization import QuantizedArray, member
 
 LARGEST_TILE = 32
 
@@ -22,9 +24,9 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
     gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"],
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
     down_bias: Float[Array, "experts hidden"],
     *,
     activation: Callable[[jax.Array], jax.Array],
@@ -86,7 +88,7 @@ def _run_tiles(
     num_tiles: jax.Array,
     tile: int,
     chosen: int,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[Any, ...],
     activation: Callable[[jax.Array], jax.Array],
 ) -> Float[Array, "slots hidden"]:
     """Every used tile through its expert, in float32; unused slots stay zero."""
@@ -99,10 +101,12 @@ def _run_tiles(
     def run_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         expert = tile_expert[index]
         tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, index * tile, tile)
-        w_in = gate_up[expert].reshape(hidden, -1)
+        w_in, w_out = member(gate_up, expert), member(down, expert)
+        if not isinstance(w_in, QuantizedArray):
+            w_in = w_in.reshape(hidden, -1)
         h = linear.matmul(x[tokens], w_in, gate_up_bias[expert].reshape(-1))
         h = activation(h.reshape(tile, 2, -1))
-        y = linear.matmul(h, down[expert], down_bias[expert]).astype(jnp.float32)
+        y = linear.matmul(h, w_out, down_bias[expert]).astype(jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y, index * tile, axis=0)
 
     empty = jnp.zeros((num_slots, hidden), jnp.float32)

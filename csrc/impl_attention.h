@@ -1,0 +1,154 @@
+// Attention over blocks. Part of kernels_impl.h.
+//
+// A score is summed over head_dim in sixteen lanes, an output over the keys in their order, whoever
+// else shares the pass: a query's result does not depend on chunk, batch or block table.
+
+// Runs each(i, slot) for the slots [begin, end) of a table; i counts from begin. The same place of
+// the next block is on its way meanwhile: blocks lie anywhere, and no prefetcher of the processor's
+// own follows a table.
+template <typename W, typename Each>
+inline void EachSlot(const AttendArgs& a, const W* pool, int64_t begin, int64_t end,
+                     const Each& each) {
+  const int64_t lines = (a.head_dim * static_cast<int64_t>(sizeof(W)) + 63) / 64;
+  int64_t at = begin;
+  while (at < end) {
+    const int64_t block = at / a.block_size, offset = at - block * a.block_size;
+    const int64_t count = std::min(end - at, a.block_size - offset);
+    const int64_t first = a.table[block] * a.block_stride + offset * a.head_dim;
+    const bool more = at + count < end;
+    const int64_t next = more ? a.table[block + 1] * a.block_stride + offset * a.head_dim : first;
+    for (int64_t j = 0; j < count; ++j) {
+      if (more) Prefetch(reinterpret_cast<const uint8_t*>(pool + next + j * a.head_dim), lines);
+      each(at - begin + j, first + j * a.head_dim);
+    }
+    at += count;
+  }
+}
+
+// Where the scale of a slot of int8 lies: pools of scales have no head_dim.
+inline float ScaleAt(const AttendArgs& a, const float* scales, int64_t slot) {
+  return scales[slot / a.head_dim];
+}
+
+// Scores of N queries over every slot that one of them sees.
+template <int64_t N, typename W>
+void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
+  const auto* k = static_cast<const W*>(a.k);
+  const int64_t whole = a.head_dim / kLanes * kLanes;
+  EachSlot(a, k, begin, end, [&](int64_t i, int64_t slot) {
+    const W* key = k + slot;
+    F16 sums[N];
+    for (auto& sum : sums) sum = F16{};
+    for (int64_t d = 0; d < whole; d += kLanes) {
+      const F16 wide = LoadWide(key + d);
+      for (int64_t n = 0; n < N; ++n) sums[n] += Load<F16>(a.queries[n].q + d) * wide;
+    }
+    float scale = a.scale;
+    if constexpr (sizeof(W) == 1) scale *= ScaleAt(a, a.k_scale, slot);
+    for (int64_t n = 0; n < N; ++n) {
+      float score = Sum(sums[n]);
+      for (int64_t d = whole; d < a.head_dim; ++d) score += a.queries[n].q[d] * Widen(key[d]);
+      a.scores[n * a.span + i] = score * scale;
+    }
+  });
+}
+
+// Scores of one query to shares that add up to 1 with the sink's; NaN stays NaN.
+inline void Softmax(float* scores, int64_t count, const float* sink) {
+  F16 highest = Broadcast(sink ? *sink : -3.0e38f);
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -3.0e38f);
+    highest = Select(values > highest, values, highest);
+  });
+  const float most = Largest(highest);
+  F16 totals = F16{};
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -INFINITY);
+    const F16 shares = Select(values == values, Exp(values - most), values);
+    totals += shares;
+    StoreSome(scores + i, shares, n);
+  });
+  float total = Sum(totals);
+  if (sink) {
+    float lane[kLanes];
+    Store(lane, Exp(Broadcast(*sink - most)));
+    total += lane[0];
+  }
+  const float inverse = total > 0.0f ? 1.0f / total : total != total ? total : 0.0f;
+  EachVector(count, [&](int64_t i, int64_t n) {
+    StoreSome(scores + i, LoadSome(scores + i, n) * inverse, n);
+  });
+}
+
+// Outputs of N queries, sixteen lanes times kHeld at once.
+template <int64_t N, typename W>
+void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
+             int64_t end) {
+  constexpr int64_t kHeld = 4;
+  const auto* v = static_cast<const W*>(a.v);
+  const int64_t whole = a.head_dim / kLanes * kLanes;
+  for (int64_t d = 0; d < whole; d += kHeld * kLanes) {
+    const int64_t held = std::min(kHeld, (whole - d) / kLanes);
+    F16 sums[N][kHeld] = {};
+    EachSlot(a, v, begin, end, [&](int64_t i, int64_t slot) {
+      float scale = 1.0f;
+      if constexpr (sizeof(W) == 1) scale = ScaleAt(a, a.v_scale, slot);
+      for (int64_t h = 0; h < kHeld; ++h) {
+        if (h >= held) continue;
+        const F16 wide = LoadWide(v + slot + d + h * kLanes) * scale;
+        for (int64_t n = 0; n < N; ++n) sums[n][h] += shares[n * a.span + i] * wide;
+      }
+    });
+    for (int64_t n = 0; n < N; ++n) {
+      for (int64_t h = 0; h < held; ++h) Store(queries[n].out + d + h * kLanes, sums[n][h]);
+    }
+  }
+  for (int64_t d = whole; d < a.head_dim; ++d) {
+    float sums[N] = {};
+    EachSlot(a, v, begin, end, [&](int64_t i, int64_t slot) {
+      float wide = Widen(v[slot + d]);
+      if constexpr (sizeof(W) == 1) wide *= ScaleAt(a, a.v_scale, slot);
+      for (int64_t n = 0; n < N; ++n) sums[n] += shares[n * a.span + i] * wide;
+    });
+    for (int64_t n = 0; n < N; ++n) queries[n].out[d] = sums[n];
+  }
+}
+
+template <typename W>
+void AttendWidth(const AttendArgs& a) {
+  int64_t begin = a.queries[0].first, end = a.queries[0].last;
+  for (int64_t n = 1; n < a.count; ++n) {
+    begin = std::min(begin, a.queries[n].first);
+    end = std::max(end, a.queries[n].last);
+  }
+  switch (a.count) {
+    case 1: Scores<1, W>(a, begin, end); break;
+    case 2: Scores<2, W>(a, begin, end); break;
+    case 3: Scores<3, W>(a, begin, end); break;
+    case 4: Scores<4, W>(a, begin, end); break;
+    case 5: Scores<5, W>(a, begin, end); break;
+    case 6: Scores<6, W>(a, begin, end); break;
+    case 7: Scores<7, W>(a, begin, end); break;
+    default: Scores<8, W>(a, begin, end);
+  }
+  for (int64_t n = 0; n < a.count; ++n) {
+    const Query& query = a.queries[n];
+    float* line = a.scores + n * a.span;
+    std::fill(line, line + (query.first - begin), 0.0f);  // what others see and this one does not
+    std::fill(line + (query.last - begin), line + (end - begin), 0.0f);
+    Softmax(line + (query.first - begin), query.last - query.first, query.sink);
+  }
+  int64_t n = 0;
+  for (; n + 4 <= a.count; n += 4) {
+    Outputs<4, W>(a, a.queries + n, a.scores + n * a.span, begin, end);
+  }
+  for (; n < a.count; ++n) Outputs<1, W>(a, a.queries + n, a.scores + n * a.span, begin, end);
+}
+
+void Attend(const AttendArgs& a) {
+  switch (a.width) {
+    case Width::kFloat32: return AttendWidth<float>(a);
+    case Width::kBfloat16: return AttendWidth<uint16_t>(a);
+    case Width::kInt8: return AttendWidth<int8_t>(a);
+  }
+}

@@ -1,0 +1,360 @@
+// Products with packed weights. Part of kernels_impl.h.
+//
+// With activations in bytes the products of a group are summed exactly; with activations in float32
+// the weights are widened, sixteen outputs at a time.
+
+// Writes a panel's sums of a row, as far as the outputs go.
+inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums) {
+  const int64_t n = panel * kPanel, count = std::min(kPanel, out.outer - n);
+  if (count < kPanel) {
+    float lane[kPanel];
+    Store(lane, sums);
+    return Finish(out, row, n, count, lane);
+  }
+  if (out.bias) sums += Load<F16>(out.bias + n);
+  if (out.residual) sums += Load<F16>(out.residual + row * out.outer + n);
+  Store(out.y + row * out.outer + n, sums);
+}
+
+// M rows times the panels [begin, end), P of them beside each other.
+template <typename Tile, int64_t M, int64_t P>
+void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
+  int64_t panel = begin;
+  for (; panel + P <= end; panel += P) Tile::template Run<M, P>(a, row, panel);
+  for (; panel < end; ++panel) Tile::template Run<M, 1>(a, row, panel);
+}
+
+// Up to eight rows at once; the more rows, the fewer panels beside each other fit into registers.
+template <typename Tile>
+void FewRows(const PackedArgs& a) {
+  switch (a.rows) {
+    case 1: return PanelsOf<Tile, 1, Tile::Panels(1)>(a, 0, a.begin, a.end);
+    case 2: return PanelsOf<Tile, 2, Tile::Panels(2)>(a, 0, a.begin, a.end);
+    case 3: return PanelsOf<Tile, 3, Tile::Panels(3)>(a, 0, a.begin, a.end);
+    case 4: return PanelsOf<Tile, 4, Tile::Panels(4)>(a, 0, a.begin, a.end);
+    case 5: return PanelsOf<Tile, 5, Tile::Panels(5)>(a, 0, a.begin, a.end);
+    case 6: return PanelsOf<Tile, 6, Tile::Panels(6)>(a, 0, a.begin, a.end);
+    case 7: return PanelsOf<Tile, 7, Tile::Panels(7)>(a, 0, a.begin, a.end);
+    case 8: return PanelsOf<Tile, 8, Tile::Panels(8)>(a, 0, a.begin, a.end);
+    default: return;
+  }
+}
+
+// Any number of rows: a few panels that stay in the cache meet every tile of rows.
+template <typename Tile>
+void AllRows(const PackedArgs& a) {
+  if (a.rows <= 8) return FewRows<Tile>(a);
+  constexpr int64_t kPanels = Tile::Panels(12);
+  for (int64_t panel = a.begin; panel < a.end; panel += kPanels) {
+    const int64_t end = std::min(panel + kPanels, a.end);
+    int64_t row = 0;
+    for (; row + 12 <= a.rows; row += 12) PanelsOf<Tile, 12, kPanels>(a, row, panel, end);
+    for (; row + 4 <= a.rows; row += 4) PanelsOf<Tile, 4, kPanels>(a, row, panel, end);
+    for (; row < a.rows; ++row) PanelsOf<Tile, 1, kPanels>(a, row, panel, end);
+  }
+}
+
+inline void Prefetch(const uint8_t* from, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64);
+}
+
+// ---- Bytes times bytes, one scale per row and output ----
+
+struct Int8Tile {
+  static constexpr int64_t Panels(int64_t rows) {
+    return rows <= 2 ? 8 : rows == 3 ? 6 : rows == 4 ? 5 : rows == 5 ? 4 : rows <= 7 ? 3 : 2;
+  }
+
+  template <int64_t M, int64_t P>
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+    const int64_t quads = a.stride / 4;
+    const auto* x = static_cast<const uint8_t*>(a.x) + row * a.stride;
+    const uint8_t* w = a.w + panel * quads * 64;
+    I16 sums[P][M];
+    for (auto& line : sums) {
+      for (auto& sum : line) sum = I16{};
+    }
+    for (int64_t quad = 0; quad < quads; ++quad) {
+      I16 weights[P];
+      for (int64_t p = 0; p < P; ++p) {
+        const uint8_t* from = w + (p * quads + quad) * 64;
+        __builtin_prefetch(from + 2048);
+        weights[p] = Load<I16>(from);
+      }
+      for (int64_t m = 0; m < M; ++m) {
+        const I16 value = BroadcastBytes(x + m * a.stride + quad * 4);
+        for (int64_t p = 0; p < P; ++p) sums[p][m] = Dot4(sums[p][m], value, weights[p]);
+      }
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      const int64_t n = (panel + p) * kPanel;
+      const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
+      const I16 offset = Load<I16>(a.w_sum + n) * 128;
+      for (int64_t m = 0; m < M; ++m) {
+        const F16 scale = w_scale * a.x_scale[row + m];
+        FinishPanel(a.out, row + m, panel + p, ToFloat(sums[p][m] - offset) * scale);
+      }
+    }
+  }
+};
+
+// ---- Codes with a scale per group of 32 ----
+//
+// A code gives a group's values as unsigned bytes, kOffset too large, eight quads of them.
+
+struct Int8Group {
+  static constexpr int64_t kBytes = 512;
+  static constexpr int32_t kOffset = 128;
+  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
+    for (int64_t s = 0; s < 8; ++s) {
+      quads[s] = reinterpret_cast<I16>(Load<U16>(from + s * 64) ^ 0x80808080u);
+    }
+  }
+  static F16 Scale(const void* scales, int64_t block) {
+    return LoadHalf(static_cast<const uint16_t*>(scales) + block * kPanel);
+  }
+};
+
+struct Int4Group {
+  static constexpr int64_t kBytes = 256;
+  static constexpr int32_t kOffset = 8;
+  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
+    for (int64_t s = 0; s < 4; ++s) {
+      const U16 both = Load<U16>(from + s * 64);
+      quads[s] = reinterpret_cast<I16>(both & 0x0f0f0f0fu);
+      quads[4 + s] = reinterpret_cast<I16>((both >> 4) & 0x0f0f0f0fu);
+    }
+  }
+  static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
+};
+
+struct Mxfp4Group {
+  static constexpr int64_t kBytes = 256;
+  static constexpr int32_t kOffset = 12;
+  // Twice the value of e2m1, which is whole, plus 12.
+  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
+    alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                       12, 11, 10, 9,  8,  6,  4,  0};
+    Int4Group::Unsigned(from, quads);
+    for (auto& quad : quads) quad = LookUp(kTable, quad);
+  }
+  // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
+  static F16 Scale(const void* scales, int64_t block) {
+    const auto* from = static_cast<const uint8_t*>(scales) + block * kPanel;
+    const I16 e = __builtin_convertvector(Load<U8x16>(from), I16);
+    const I16 tiny = I16{} + 0x00200000, fault = I16{} + 0x7fc00000;
+    const I16 bits = e >= 2 ? (e - 1) << 23 : e == 1 ? tiny + tiny : tiny;
+    return reinterpret_cast<F16>(e == 255 ? fault : bits);
+  }
+};
+
+template <typename Group>
+struct GroupTile {
+  static constexpr int64_t Panels(int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+
+  template <int64_t M, int64_t P>
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+    const int64_t groups = a.stride / kGroup;
+    const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+    F16 totals[P][M];
+    for (auto& line : totals) {
+      for (auto& total : line) total = F16{};
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t p = 0; p < P; ++p) {
+        const int64_t block = (panel + p) * groups + g;
+        const uint8_t* from = a.w + block * Group::kBytes;
+        Prefetch(from + 2048, Group::kBytes / 64);
+        I16 quads[8], sums[M];
+        Group::Unsigned(from, quads);
+        for (int64_t m = 0; m < M; ++m) {
+          sums[m] = I16{} - Group::kOffset * a.x_sum[(row + m) * groups + g];
+        }
+        for (int64_t s = 0; s < 8; ++s) {
+          for (int64_t m = 0; m < M; ++m) {
+            const int8_t* values = x + m * a.stride + g * kGroup + s * 4;
+            sums[m] = Dot4(sums[m], quads[s], BroadcastBytes(values));
+          }
+        }
+        const F16 scale = Group::Scale(a.w_scale, block);
+        for (int64_t m = 0; m < M; ++m) {
+          totals[p][m] += ToFloat(sums[m]) * (scale * a.x_scale[(row + m) * groups + g]);
+        }
+      }
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      for (int64_t m = 0; m < M; ++m) FinishPanel(a.out, row + m, panel + p, totals[p][m]);
+    }
+  }
+};
+
+void Bytes(const PackedArgs& a) {
+  switch (a.code) {
+    case Code::kInt8: return AllRows<Int8Tile>(a);
+    case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
+    case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
+    case Code::kMxfp4: return AllRows<GroupTile<Mxfp4Group>>(a);
+    case Code::kFp8: return;
+  }
+}
+
+// ---- Float32 times widened weights ----
+//
+// A code gives a group's weights as 32 vectors of sixteen outputs, k after k. Where the scale is the
+// output's, it comes at the end.
+
+// Codes of a byte.
+template <typename Byte>
+struct ByteWide {
+  static constexpr bool kGrouped = false;
+  static constexpr int64_t kBytes = 512;
+  static void Widen(const PackedArgs&, int64_t, const uint8_t* from, int64_t quads, F16* w) {
+    for (int64_t s = 0; s < quads; ++s) {
+      const I16 lanes = Load<I16>(from + s * 64);
+      for (int64_t j = 0; j < 4; ++j) w[s * 4 + j] = Byte::Value(lanes, j);
+    }
+  }
+};
+
+struct Int8Byte {
+  static F16 Value(I16 lanes, int64_t j) { return ToFloat((lanes << (24 - 8 * j)) >> 24); }
+};
+
+// e4m3: the exponent's bias is 7, the smallest step 2^-9; 0x7f is NaN and never stored.
+struct Fp8Byte {
+  static F16 Value(I16 lanes, int64_t j) {
+    const I16 byte = (lanes >> (8 * j)) & 0xff, size = byte & 0x7f;
+    const I16 tiny = reinterpret_cast<I16>(ToFloat(size) * 0x1p-9f);
+    const I16 bits = size >= 8 ? (size << 20) + (120 << 23) : tiny;
+    return reinterpret_cast<F16>(bits | ((byte & 0x80) << 24));
+  }
+};
+
+struct Int8GroupWide {
+  static constexpr bool kGrouped = true;
+  static constexpr int64_t kBytes = 512;
+  static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t quads,
+                    F16* w) {
+    ByteWide<Int8Byte>::Widen(a, block, from, quads, w);
+    const F16 scale = Int8Group::Scale(a.w_scale, block);
+    for (int64_t k = 0; k < kGroup; ++k) w[k] *= scale;
+  }
+};
+
+// Codes of four bits by a table of their sixteen values.
+template <typename Group>
+struct NibbleWide {
+  static constexpr bool kGrouped = true;
+  static constexpr int64_t kBytes = 256;
+  static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t, F16* w) {
+    const F16 table = Values(), scale = Group::Scale(a.w_scale, block);
+    for (int64_t s = 0; s < 4; ++s) {
+      const U16 both = Load<U16>(from + s * 64);
+      for (int64_t j = 0; j < 4; ++j) {
+        w[s * 4 + j] = TakeLanes(table, both >> (8 * j)) * scale;
+        w[16 + s * 4 + j] = TakeLanes(table, both >> (8 * j + 4)) * scale;
+      }
+    }
+  }
+  static F16 Values();
+};
+
+template <>
+inline F16 NibbleWide<Int4Group>::Values() {
+  return F16{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+}
+
+template <>
+inline F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale is halved
+  return F16{0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+}
+
+template <typename Wide>
+inline const uint8_t* GroupAt(const PackedArgs& a, int64_t panel, int64_t g) {
+  return a.w + panel * a.stride * (Wide::kBytes / kGroup) + g * Wide::kBytes;
+}
+
+inline F16 OutputScale(const PackedArgs& a, int64_t panel) {
+  return Load<F16>(static_cast<const float*>(a.w_scale) + panel * kPanel);
+}
+
+template <typename Wide>
+struct WideTile {
+  static constexpr int64_t Panels(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+  template <int64_t M, int64_t P>
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+    const int64_t groups = (a.stride + kGroup - 1) / kGroup;
+    const auto* x = static_cast<const float*>(a.x) + row * a.inner;
+    F16 sums[P][M];
+    for (auto& line : sums) {
+      for (auto& sum : line) sum = F16{};
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8);
+      const int64_t count = std::min(kGroup, a.inner - g * kGroup);
+      F16 w[P][kGroup];
+      for (int64_t p = 0; p < P; ++p) {
+        const uint8_t* from = GroupAt<Wide>(a, panel + p, g);
+        Prefetch(from + 2048, Wide::kBytes / 64);
+        Wide::Widen(a, (panel + p) * groups + g, from, quads, w[p]);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        for (int64_t m = 0; m < M; ++m) {
+          const float value = x[m * a.inner + g * kGroup + k];
+          for (int64_t p = 0; p < P; ++p) sums[p][m] += value * w[p][k];
+        }
+      }
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      for (int64_t m = 0; m < M; ++m) {
+        if (!Wide::kGrouped) sums[p][m] *= OutputScale(a, panel + p);
+        FinishPanel(a.out, row + m, panel + p, sums[p][m]);
+      }
+    }
+  }
+};
+
+// Many rows: two panels are widened once and meet every tile of rows.
+template <typename Wide>
+void WideMany(const PackedArgs& a) {
+  const int64_t groups = (a.stride + kGroup - 1) / kGroup;
+  std::vector<float> packed(static_cast<size_t>(groups * kGroup) * 32 + 16, 0.0f);
+  for (int64_t panel = a.begin; panel < a.end; panel += 2) {
+    const int64_t count = std::min<int64_t>(2, a.end - panel);
+    for (int64_t p = 0; p < count; ++p) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8);
+        F16 w[kGroup];
+        const uint8_t* from = GroupAt<Wide>(a, panel + p, g);
+        Wide::Widen(a, (panel + p) * groups + g, from, quads, w);
+        for (int64_t k = 0; k < quads * 4; ++k) {
+          Store(packed.data() + (g * kGroup + k) * 32 + p * 16, w[k]);
+        }
+      }
+    }
+    TilesOfRows(static_cast<const float*>(a.x), a.rows, a.inner, packed.data(),
+                [&](int64_t row, const F16* sums) {
+                  for (int64_t p = 0; p < count; ++p) {
+                    F16 sum = sums[p];
+                    if (!Wide::kGrouped) sum *= OutputScale(a, panel + p);
+                    FinishPanel(a.out, row, panel + p, sum);
+                  }
+                });
+  }
+}
+
+template <typename Wide>
+void PackedCode(const PackedArgs& a) {
+  a.rows <= 8 ? FewRows<WideTile<Wide>>(a) : WideMany<Wide>(a);
+}
+
+void Packed(const PackedArgs& a) {
+  switch (a.code) {
+    case Code::kInt8: return PackedCode<ByteWide<Int8Byte>>(a);
+    case Code::kFp8: return PackedCode<ByteWide<Fp8Byte>>(a);
+    case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
+    case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
+    case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
+  }
+}

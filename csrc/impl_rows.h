@@ -1,0 +1,200 @@
+// Rows on their way into a product: normalised, activated, rounded to bytes; and the largest of one.
+// Part of kernels_impl.h.
+
+// Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.
+template <typename Each>
+inline void EachVector(int64_t count, const Each& each) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) each(i, kLanes);
+  if (i < count) each(i, count - i);
+}
+
+inline F16 LoadPadded(const float* from, int64_t count, float padding) {
+  F16 values = Broadcast(padding);
+  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
+  return values;
+}
+
+inline F16 LoadSome(const float* from, int64_t count) {
+  return count == kLanes ? Load<F16>(from) : LoadPadded(from, count, 0.0f);
+}
+
+inline void StoreSome(float* to, F16 values, int64_t count) {
+  if (count == kLanes) return Store(to, values);
+  float lane[kLanes];
+  Store(lane, values);
+  for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
+}
+
+// ---- Norms ----
+
+void RmsNorm(const BeforeArgs& a, const float* x, float* out) {
+  F16 squares = F16{};
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    const F16 value = LoadSome(x + i, n);
+    squares += value * value;
+  });
+  const float scale = 1.0f / std::sqrt(Sum(squares) / static_cast<float>(a.inner) + a.eps);
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    StoreSome(out + i, LoadSome(x + i, n) * scale * LoadSome(a.weight + i, n), n);
+  });
+}
+
+void LayerNorm(const BeforeArgs& a, const float* x, float* out) {
+  F16 total = F16{}, squares = F16{};
+  EachVector(a.inner, [&](int64_t i, int64_t n) { total += LoadSome(x + i, n); });
+  const float size = static_cast<float>(a.inner), mean = Sum(total) / size;
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    const F16 centred = LoadSome(x + i, n) - mean;
+    StoreSome(out + i, centred, n);
+    const F16 counted = LoadSome(out + i, n);  // lanes that are not there are zero
+    squares += counted * counted;
+  });
+  const float scale = 1.0f / std::sqrt(Sum(squares) / size + a.eps);
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    const F16 scaled = LoadSome(out + i, n) * scale * LoadSome(a.weight + i, n);
+    StoreSome(out + i, scaled + LoadSome(a.bias + i, n), n);
+  });
+}
+
+// ---- Activations ----
+
+inline F16 Sigmoid(F16 x) {
+  const F16 small = Exp(-Abs(x)), one = Broadcast(1.0f);
+  return Select(x >= F16{}, one, small) / (one + small);
+}
+
+inline F16 Tanh(F16 x) {
+  const F16 small = Exp(-2.0f * Abs(x));
+  const F16 size = (1.0f - small) / (1.0f + small);
+  return Select(x >= F16{}, size, -size);
+}
+
+// The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26).
+inline F16 Erf(F16 x) {
+  const F16 size = Abs(x), t = 1.0f / (1.0f + 0.3275911f * size);
+  F16 p = Broadcast(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const F16 found = 1.0f - p * t * Exp(-size * size);
+  return Select(x >= F16{}, found, -found);
+}
+
+template <Before kKind>
+inline F16 Activated(F16 x) {
+  switch (kKind) {
+    case Before::kSilu: return x * Sigmoid(x);
+    case Before::kGelu: return 0.5f * x * (1.0f + Erf(x * 0.70710678f));
+    case Before::kGeluTanh:
+      return 0.5f * x * (1.0f + Tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    default: return Select(x != x, x, Select(x > F16{}, x, F16{}));
+  }
+}
+
+template <Before kKind>
+void Activate(const BeforeArgs& a, const float* x, float* out) {
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    F16 value = Activated<kKind>(LoadSome(x + i, n));
+    if (a.gated) value *= LoadSome(x + a.inner + i, n);
+    StoreSome(out + i, value, n);
+  });
+}
+
+void ClampedSwiglu(const BeforeArgs& a, const float* x, float* out) {
+  const F16 high = Broadcast(a.limit), low = -high;
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    F16 gate = LoadSome(x + i, n), up = LoadSome(x + a.inner + i, n);
+    gate = Select(gate > high, high, gate);
+    up = Select(up > high, high, Select(up < low, low, up));
+    StoreSome(out + i, (up + 1.0f) * gate * Sigmoid(a.alpha * gate), n);
+  });
+}
+
+void RunBefore(const BeforeArgs& a, const float* x, float* out) {
+  switch (a.kind) {
+    case Before::kRmsNorm: return RmsNorm(a, x, out);
+    case Before::kLayerNorm: return LayerNorm(a, x, out);
+    case Before::kSilu: return Activate<Before::kSilu>(a, x, out);
+    case Before::kGelu: return Activate<Before::kGelu>(a, x, out);
+    case Before::kGeluTanh: return Activate<Before::kGeluTanh>(a, x, out);
+    case Before::kRelu: return Activate<Before::kRelu>(a, x, out);
+    case Before::kClampedSwiglu: return ClampedSwiglu(a, x, out);
+    case Before::kNone: std::copy(x, x + a.inner, out);
+  }
+}
+
+// ---- As bytes ----
+
+// NaN if any value is NaN or infinite, so that a fault stays visible.
+inline float LargestOf(const float* x, int64_t count) {
+  F16 largest = F16{};
+  I16 strange = I16{};
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const F16 size = Abs(LoadSome(x + i, n));
+    strange |= ~(size <= Broadcast(3.4028234e38f));
+    largest = Select(size > largest, size, largest);
+  });
+  return AnyLane(strange) ? NAN : Largest(largest);
+}
+
+// Whole numbers near x * inverse, to even where two are as near.
+inline I16 Rounded(F16 x, float inverse) {
+  return __builtin_convertvector((x * inverse + 12582912.0f) - 12582912.0f, I16);
+}
+
+void QuantizeRow(const QuantizeRowsArgs& a) {
+  const float largest = LargestOf(a.x, a.inner);
+  *a.scale = largest / 127.0f;
+  std::fill(a.q + a.inner, a.q + a.stride, uint8_t{128});
+  if (std::isnan(largest)) return std::fill(a.q, a.q + a.inner, uint8_t{128});
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  EachVector(a.inner, [&](int64_t i, int64_t n) {
+    const B16 bytes = ToBytes(Rounded(LoadSome(a.x + i, n), inverse) + 128);
+    std::memcpy(a.q + i, &bytes, static_cast<size_t>(n));
+  });
+}
+
+void QuantizeGroups(const QuantizeGroupsArgs& a) {
+  for (int64_t g = 0; g < a.inner / kGroup; ++g) {
+    const float* x = a.x + g * kGroup;
+    const float largest = LargestOf(x, kGroup);
+    const bool fault = std::isnan(largest);
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    const I16 low = fault ? I16{} : Rounded(Load<F16>(x), inverse);
+    const I16 high = fault ? I16{} : Rounded(Load<F16>(x + kLanes), inverse);
+    Store(a.q + g * kGroup, ToBytes(low));
+    Store(a.q + g * kGroup + kLanes, ToBytes(high));
+    a.scale[g] = largest / 127.0f;
+    a.sum[g] = SumWhole(low + high);
+  }
+}
+
+// ---- The largest ----
+
+int64_t Argmax(const float* x, int64_t count) {
+  const int64_t whole = count / kLanes * kLanes;
+  F16 best = Broadcast(-INFINITY);
+  I16 strange = I16{};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const F16 values = Load<F16>(x + i);
+    strange |= values != values;
+    best = values > best ? values : best;
+  }
+  float lane[kLanes];
+  Store(lane, best);
+  float highest = *std::max_element(lane, lane + kLanes);
+  bool has_nan = false;
+  int32_t flags[kLanes];
+  Store(flags, strange);
+  for (int32_t flag : flags) has_nan |= flag != 0;
+  for (int64_t i = whole; i < count; ++i) {
+    has_nan |= std::isnan(x[i]);
+    highest = std::max(highest, x[i]);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (has_nan ? std::isnan(x[i]) : x[i] == highest) return i;
+  }
+  return 0;
+}

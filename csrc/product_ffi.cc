@@ -1,0 +1,297 @@
+// Linear as an XLA custom call: checks of shapes, rows prepared, the work split; nothing else.
+//
+//   y = before(x) @ w + bias + residual
+//
+// With `select`, w (and its scales, sums and bias) has a leading axis: row m's weights are those
+// numbered select[m], or select[0] for all rows. Rows that share weights are run together.
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "ffi_common.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace rooflax {
+namespace {
+
+// Layouts of w, in the order of ops/linear/cpu.py.
+enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+
+struct Inputs {
+  F32 x;
+  ffi::AnyBuffer w, w_scale;
+  ffi::Buffer<ffi::S32> w_sum;
+  F32 bias, residual, norm_weight, norm_bias;
+  ffi::Buffer<ffi::S32> select;
+};
+
+// What a call multiplies with what, once its shapes are known to fit.
+struct Product {
+  Layout layout;
+  bool bytes;  // activations as int8
+  BeforeArgs before;
+  Width width = Width::kFloat32;
+  int64_t rows, x_width, inner, stride, outer, groups;
+  int64_t units, unit, least;  // what is split: columns or panels, in pieces of `unit`
+  int64_t stack, w_bytes, scale_bytes;  // of one member of the stack
+
+  bool IsPacked() const { return layout != Layout::kMatrix && layout != Layout::kTable; }
+  bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
+};
+
+bool Fits(bool condition, const char*& why, const char* reason) {
+  if (!condition && why == nullptr) why = reason;
+  return condition;
+}
+
+// Sizes of the packed layouts.
+void SetPacked(const Inputs& in, int64_t axis, Product& p, const char*& why) {
+  const auto dims = in.w.dimensions();
+  const bool nibbles = p.layout == Layout::kInt4 || p.layout == Layout::kMxfp4;
+  const int64_t rank = axis + (p.IsPerOutput() ? 4 : 5);
+  if (!Fits(Rank(in.w) == rank, why, "rank of w")) return;
+  const int64_t panels = dims[axis];
+  const int64_t quads = p.IsPerOutput() ? dims[axis + 1] : dims[axis + 1] * 8;
+  p.stride = quads * 4;
+  p.groups = p.stride / kGroup;
+  p.units = panels;
+  p.unit = p.least = p.IsPerOutput() ? 8 : 4;
+  Fits(dims[rank - 1] == 4 && dims[rank - 2] == kPanel, why, "shape of w");
+  Fits(p.IsPerOutput() || dims[axis + 2] == (nibbles ? 4 : 8), why, "shape of w");
+  Fits((p.outer + kPanel - 1) / kPanel == panels, why, "outputs of w");
+  Fits(p.IsPerOutput() ? p.inner <= p.stride && p.stride - p.inner < 4 : p.inner == p.stride, why,
+       "inputs of w");
+  const auto type = in.w.element_type();
+  Fits(type == ffi::DataType::S8 || type == ffi::DataType::U8, why, "type of w");
+  const auto scale_type = in.w_scale.element_type();
+  const int64_t scales = panels * kPanel * (p.IsPerOutput() ? 1 : p.groups) * p.stack;
+  Fits(static_cast<int64_t>(in.w_scale.element_count()) == scales, why, "number of scales");
+  Fits(scale_type == (p.IsPerOutput() ? ffi::DataType::F32
+                      : p.layout == Layout::kMxfp4 ? ffi::DataType::U8 : ffi::DataType::F16),
+       why, "type of scales");
+  const int64_t sums = p.layout == Layout::kInt8 ? panels * kPanel * p.stack : 0;
+  Fits(static_cast<int64_t>(in.w_sum.element_count()) == sums, why, "number of sums");
+  Fits(!(p.bytes && p.layout == Layout::kFp8), why, "fp8 with activations in bytes");
+}
+
+void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
+  if (!Fits(Rank(in.w) == axis + 2, why, "rank of w")) return;
+  Fits(WidthOf(in.w.element_type(), p.width) && p.width != Width::kInt8, why, "type of w");
+  const bool table = p.layout == Layout::kTable;
+  Fits(Dim(in.w, axis + (table ? 1 : 0)) == p.inner, why, "inputs of w");
+  Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");
+  Fits(!p.bytes, why, "activations in bytes");
+  p.stride = p.inner;
+  p.groups = 0;
+  p.units = p.outer;
+  p.unit = table ? 24 : 32;
+  p.least = table ? 24 : 64;
+}
+
+// What is wrong with the shapes, or null.
+const char* Check(const Inputs& in, const F32& y, Product& p) {
+  const char* why = nullptr;
+  if (!Fits(Rank(in.x) == 2 && Rank(y) == 2, why, "rank of x")) return why;
+  p.rows = Dim(in.x, 0);
+  p.x_width = Dim(in.x, 1);
+  p.inner = p.before.gated ? p.x_width / 2 : p.x_width;
+  p.outer = Dim(y, 1);
+  p.before.inner = p.inner;
+  const int64_t selected = static_cast<int64_t>(in.select.element_count());
+  const int64_t axis = selected == 0 ? 0 : 1;
+  p.stack = selected == 0 || Rank(in.w) == 0 ? 1 : Dim(in.w, 0);
+  Fits(selected <= 1 || selected == p.rows, why, "select");
+  Fits(Dim(y, 0) == p.rows && p.inner * (p.before.gated ? 2 : 1) == p.x_width, why, "shape of x");
+  p.IsPacked() ? SetPacked(in, axis, p, why) : SetPlain(in, axis, p, why);
+  const int64_t bias = static_cast<int64_t>(in.bias.element_count());
+  Fits(bias == 0 || bias == p.outer || (selected != 0 && bias == p.stack * p.outer), why, "bias");
+  Fits(in.residual.element_count() == 0 || (SameShape(in.residual, y) && selected <= 1), why,
+       "residual");
+  const auto norm = [&](const F32& part, bool wanted) {
+    Fits(static_cast<int64_t>(part.element_count()) == (wanted ? p.inner : 0), why, "norm");
+  };
+  const bool layer = p.before.kind == Before::kLayerNorm;
+  norm(in.norm_weight, layer || p.before.kind == Before::kRmsNorm);
+  norm(in.norm_bias, layer);
+  if (why != nullptr) return why;
+  p.w_bytes = static_cast<int64_t>(in.w.size_bytes()) / p.stack;
+  p.scale_bytes = static_cast<int64_t>(in.w_scale.size_bytes()) / p.stack;
+  p.before.weight = OrNull(in.norm_weight);
+  p.before.bias = OrNull(in.norm_bias);
+  return nullptr;
+}
+
+// Rows ready for their product, and the order in which they lie there.
+struct Prepared {
+  std::vector<float> wide, scale;
+  std::vector<uint8_t> bytes;
+  std::vector<int32_t> sum;
+  std::vector<int64_t> order;
+};
+
+// Rows [begin, end) of the prepared order share the weights numbered `member`.
+struct Run {
+  int64_t begin, end, member;
+};
+
+std::vector<Run> RunsOf(const Inputs& in, const Product& p, std::vector<int64_t>& order) {
+  order.resize(static_cast<size_t>(p.rows));
+  std::iota(order.begin(), order.end(), 0);
+  const int64_t selected = static_cast<int64_t>(in.select.element_count());
+  const auto member = [&](int64_t row) {
+    if (selected == 0) return int64_t{0};
+    const int32_t number = in.select.typed_data()[selected == 1 ? 0 : row];
+    return std::clamp<int64_t>(number, 0, p.stack - 1);
+  };
+  if (selected > 1) {
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return member(a) < member(b); });
+  }
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < p.rows; ++i) {
+    const int64_t now = member(order[i]);
+    if (runs.empty() || runs.back().member != now) runs.push_back({i, i, now});
+    runs.back().end = i + 1;
+  }
+  return runs;
+}
+
+void PrepareRow(const Inputs& in, const Product& p, int64_t i, Prepared& out) {
+  const Kernels& kernels = ChosenKernels();
+  const float* x = in.x.typed_data() + out.order[i] * p.x_width;
+  if (!out.wide.empty()) {
+    float* wide = out.wide.data() + i * p.inner;
+    kernels.before(p.before, x, wide);
+    x = wide;
+  }
+  if (!p.bytes) return;
+  if (p.layout == Layout::kInt8) {
+    kernels.quantize_row(
+        {x, out.bytes.data() + i * p.stride, out.scale.data() + i, p.inner, p.stride});
+  } else {
+    auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + i * p.stride;
+    kernels.quantize_groups(
+        {x, q, out.scale.data() + i * p.groups, out.sum.data() + i * p.groups, p.inner});
+  }
+}
+
+// Columns or panels [begin, end) of one run's product.
+void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Run& run, float* y,
+              int64_t begin, int64_t end) {
+  const Kernels& kernels = ChosenKernels();
+  const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
+  const float* bias = OrNull(in.bias);
+  if (static_cast<int64_t>(in.bias.element_count()) > p.outer) bias += run.member * p.outer;
+  const float* residual = OrNull(in.residual);
+  const Output out{y + run.begin * p.outer, bias,
+                   residual ? residual + run.begin * p.outer : nullptr, p.outer};
+  const int64_t count = run.end - run.begin;
+  const float* wide = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
+  wide += run.begin * p.inner;
+  if (!p.IsPacked()) {
+    const MatmulArgs args{wide, w, out, count, p.inner, begin, end, p.width};
+    return p.layout == Layout::kTable ? kernels.unembed(args) : kernels.matmul(args);
+  }
+  PackedArgs args{};
+  args.code = static_cast<Code>(static_cast<int64_t>(p.layout) - 2);
+  args.w = w;
+  args.w_scale = static_cast<const char*>(in.w_scale.untyped_data()) + run.member * p.scale_bytes;
+  if (p.layout == Layout::kInt8) {
+    args.w_sum = in.w_sum.typed_data() + run.member * p.units * kPanel;
+  }
+  args.out = out;
+  args.rows = count;
+  args.stride = p.stride;
+  args.inner = p.inner;
+  args.begin = begin;
+  args.end = end;
+  args.x = wide;
+  if (!p.bytes) return kernels.packed(args);
+  const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
+  args.x = rows.bytes.data() + run.begin * p.stride;
+  args.x_scale = rows.scale.data() + run.begin * scales;
+  args.x_sum = rows.sum.data() + (rows.sum.empty() ? 0 : run.begin * scales);
+  kernels.bytes(args);
+}
+
+// Columns per piece of work: pieces for every thread several times over, none too narrow to stream.
+int64_t PieceSize(const Product& p, int64_t threads) {
+  const int64_t wanted = p.units / (threads * 4);
+  return std::max(p.least, (wanted + p.unit - 1) / p.unit * p.unit);
+}
+
+void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y) {
+  static thread_local Prepared rows;
+  static thread_local std::vector<float> sorted;
+  const std::vector<Run> runs = RunsOf(in, p, rows.order);
+  const bool moved = runs.size() > 1;
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  const bool wide = p.before.kind != Before::kNone || (moved && !p.bytes);
+  rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
+  rows.bytes.resize(p.bytes ? size(p.rows * p.stride) : 0);
+  rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
+  rows.sum.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
+  if (moved) sorted.resize(size(p.rows * p.outer));
+  float* to = moved ? sorted.data() : y;
+
+  const int64_t threads = ThreadsFor(pool, p.rows * p.inner * p.outer);
+  const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
+  if (wide || p.bytes) {
+    Prepared& shared = rows;
+    const int64_t pieces = (p.rows + 7) / 8;
+    ParallelFor(pieces, threads, schedule, [&](int64_t piece) {
+      for (int64_t i = piece * 8; i < std::min(p.rows, piece * 8 + 8); ++i) {
+        PrepareRow(in, p, i, shared);
+      }
+    });
+  }
+  const Prepared& ready = rows;
+  const int64_t piece = PieceSize(p, threads), pieces = (p.units + piece - 1) / piece;
+  ParallelFor(static_cast<int64_t>(runs.size()) * pieces, threads, schedule, [&](int64_t item) {
+    const int64_t begin = item % pieces * piece;
+    Multiply(in, p, ready, runs[item / pieces], to, begin, std::min(p.units, begin + piece));
+  });
+  for (int64_t i = 0; moved && i < p.rows; ++i) {
+    std::copy(to + i * p.outer, to + (i + 1) * p.outer, y + rows.order[i] * p.outer);
+  }
+}
+
+ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_scale,
+                ffi::Buffer<ffi::S32> w_sum, F32 bias, F32 residual, F32 norm_weight,
+                F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Result<F32> y, int64_t layout,
+                int64_t bytes, int64_t before, int64_t gated, float eps, float alpha,
+                float limit) {
+  if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
+      before > static_cast<int64_t>(Before::kClampedSwiglu)) {
+    return Refuse("product: attributes");
+  }
+  const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select};
+  Product product{};
+  product.layout = static_cast<Layout>(layout);
+  product.bytes = bytes != 0;
+  product.before.kind = static_cast<Before>(before);
+  product.before.gated = gated != 0;
+  product.before.eps = eps;
+  product.before.alpha = alpha;
+  product.before.limit = limit;
+  if (const char* why = Check(in, *y, product)) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax product: ") + why);
+  }
+  Compute(pool, in, product, y->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ROOFLAX_HANDLER(rooflax_product, Call,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
+                    .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<F32>()
+                    .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>().Ret<F32>()
+                    .Attr<int64_t>("layout").Attr<int64_t>("bytes").Attr<int64_t>("before")
+                    .Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
+                    .Attr<float>("limit"));
+
+}  // namespace rooflax

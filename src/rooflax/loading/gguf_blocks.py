@@ -1,0 +1,105 @@
+"""ggml's blocks as numbers: integer codes with scales where a type has them, float32 for all.
+
+    Q8_0   w = q * d,                    q int8, d float16, 32 values a block
+    Q4_0   w = (q - 8) * d,              q in 0..15, d float16; byte j holds values j and 16 + j
+    MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
+
+Other types have scales within scales: the gguf package turns them into float32, and where codes are
+wanted, these are rounded to int8 in the same groups of 32.
+
+Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rooflax.loading.gguf import PLAIN, TYPES
+from rooflax.loading.mxfp4 import E2M1
+from rooflax.ops.formats import GROUP
+from rooflax.ops.quantization import encode
+
+FORMATS = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a8"}
+"""The weight format that is a block type, bit for bit (ops.formats)."""
+
+ROUNDED = "w8a16-g32"
+"""The weight format of every other block type."""
+
+VALUES = {kind.name: kind.values for kind in TYPES.values()}
+CHUNK_BLOCKS = 1 << 14
+"""Blocks that are turned into numbers at a time, so that intermediates stay small."""
+
+
+def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [..., values] as the type stores them, and scales [..., blocks].
+
+    Args:
+        kind: one of `FORMATS`.
+        blocks: uint8 [..., blocks, bytes of a block].
+
+    Returns:
+        int8 and float16 for Q8_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0 to 15 and
+        uint8 exponents for MXFP4.
+    """
+    head = 1 if kind == "MXFP4" else 2
+    scales, body = blocks[..., :head], blocks[..., head:]
+    if kind == "Q8_0":
+        codes = body.view(np.int8)
+    else:
+        codes = np.concatenate([body & 15, body >> 4], axis=-1)
+    scales = np.ascontiguousarray(scales)
+    scales = scales[..., 0] if kind == "MXFP4" else scales.view("<f2")[..., 0]
+    return codes.reshape(*codes.shape[:-2], -1), scales
+
+
+def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """[..., values] float32, block by block.
+
+    Args:
+        kind: any type that is not plain.
+        blocks: uint8 [..., blocks, bytes of a block].
+    """
+    flat = blocks.reshape(-1, blocks.shape[-1])
+    out = np.empty((len(flat), VALUES[kind]), np.float32)
+    for begin in range(0, len(flat), CHUNK_BLOCKS):
+        part = flat[begin : begin + CHUNK_BLOCKS]
+        out[begin : begin + len(part)] = _floats(kind, part)
+    return out.reshape(*blocks.shape[:-2], -1)
+
+
+def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """[blocks, values] of [blocks, bytes]."""
+    if kind not in FORMATS:
+        from gguf import GGMLQuantizationType, quants
+
+        with np.errstate(all="ignore"):
+            return quants.dequantize(blocks, GGMLQuantizationType[kind])
+    codes, scales = codes_and_scales(kind, blocks[:, None])
+    with np.errstate(all="ignore"):
+        if kind == "MXFP4":
+            return np.ldexp(E2M1[codes], scales.astype(np.int32) - 127)
+        values = codes.astype(np.float32) - np.float32(8 if kind == "Q4_0" else 0)
+        return values * scales.astype(np.float32)
+
+
+def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of any block type as codes and scales of the format `ROUNDED`, some rows at a time.
+
+    Args:
+        blocks: uint8 [rows, blocks, bytes of a block].
+    """
+    if kind == "Q8_0":
+        return codes_and_scales(kind, blocks)
+    inner = blocks.shape[1] * VALUES[kind]
+    codes = np.empty((len(blocks), inner), np.int8)
+    scales = np.empty((len(blocks), inner // GROUP), np.float16)
+    step = max(1, CHUNK_BLOCKS // blocks.shape[1])
+    for begin in range(0, len(blocks), step):
+        where = slice(begin, begin + step)
+        codes[where], scales[where] = encode("int8-g32", dequantize(kind, blocks[where]))
+    return codes, scales
+
+
+def is_plain(kind: str) -> bool:
+    """Whether a type's values are numbers as they lie."""
+    return kind in PLAIN

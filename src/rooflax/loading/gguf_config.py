@@ -1,0 +1,282 @@
+"""From a GGUF file's metadata to the config.json that it stands for, and to generation defaults.
+
+The metadata is a closed world as config.json is: a key of the architecture that nobody reads is an
+error that names it. What comes out goes through the families' own config readers, which know what
+can be computed. llama3's RoPE scaling, which such files keep as a tensor of divisors, is recovered
+as the numbers that it was made from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
+from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
+from rooflax.loading.gguf import GGUFFile
+from rooflax.models.registry import read_config
+from rooflax.nn.rope import inverse_frequencies
+
+FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "gpt-oss": "gpt_oss"}
+"""A file's architecture to our family."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_FACTOR_ERROR = 1e-5
+
+END_TEXTS = (
+    "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|return|>",
+    "<|call|>",
+)  # fmt: skip
+"""Control tokens that end an answer; a file names one of them at most as its end of sequence."""
+
+_COMMON = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "vocab_size": "vocab_size",
+    "rope.freq_base": "rope_theta",
+}
+_GPT2 = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "vocab_size": "vocab_size",
+}
+_GPT_OSS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size",
+    "attention.sliding_window": "sliding_window",
+}
+_KEYS = {"gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "gpt_oss": _COMMON | _GPT_OSS}
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def read_gguf_config(
+    file: GGUFFile, *, ignore: Sequence[str] = ()
+) -> tuple[str, Any, dict[str, Any]]:
+    """The family's name, its config, and the config.json that the metadata stands for.
+
+    Args:
+        ignore: further keys (or patterns) to pass over.
+
+    Raises:
+        UnsupportedModelError: an architecture or value that we do not compute, a key nobody reads.
+        CheckpointError: a key is missing or has an impossible value.
+    """
+    reader = _Metadata(file)
+    raw = reader.config()
+    reader.finish(ignore)
+    try:
+        name, config = read_config(raw)
+    except RooflaxError as error:
+        reason = str(error).replace("config.json", "the config.json that its metadata stands for")
+        raise type(error)(f"{file.path}: {reason}") from None
+    return name, config, raw
+
+
+class _Metadata:
+    """The keys of one architecture, read one by one."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        architecture = file.metadata.get("general.architecture")
+        if architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{file.path} holds the architecture {architecture!r}, which is not one of those "
+                f"that rooflax computes: {', '.join(FAMILIES)}."
+            )
+        parts = file.metadata.get("split.count", 1)
+        if parts not in (0, 1):
+            raise UnsupportedModelError(
+                f"{file.path} is one of {parts} parts; join them first, with llama-gguf-split "
+                f"--merge."
+            )
+        self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(self._prefix + key)
+        value = self.file.metadata.get(self._prefix + key, default)
+        if isinstance(value, list | np.ndarray):
+            raise UnsupportedModelError(
+                f"{self.file.path} gives {self._prefix + key} layer by layer, which rooflax does "
+                f"not compute."
+            )
+        return value
+
+    def expect(self, key: str, *wanted: Any) -> None:
+        """The key is absent or has one of these values."""
+        value = self.get(key)
+        if value is not None and value not in wanted:
+            raise UnsupportedModelError(
+                f"{self.file.path} has {self._prefix + key} = {value!r}, which rooflax does not "
+                f"compute (only {' or '.join(map(repr, wanted))})."
+            )
+
+    def config(self) -> dict[str, Any]:
+        found = {hf: self.get(key) for key, hf in _KEYS[self.family].items()}
+        raw = {key: value for key, value in found.items() if value is not None}
+        names = set(self.file.names())
+        raw["model_type"] = self.family
+        raw["tie_word_embeddings"] = "output.weight" not in names
+        if "token_embd.weight" in names:
+            raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
+        if self.family in ("llama", "gpt_oss"):
+            raw["attention_bias"] = "blk.0.attn_q.bias" in names
+        if self.family == "llama":
+            raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+        if self.family != "gpt2":
+            raw |= self._attention_and_rope(raw)
+        if any(self.file.info(n).dtype == "BF16" for n in names):
+            raw["torch_dtype"] = "bfloat16"
+        return raw | _end_tokens(self.file)
+
+    def _attention_and_rope(self, raw: dict[str, Any]) -> dict[str, Any]:
+        heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+        head_dim = raw.get("head_dim")
+        if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            head_dim = hidden // heads
+        self.expect("attention.value_length", head_dim)
+        self.expect("rope.dimension_count", head_dim)
+        self.expect("attention.causal", True)
+        if self.family != "gpt_oss":
+            self.expect("expert_count", 0)
+            self.expect("expert_used_count", 0)
+        theta = raw.get("rope_theta", 10_000.0)
+        scaling = self._rope_scaling(head_dim, theta)
+        if self.family == "gpt_oss" and scaling["rope_type"] == "yarn":
+            scaling["truncate"] = False  # as every checkpoint of it says; the metadata cannot
+        return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def _rope_scaling(self, head_dim: Any, theta: Any) -> dict[str, Any]:
+        kind = self.get("rope.scaling.type", "linear")
+        factor = self.get("rope.scaling.factor", self.get("rope.scale_linear"))
+        for harmless in ("finetuned", "yarn_ext_factor", "attn_factor"):
+            self.expect(f"rope.scaling.{harmless}", True, False, 1.0)
+        if ROPE_FACTORS in self.file.names():
+            if factor not in (None, 0.0, 1.0):
+                raise UnsupportedModelError(
+                    f"{self.file.path} scales RoPE both by {ROPE_FACTORS} and by its metadata."
+                )
+            return self._recovered(head_dim, theta)
+        if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
+            return {"rope_type": "default"}
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            scaling |= {hf: self.get(f"rope.scaling.{key}") for key, hf in _YARN.items()}
+        return {key: value for key, value in scaling.items() if value is not None}
+
+    def _recovered(self, head_dim: Any, theta: Any) -> dict[str, Any]:
+        info = self.file.info(ROPE_FACTORS)
+        usable = isinstance(head_dim, int) and isinstance(theta, int | float) and theta > 0
+        if not usable or info.dtype != "F32" or info.shape != (head_dim // 2,):
+            raise CheckpointError(
+                f"{self.file.path}: {ROPE_FACTORS} is {info.dtype} {list(info.shape)}; wanted F32 "
+                f"and one factor for each of half the head's {head_dim} dimensions."
+            )
+        divisors = np.array(self.file.read(ROPE_FACTORS), np.float64)
+        found = llama3_scaling(divisors, inverse_frequencies(head_dim, float(theta), None))
+        if found is None:
+            raise UnsupportedModelError(
+                f"{self.file.path}: {ROPE_FACTORS} does not hold the factors of llama3's scaling."
+            )
+        return found
+
+    def finish(self, ignore: Sequence[str]) -> None:
+        """Refuses the architecture's keys that were not read."""
+        for key in self.file.metadata:
+            known = not key.startswith(self._prefix) or key in self._read
+            if not known and not any(fnmatchcase(key, pattern) for pattern in ignore):
+                raise UnsupportedModelError(
+                    f"{self.file.path} has the metadata {key[:200]!r}, which rooflax does not read; if "
+                    f"that changes no logit, pass --ignore-config-key {key[:200]}."
+                )
+
+
+def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, Any] | None:
+    """The `rope_scaling` from which llama3's divisors were made; None if there is none.
+
+        1 / divisor = keep + (1 - keep) / factor,  keep = clip((turns - low) / (high - low), 0, 1)
+
+    with turns = original / wavelength, linear in the frequency. So two divisors inside the band
+    give original / (high - low) and low / (high - low); `low` is 1, as in every checkpoint.
+    """
+    if not np.isfinite(divisors).all() or (divisors < 1 - MAX_FACTOR_ERROR).any():
+        return None
+    factor = float(str(np.float32(divisors.max())))
+    if factor <= 1 + MAX_FACTOR_ERROR:
+        return {"rope_type": "default"}
+    keep = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    inside = np.flatnonzero((keep > 1e-4) & (keep < 1 - 1e-4))
+    if len(inside) < 2:
+        return None
+    slope, start = np.polyfit(frequencies[inside].astype(np.float64), keep[inside], 1)
+    if not slope > 0 > start:
+        return None
+    high = float(f"{1 - 1 / start:.4g}")
+    original = round(slope * 2 * math.pi * (high - 1))
+    turns = original * frequencies / (2 * math.pi)
+    kept = np.clip((turns - 1) / (high - 1), 0, 1)
+    wanted = 1 / (kept + (1 - kept) / factor)
+    if original < 1 or not np.allclose(divisors, wanted, rtol=MAX_FACTOR_ERROR, atol=0):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _end_tokens(file: GGUFFile) -> dict[str, Any]:
+    """`eos_token_id` and `bos_token_id`: what the file names, and control tokens known to end."""
+    found = dict(file.metadata)
+    ends = [found.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, types = found.get("tokenizer.ggml.tokens"), found.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        control = [tokens[i] for i in np.flatnonzero(types == 3)]
+        ends += [tokens.index(text) for text in END_TEXTS if text in control]
+    bos = found.get("tokenizer.ggml.bos_token_id")
+    ids = list(dict.fromkeys(i for i in ends if type(i) is int))
+    return {"eos_token_id": ids, "bos_token_id": bos if type(bos) is int else None}
+
+
+def gguf_generation_defaults(file: GGUFFile) -> GenerationDefaults:
+    """What a file recommends for generation, and the ids that end a sequence.
+
+    Raises:
+        CheckpointError: a value has the wrong type or range.
+    """
+    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in _SAMPLING.items()}
+    found["do_sample"] = True if found["temperature"] else None
+    found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
+    return generation_defaults(found | _end_tokens(file), file.path)

@@ -1,0 +1,296 @@
+"""The tokenizer inside a GGUF file, rebuilt as the one that its checkpoint came with.
+
+Two kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name, and "llama",
+SentencePiece's BPE, whose merges follow from the pieces' scores. Other kinds and pre-tokenizers
+are refused by name, because text that is cut elsewhere gives other ids without a word.
+
+Source: the tokenizer.json files of the models named beside the patterns; llama.cpp,
+src/llama-vocab.cpp (names); transformers, convert_slow_tokenizer.py (merges from scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.gguf import GGUFFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+MAX_PIECE = 1000
+"""Characters of a SentencePiece piece: finding its merges takes time as its square."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(end: str) -> str:
+    """Words cut where a small letter is followed by a capital."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return f"{start}[{_UPPER}]*[{_LOWER}]+{end}|{start}[{_UPPER}]+[{_LOWER}]*{end}"
+
+
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_TEKKEN = rf"{_cased('')}|\p{{N}}|{_CASED_REST}"
+_GPT4O = rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How text is cut before the merges.
+
+    Attributes:
+        pattern: of the pieces; None is GPT-2's own.
+        digits: single digits are pieces, before anything else.
+        nfc: text is composed first.
+        whole: a piece that is a token is taken without merging.
+    """
+
+    pattern: str | None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+
+
+_PRE_TOKENIZERS: Mapping[str, _Cut] = {
+    "gpt-2": _Cut(None),
+    "llama-bpe": _Cut(_LLAMA3, whole=True),  # LLaMA 3
+    "llama3": _Cut(_LLAMA3, whole=True),
+    "llama-v3": _Cut(_LLAMA3, whole=True),
+    "qwen2": _Cut(_QWEN2, nfc=True),
+    "deepseek-r1-qwen": _Cut(_QWEN2),
+    "gpt-4o": _Cut(_GPT4O),  # GPT-OSS
+    "smollm": _Cut(None, digits=True),
+    "tekken": _Cut(_TEKKEN, whole=True),  # Mistral Nemo
+}
+
+_SPECIAL_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # as the format spells it
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+_SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
+"""Where a file of that kind is silent."""
+
+
+def read_gguf_tokenizer(
+    file: GGUFFile,
+) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
+    """The tokenizer, its special tokens by name ("bos_token"), and its chat templates by name.
+
+    Raises:
+        UnsupportedModelError: a kind or a pre-tokenizer that is not read here.
+        CheckpointError: what the tokenizer needs is missing or malformed.
+    """
+    vocabulary = _Vocabulary(file)
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level(vocabulary)
+    elif kind == "llama":
+        backend = _sentencepiece(vocabulary)
+    else:
+        raise UnsupportedModelError(
+            f"{file.path} has a tokenizer of the kind {kind!r}; only 'gpt2' and 'llama' are read."
+        )
+    _add_tokens(backend, vocabulary)
+    special = vocabulary.special_tokens()
+    _surround(backend, vocabulary, special)
+    return backend, special, _chat_templates(file)
+
+
+class _Vocabulary:
+    """The tokens with their types and scores, checked against one another."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.tokens = self.array("tokens", list, None)
+        count = len(self.tokens)
+        self.types = self.array("token_type", np.ndarray, np.full(count, NORMAL)).tolist()
+        self.scores = self.array("scores", np.ndarray, np.zeros(count)).tolist()
+        if not len(self.types) == len(self.scores) == count:
+            raise self.bad("has tokens, types and scores in different numbers")
+        for flag in ("normalizer.lowercase", "normalizer.strip_accents", "add_sep_token"):
+            if self.get(flag, bool, False):
+                raise UnsupportedModelError(
+                    f"{file.path} asks for tokenizer.ggml.{flag}, which rooflax does not do."
+                )
+        self.ids = {t: i for i, t in enumerate(self.tokens) if t and self.types[i] != UNUSED}
+        used = sum(
+            1 for t, kind in zip(self.tokens, self.types, strict=True) if t and kind != UNUSED
+        )
+        if len(self.ids) != used:
+            raise self.bad("has a token twice")
+
+    def bad(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"the tokenizer of {self.file.path} {reason}")
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        value = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return default
+        if type(value) is not kind:
+            raise self.bad(f"has a {key} of the wrong type")
+        return value
+
+    def array(self, key: str, kind: type, default: Any) -> Any:
+        value = self.get(key, kind, default)
+        strings = isinstance(value, list)
+        if value is None or (not strings and value.dtype.kind not in "if"):
+            raise self.bad(f"has no {key}")
+        return value
+
+    def of(self, *kinds: int) -> list[int]:
+        """The ids of these types."""
+        return [i for i in self.ids.values() if self.types[i] in kinds]
+
+    def model_vocabulary(self) -> dict[str, int]:
+        """Tokens that text becomes by merging; added ones as well if they do not follow at the end.
+
+        A token that is only added cannot be met by merging, but takes the next id.
+        """
+        added = self.of(CONTROL, USER_DEFINED)
+        merged = {t: i for t, i in self.ids.items() if self.types[i] not in (CONTROL, USER_DEFINED)}
+        in_order = [*merged.values(), *added] == list(range(len(self.ids)))
+        return merged if in_order else dict(self.ids)
+
+    def special_tokens(self) -> dict[str, str]:
+        found = {}
+        customary = _SENTENCEPIECE_IDS if self.get("model", str, "") == "llama" else {}
+        for name, key in _SPECIAL_IDS.items():
+            token_id = self.get(key, int, customary.get(name))
+            if token_id is None:
+                continue
+            if not 0 <= token_id < len(self.tokens):
+                raise self.bad(f"has {key} = {token_id}, but {len(self.tokens)} tokens")
+            if self.tokens[token_id] in self.ids:
+                found[name] = self.tokens[token_id]
+        return found
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    name = vocabulary.get("pre", str, "default")
+    if name not in _PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{vocabulary.file.path} cuts its text by the pre-tokenizer {name!r}; only "
+            f"{', '.join(_PRE_TOKENIZERS)} are read."
+        )
+    cut = _PRE_TOKENIZERS[name]
+    pairs = [_pair(vocabulary, merge) for merge in vocabulary.array("merges", list, None)]
+    model = _build(vocabulary, merges=pairs, ignore_merges=cut.whole)
+    backend = tokenizers.Tokenizer(model)
+    if cut.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
+    if cut.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
+    left, space, right = merge[1:].partition(" ")
+    if not space or not right:
+        raise vocabulary.bad(f"has the merge {merge[:40]!r}, which is not two pieces")
+    return merge[0] + left, right
+
+
+def _build(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return models.BPE(vocab=vocabulary.model_vocabulary(), merges=list(merges), **options)
+    except Exception as error:  # the Rust side raises bare Exception
+        raise vocabulary.bad(f"does not hold together: {str(error)[:200]}") from None
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    if vocabulary.file.metadata.get("tokenizer.ggml.precompiled_charsmap") is not None:
+        raise UnsupportedModelError(
+            f"{vocabulary.file.path} rewrites characters by a table (precompiled_charsmap), which "
+            f"rooflax does not do."
+        )
+    unknown = vocabulary.of(UNKNOWN)
+    model = _build(
+        vocabulary,
+        merges=_merges_from_scores(vocabulary),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=vocabulary.tokens[unknown[0]] if unknown else None,
+    )
+    backend = tokenizers.Tokenizer(model)
+    prefix = vocabulary.get("add_space_prefix", bool, True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return backend
+
+
+def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to make a piece of two pieces, the best piece first; equal scores by id."""
+    ids, scores = vocabulary.ids, vocabulary.scores
+    pieces = [i for i in vocabulary.of(NORMAL) if len(vocabulary.tokens[i]) > 1]
+    if any(len(vocabulary.tokens[i]) > MAX_PIECE for i in pieces):
+        raise vocabulary.bad(f"has a piece of more than {MAX_PIECE} characters")
+    if not np.isfinite(scores).all():
+        raise vocabulary.bad("has scores that are not finite")
+    found = []
+    for i in sorted(pieces, key=lambda i: (-scores[i], i)):
+        piece = vocabulary.tokens[i]
+        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        ways = [(left, right) for left, right in cuts if left in ids and right in ids]
+        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]]))
+    return found
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    control = set(vocabulary.of(CONTROL, UNKNOWN))
+    for i in sorted(control | set(vocabulary.of(USER_DEFINED))):
+        text, special = vocabulary.tokens[i], i in control
+        add = backend.add_special_tokens if special else backend.add_tokens
+        add([AddedToken(text, special=special, normalized=False)])
+        if backend.token_to_id(text) != i:
+            raise vocabulary.bad(f"cannot give the token {text[:40]!r} its id, {i}")
+
+
+def _surround(
+    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, special: Mapping[str, str]
+) -> None:
+    """BOS and EOS around a text; where the file is silent, as llama.cpp has it."""
+    sentencepiece = vocabulary.get("model", str, "") == "llama"
+    llama3 = vocabulary.get("pre", str, "") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    wanted = {
+        "bos_token": vocabulary.get("add_bos_token", bool, sentencepiece or llama3),
+        "eos_token": vocabulary.get("add_eos_token", bool, False),
+    }
+    bos, eos = (special.get(name) if wanted[name] else None for name in wanted)
+    if bos is None and eos is None:
+        return
+    template = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=template,
+        pair=[*template, "$B:1"],
+        special_tokens=[(text, backend.token_to_id(text)) for text in {bos, eos} if text],
+    )
+
+
+def _chat_templates(file: GGUFFile) -> dict[str, str]:
+    found = {"default": file.metadata.get("tokenizer.chat_template")}
+    prefix = "tokenizer.chat_template."
+    found |= {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    for name, template in found.items():
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"{file.path}: the chat template {name!r} is not a string.")
+    return {name: template for name, template in found.items() if template is not None}

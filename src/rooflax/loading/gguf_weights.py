@@ -1,0 +1,269 @@
+"""A GGUF file's tensors under the names and in the layouts of a Hugging Face checkpoint.
+
+llama.cpp's converter renames tensors and changes some: rows of q and k in LLaMA files are permuted
+(its RoPE pairs neighbours, ours halves), GPT-2's products are transposed, and GPT-OSS's interleaved
+gate and up are two tensors. Each entry here names the stored tensors and how they go back.
+
+It knows these changes and nothing of devices; how blocks become numbers is `gguf_blocks`' matter.
+
+Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and conversion/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_blocks import (
+    FORMATS,
+    ROUNDED,
+    codes_and_scales,
+    dequantize,
+    is_plain,
+    rounded_codes,
+)
+from rooflax.loading.gguf_config import ROPE_FACTORS
+from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.registry import family
+from rooflax.nn.storage import is_head, is_product, product_shape
+from rooflax.nn.weights import Slot, slots
+from rooflax.ops.quantization import QuantizedArray, pack
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How stored tensors become the checkpoint's: their values, and the shape of one."""
+
+    apply: Callable[[Sequence[np.ndarray]], np.ndarray]
+    shape: Callable[[Shape], Shape] = lambda shape: shape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint's tensor: the stored tensors it is made of, and how."""
+
+    stored: tuple[str, ...]
+    change: Change
+
+
+def unpermute(heads: int) -> Change:
+    """Rows of q or k in LLaMA files: pairs (i, i + half) of a head lie side by side there."""
+
+    def apply(parts: Sequence[np.ndarray]) -> np.ndarray:
+        (rows,) = parts
+        pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+    return Change(apply)
+
+
+def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Experts' gate and up [experts, mlp, hidden] as [experts, hidden, 2 mlp], alternating."""
+    both = np.stack(parts, axis=2)
+    return both.reshape(both.shape[0], -1, both.shape[3]).swapaxes(1, 2)
+
+
+def _interleave_bias(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Biases [experts, mlp] of gate and up as [experts, 2 mlp], alternating."""
+    return np.stack(parts, axis=-1).reshape(len(parts[0]), -1)
+
+
+KEEP = Change(lambda parts: parts[0])
+TRANSPOSE = Change(lambda parts: parts[0].swapaxes(-1, -2), lambda s: (*s[:-2], *s[:-3:-1]))
+INTERLEAVE = Change(_interleave, lambda s: (*s[:-2], s[-1], *(2 * n for n in s[-2:-1])))
+INTERLEAVE_BIAS = Change(_interleave_bias, lambda s: (*s[:-1], 2 * s[-1]))
+
+
+class GGUFWeights:
+    """The interface of a checkpoint folder over a GGUF file.
+
+    Args:
+        file: the container.
+        name, config: the family and the model that its metadata describes.
+    """
+
+    def __init__(self, file: GGUFFile, name: str, config: Any):
+        self.file, self.family, self.config = file, name, config
+        self.entries = _entries(name, config)
+        present = set(file.names())
+        self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
+        used = {stored for entry in self.entries.values() for stored in entry.stored}
+        if name != "gpt2":
+            used.add(ROPE_FACTORS)
+        self._unknown = [name for name in file.names() if name not in used]
+
+    def names(self) -> list[str]:
+        """Checkpoint names; a tensor that has none keeps its own."""
+        return [*self.entries, *self._unknown]
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        entry = self.entries.get(name)
+        return entry.stored if entry else (name,)
+
+    def info(self, name: str) -> TensorInfo:
+        """The shape that `read` gives; the type is "F32" where numbers are made from blocks.
+
+        Raises:
+            CheckpointError: the stored tensors do not fit together.
+        """
+        infos = [self.file.info(stored) for stored in self._stored(name)]
+        if len({info.shape for info in infos}) > 1:
+            raise CheckpointError(
+                f"{self.file.path}: {' and '.join(self._stored(name))} differ in shape."
+            )
+        kinds = {info.dtype if is_plain(info.dtype) else "F32" for info in infos}
+        shape = self._change(name).shape(infos[0].shape)
+        kind = kinds.pop() if len(kinds) == 1 else "F32"
+        return TensorInfo(kind, shape, sum(info.nbytes for info in infos))
+
+    def _change(self, name: str) -> Change:
+        return self.entries[name].change if name in self.entries else KEEP
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the checkpoint's layout: the file's own pages where they will do."""
+        return self._change(name).apply([self._numbers(stored) for stored in self._stored(name)])
+
+    def _numbers(self, stored: str) -> np.ndarray:
+        array, kind = self.file.read(stored), self.file.info(stored).dtype
+        return array if is_plain(kind) else dequantize(kind, array)
+
+    def release(self, name: str) -> None:
+        """Lets a tensor's pages go."""
+        for stored in self._stored(name):
+            self.file.release(stored)
+
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        """The format of each product's weight, by slot, whose tensors are all blocks.
+
+        A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
+        layers of a model are alike, because they may be stacked.
+        """
+        table, layers = family(self.family).weights(self.config), self.config.num_layers
+        kinds: dict[str, set[str]] = {}
+        products = [slot for slot in slots(table, layers) if is_product(slot, self.config)]
+        for slot in products:
+            known = all(name in self.entries for name in slot.hf_names)
+            found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
+            kinds.setdefault(slot.key, set()).update(found)
+        formats = {key: _format(found) for key, found in kinds.items()}
+        return {slot.name: formats[slot.key] for slot in products if formats[slot.key]}
+
+    def packed(self, slot: Slot) -> QuantizedArray:
+        """A product's weight from the file's own codes, its outputs in our order."""
+        format = self.formats[slot.name]
+        read = rounded_codes if format == ROUNDED else codes_and_scales
+        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
+        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
+        shapes = product_shape(slot, self.config)
+        if slot.weight.num_stacked:  # experts: gate's outputs, then up's, as they lie here
+            return pack(format, np.concatenate(codes, 1), np.concatenate(scales, 1), *shapes)
+        order = self._order(slot)
+        if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
+            return pack(format, codes[0], scales[0], *shapes)
+        return pack(format, np.concatenate(codes)[order], np.concatenate(scales)[order], *shapes)
+
+    def _parts(self, slot: Slot) -> list[str]:
+        return [stored for name in slot.hf_names for stored in self.entries[name].stored]
+
+    def _order(self, slot: Slot) -> np.ndarray:
+        """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
+        numbers, begin = [], 0
+        for name in slot.hf_names:
+            (stored,) = self.entries[name].stored
+            rows = self.file.info(stored).shape[0]
+            ids = np.arange(begin, begin + rows, dtype=np.int32)[:, None]
+            numbers.append(self.entries[name].change.apply([ids]))
+            begin += rows
+        in_shape, out_shape = product_shape(slot, self.config)
+        one_input = (1,) * len(in_shape)
+        head = is_head(slot, self.config)
+        out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
+        slot.weight.layout.join(numbers, out)
+        return out.reshape(-1)
+
+
+def _format(kinds: set[str]) -> str | None:
+    """The format for tensors of these types; None where one of them is plain."""
+    if any(is_plain(kind) for kind in kinds):
+        return None
+    return FORMATS.get(next(iter(kinds)), ROUNDED) if len(kinds) == 1 else ROUNDED
+
+
+def _entries(name: str, config: Any) -> dict[str, Entry]:
+    table = _GPT2 if name == "gpt2" else _LAYERS | (_EXPERTS if name == "gpt_oss" else _DENSE)
+    found = {}
+    for hf, (stored, change) in table.items():
+        for layer in range(config.num_layers) if "{i}" in hf else [0]:
+            names = tuple(s.replace("{i}", str(layer)) for s in stored)
+            found[hf.replace("{i}", str(layer))] = Entry(names, change)
+    if name == "llama":
+        for layer in range(config.num_layers):
+            for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+                for end in ("weight", "bias"):
+                    hf = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
+                    found[hf] = Entry(found[hf].stored, unpermute(heads))
+    return found
+
+
+def _renamed(*pairs: tuple[str, str]) -> dict[str, tuple[tuple[str, ...], Change]]:
+    """Weights and biases that only change their name."""
+    return {
+        f"{name}.{end}": ((f"{stored}.{end}",), KEEP)
+        for name, stored in pairs
+        for end in ("weight", "bias")
+    }
+
+
+_ATTN, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+_LAYERS = _renamed(
+    ("model.embed_tokens", "token_embd"),
+    ("model.norm", "output_norm"),
+    ("lm_head", "output"),
+    ("model.layers.{i}.input_layernorm", "blk.{i}.attn_norm"),
+    (f"{_ATTN}.q_proj", "blk.{i}.attn_q"),
+    (f"{_ATTN}.k_proj", "blk.{i}.attn_k"),
+    (f"{_ATTN}.v_proj", "blk.{i}.attn_v"),
+    (f"{_ATTN}.o_proj", "blk.{i}.attn_output"),
+)
+_DENSE = _renamed(
+    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
+    (f"{_MLP}.gate_proj", "blk.{i}.ffn_gate"),
+    (f"{_MLP}.up_proj", "blk.{i}.ffn_up"),
+    (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
+)
+_GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
+_EXPERTS = _renamed(
+    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
+    (f"{_MLP}.router", "blk.{i}.ffn_gate_inp"),
+) | {
+    f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
+    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), INTERLEAVE),
+    f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), INTERLEAVE_BIAS),
+    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), TRANSPOSE),
+    f"{_MLP}.experts.down_proj_bias": ((f"{_DOWN}.bias",), KEEP),
+}
+_H = "transformer.h.{i}"
+_PRODUCTS = {
+    f"{_H}.attn.c_attn": "blk.{i}.attn_qkv",
+    f"{_H}.attn.c_proj": "blk.{i}.attn_output",
+    f"{_H}.mlp.c_fc": "blk.{i}.ffn_up",
+    f"{_H}.mlp.c_proj": "blk.{i}.ffn_down",
+}
+_GPT2 = _renamed(
+    ("transformer.wte", "token_embd"),
+    ("transformer.wpe", "position_embd"),
+    ("transformer.ln_f", "output_norm"),
+    ("lm_head", "output"),
+    (f"{_H}.ln_1", "blk.{i}.attn_norm"),
+    (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
+    *_PRODUCTS.items(),
+) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}

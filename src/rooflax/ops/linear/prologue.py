@@ -1,0 +1,79 @@
+"""What may happen to the rows of a product before it: a norm, or an activation.
+
+Called, each is its plain meaning; a backend that can do it while it reads the rows looks at the
+fields instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
+from rooflax.ops.norm import layer_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm; with a bias LayerNorm."""
+
+    weight: Float[Array, " hidden"]
+    bias: Float[Array, " hidden"] | None = None
+    eps: float = 1e-5
+
+    def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+        if self.bias is None:
+            return rms_norm(x, self.weight, eps=self.eps)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One of ops.activation by its name; gated ones take [..., 2, mlp], gate and up."""
+
+    name: str
+    gated: bool = False
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*batch mlp"]:
+        return gated(self.name, x) if self.gated else ACTIVATIONS[self.name](x)
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """GPT-OSS's gate, from [..., 2, mlp]."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def gated(self) -> bool:
+        return True
+
+    def __call__(self, x: Float[Array, "*batch 2 mlp"]) -> Float[Array, "*batch mlp"]:
+        return clamped_swiglu(x, alpha=self.alpha, limit=self.limit)
+
+
+Prologue = Norm | Activation | ClampedSwiglu
+
+
+def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A plain product with the prologue before it and the residual behind it."""
+
+    def compute(
+        x: Float[Array, "rows width"],
+        w: Any,
+        bias: Float[Array, " out"] | None,
+        *,
+        prologue: Prologue | None = None,
+        residual: Float[Array, "rows out"] | None = None,
+    ) -> Float[Array, "rows out"]:
+        if prologue is not None:
+            x = prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
+        y = matmul(x, w, bias)
+        return y if residual is None else y + residual
+
+    return compute

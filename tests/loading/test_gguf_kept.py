@@ -1,0 +1,119 @@
+"""Weights that a GGUF file holds quantised stay as they are: the codes and scales are the file's."""
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax import LLM, ExecutionOptions, SamplingParams, load
+from rooflax.errors import CheckpointError
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_blocks import codes_and_scales, dequantize, rounded_codes
+from rooflax.loading.load import describe
+from rooflax.models.memory import estimate
+from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.quantization import dequantize as unpacked
+from tests import gguf_cases, goldens
+
+QUANTISED = [(n, kind) for n, kinds in gguf_cases.FILES.items() for kind in kinds if kind[0] == "q"]
+EXACT_FORMATS = ("w8a8-g32", "w4a8", "mxfp4-a8")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def is_packed(leaf):
+    return isinstance(leaf, QuantizedArray)
+
+
+def leaves(model):
+    return jax.tree.leaves(model.weights, is_leaf=is_packed)
+
+
+@pytest.mark.parametrize(("name", "kind"), QUANTISED)
+def test_kept_weights_are_the_files_own_numbers(name, kind):
+    path = gguf_cases.gguf(name, kind)
+    plain, kept = load(path), load(path, keep=True)
+    formats = set()
+    for floats, leaf in zip(leaves(plain), leaves(kept), strict=True):
+        if not is_packed(leaf):
+            np.testing.assert_array_equal(leaf, floats)
+            continue
+        formats.add(leaf.format)
+        matrix = np.asarray(unpacked(leaf))
+        found = matrix.T if floats.shape == leaf.shape[::-1] else matrix
+        wanted = np.asarray(floats)
+        if leaf.format in EXACT_FORMATS:
+            np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
+        else:  # half a step of int8, of the group's largest
+            assert np.abs(found.reshape(wanted.shape) - wanted).max() <= np.abs(wanted).max() / 220
+    assert formats & {"w8a8-g32", "w4a8", "w8a16-g32"}
+    assert kept.weights_bytes < 0.5 * plain.weights_bytes
+
+
+@pytest.mark.parametrize(("name", "kind"), QUANTISED)
+def test_the_estimate_counts_what_is_kept(name, kind):
+    about = describe(gguf_cases.gguf(name, kind))
+    storage = about.storage("float32", None, narrow=False, keep=True)
+    widths = {"storage": storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
+    need = estimate(about.family, about.config, **widths)
+    assert need.weights == sum(a.nbytes for a in jax.tree.leaves(load(about, keep=True)))
+
+
+def test_the_order_of_outputs_is_the_layouts():
+    """Fused and permuted products: with distinct rows a swap of any two would show."""
+    file = GGUFFile(gguf_cases.gguf("llama3", "q8_0"))
+    kept = load(file.path, keep=True).weights["layers"][1]["attn.qkv"]
+    v = dequantize("Q8_0", file.read("blk.1.attn_v.weight"))
+    ours = np.asarray(unpacked(kept)).reshape(32, 2, 4, 24)
+    np.testing.assert_array_equal(ours[:, 1, 3], v[24:].T)
+
+
+def test_a_model_keeps_them_unless_a_width_is_asked_for():
+    path = gguf_cases.gguf("llama3", "q8_0")
+    assert LLM(path).format == "w8a8-g32"
+    assert LLM(path, dtype="float32").format == "float32"
+    assert LLM(path, quantize="int4").format == "w4a8"
+    assert LLM(gguf_cases.gguf("llama3", "f32")).format == "float32"
+    with_mesh = LLM(path, mesh=jax.make_mesh((2,), ("tensor",)))
+    assert with_mesh.format == "float32"
+    plain = LLM(path, dtype="float32")
+    tokens = [llm.generate([[1, 2, 3]], GREEDY)[0].tokens for llm in (with_mesh, plain)]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "qwen2"])
+def test_no_option_changes_a_token(name):
+    path = gguf_cases.gguf(name, "q4_0" if name == "qwen2" else "q8_0")
+    wanted = [c.tokens for c in LLM(path).generate(goldens.prompts(), GREEDY)]
+    for options in (ExecutionOptions(layers="scan"), ExecutionOptions(decode_steps=1)):
+        found = LLM(path, options=options).generate(goldens.prompts(), GREEDY)
+        assert [c.tokens for c in found] == wanted
+
+
+def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
+    source = gguf_cases.gguf("llama3", "q8_0")
+    file = GGUFFile(source)
+    content = bytearray(source.read_bytes())
+    begin = len(content) - file.info("blk.1.ffn_up.weight").nbytes
+    assert content[begin:] == file.read("blk.1.ffn_up.weight").tobytes()
+    content[begin : begin + 2] = np.float16(np.inf).tobytes()
+    path = tmp_path / "inf.gguf"
+    path.write_bytes(content)
+    for keep in (True, False):
+        with pytest.raises(CheckpointError, match="NaN or infinity"):
+            load(path, keep=keep, check=True)
+
+
+def test_blocks_and_codes_say_the_same():
+    state = np.random.RandomState(5)
+    for kind, nbytes in (("Q8_0", 34), ("Q4_0", 18), ("MXFP4", 17)):
+        blocks = state.randint(0, 256, (6, 3, nbytes)).astype(np.uint8)
+        if kind == "MXFP4":
+            blocks[..., 0] = state.randint(100, 140, (6, 3))
+        else:
+            blocks[..., :2] = state.standard_normal((6, 3, 1)).astype("<f2").view(np.uint8)
+        codes, scales = codes_and_scales(kind, blocks)
+        assert codes.shape == (6, 96) and scales.shape == (6, 3)
+        assert codes.min() >= (-128 if kind == "Q8_0" else 0)
+        rows, steps = rounded_codes(kind, blocks)
+        numbers = rows.reshape(6, 3, 32) * steps.astype(np.float32)[..., None]
+        wanted = dequantize(kind, blocks).reshape(6, 3, 32)
+        np.testing.assert_allclose(numbers, wanted, atol=np.abs(wanted).max() / 220)

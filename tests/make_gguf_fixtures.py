@@ -1,0 +1,184 @@
+"""Makes tests/data/gguf: tokenizers, and GGUF files converted and quantised by llama.cpp itself.
+
+Needs a Python with llama-cpp-python, torch, transformers, sentencepiece and gguf, and the llama.cpp
+that llama-cpp-python's source distribution has in its vendor folder:
+
+    python -m tests.make_gguf_fixtures --llama-cpp DIR/vendor/llama.cpp --python PEERS/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from tests import gguf_cases
+from tests.loading.conftest import TEXT
+
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As the tokenizer.json files of LLaMA 3, Qwen 2.5 and GPT-OSS have them.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT_OSS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+
+# case: (pattern, name that llama.cpp knows it by, special tokens, eos, adds BOS)
+BYTE_LEVEL = {
+    "gpt2": (None, "gpt-2", ["<|endoftext|>"], "<|endoftext|>", False),
+    "llama3": (
+        LLAMA3,
+        "llama-bpe",
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
+        "<|eot_id|>",
+        True,
+    ),
+    "qwen2": (QWEN2, "qwen2", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>", False),
+    "gpt_oss_mxfp4": (
+        GPT_OSS,
+        "gpt-4o",
+        ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"],
+        "<|return|>",
+        False,
+    ),
+}
+BYTE_LEVEL["llama_k"] = BYTE_LEVEL["llama3"]
+
+# A home-made tokenizer is unknown to the converter's table, so it is told the name.
+CONVERT = """
+import sys
+folder, pre, *sys.argv = sys.argv[1:]
+sys.path[:0] = [folder, folder + "/gguf-py"]
+import conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: pre
+import convert_hf_to_gguf
+convert_hf_to_gguf.main()
+"""
+QUANTIZE = """
+import ctypes, sys
+import llama_cpp
+source, target, kind = sys.argv[1:]
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + kind.upper())
+params.allow_requantize = True
+if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
+    sys.exit("llama.cpp cannot quantise this")
+"""
+SENTENCEPIECE = """
+import json, sys
+import sentencepiece
+text, folder, size, texts = sys.argv[1:]
+sentencepiece.SentencePieceTrainer.train(
+    input=text, model_prefix=folder + "/tokenizer", vocab_size=int(size), model_type="bpe",
+    byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
+    remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+)
+processor = sentencepiece.SentencePieceProcessor(folder + "/tokenizer.model")
+json.dump([[t, processor.encode(t)] for t in json.loads(texts)], open(folder + "/ids.json", "w"))
+"""
+
+
+def byte_level(name: str, folder: Path) -> None:
+    """Trains a tokenizer and writes it as the family's checkpoints have it."""
+    pattern, _, special, eos, adds_bos = BYTE_LEVEL[name]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=adds_bos))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    cut = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, level])
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    size = gguf_cases.CONFIGS[name]["vocab_size"] - len(special) - 1
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=level.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    bos = special[0]
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
+        "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def sentencepiece(name: str, folder: Path, python: str) -> None:
+    """Trains a SentencePiece model; what it makes of some texts is the reference."""
+    text = folder / "text.txt"
+    text.write_text("\n".join(line for line in TEXT if line.isascii()))
+    size = str(gguf_cases.CONFIGS[name]["vocab_size"] - 1)
+    texts = json.dumps([line for chunk in TEXT[:3] for line in chunk.split("\n")])
+    subprocess.run([python, "-c", SENTENCEPIECE, text, folder, size, texts], check=True)
+    text.unlink()
+    config = {
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
+        "unk_token": "<unk>", "add_bos_token": True, "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
+    kept = gguf_cases.FOLDER / name
+    kept.mkdir(parents=True, exist_ok=True)
+    if name in BYTE_LEVEL:
+        byte_level(name, kept)
+        pre = BYTE_LEVEL[name][1]
+    else:
+        sentencepiece(name, work, python)
+        pre = "default"
+        for file in ("ids.json", "tokenizer_config.json"):
+            (work / file).rename(kept / file)
+    gguf_cases.write_original(work, name)
+    if name not in BYTE_LEVEL:
+        (work / "tokenizer.json").unlink()
+    for kind in gguf_cases.FILES[name]:
+        target = gguf_cases.gguf(name, kind)
+        outtype = kind if kind in ("f32", "f16", "bf16") else "f32"
+        plain = target if kind == outtype else work / "plain.gguf"
+        command = [llama_cpp, pre, "convert", str(work), "--outfile", str(plain)]
+        subprocess.run([python, "-c", CONVERT, *command, "--outtype", outtype], check=True)
+        if plain != target:
+            subprocess.run([python, "-c", QUANTIZE, plain, target, kind], check=True)
+        print(target.name, target.stat().st_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--llama-cpp", required=True)
+    parser.add_argument("--python", required=True)
+    parser.add_argument("names", nargs="*", default=list(gguf_cases.CONFIGS))
+    args = parser.parse_args()
+    for name in args.names:
+        with tempfile.TemporaryDirectory() as work:
+            make(name, args.llama_cpp, args.python, Path(work))
+
+
+if __name__ == "__main__":
+    main()

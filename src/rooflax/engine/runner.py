@@ -311,9 +311,9 @@ class Runner:
             return
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         seq = min(bucket(max(new), SMALLEST_PREFILL), self.longest_prefill)
-        rows = {1} if len(sequences) == 1 else {1, self.num_slots}
-        self._add_prefills({(n, seq) for n in rows})
-        for shape in sorted(self._shapes_of(sequences, new, seq) - self._warm):
+        self._add_prefills({(n, seq) for n in ({1, self.num_slots} if len(new) > 1 else {1})})
+        rows = self._prefill_rows(sequences, new)
+        for shape in sorted(self._shapes_of(sequences, rows, seq) - self._warm):
             self._warm_shape(shape)
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
@@ -321,14 +321,22 @@ class Runner:
         if any(s.params.has_penalties for s in sequences):
             self._seat_counts(self.num_slots, None)
 
-    def _shapes_of(self, sequences: list[Sequence], new: list[int], seq: int) -> set[Shape]:
+    def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
+        """Rows of the prefills to come; those that begin alike do not run together."""
+        if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
+            return {rows for rows, _ in self.buckets.prefills}
+        calls = self._prefill_calls(list(zip(sequences, new, strict=True)))
+        beginnings = {tuple(s.tokens[:BLOCK_SIZE]) for s in sequences}
+        alone = set() if len(beginnings) == len(sequences) else {1}
+        return {call.shape.rows for call in calls} | alone
+
+    def _shapes_of(self, sequences: list[Sequence], rows: set[int], seq: int) -> set[Shape]:
         """Every shape that the sequences lead to if nothing is preempted."""
-        longest = max(s.num_tokens for s in sequences)
-        together = 1 < len(sequences) <= self.num_slots and max(new) <= self.longest_prefill
-        rows = {self.num_slots} if together else {1, min(len(sequences), self.num_slots)}
-        rows = {n for n in rows if n == 1 or n == self.num_slots}
-        starts = {longest} if together else range(1, longest + 1)
-        ends = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        shortest = min(s.num_tokens for s in sequences)
+        starts = range(1, max(s.num_tokens for s in sequences) + 1)
+        ends = range(shortest, max(s.longest for s in sequences) + 1)
+        if len(sequences) <= self.num_slots and starts[-1] <= self.longest_prefill:
+            starts = starts[-1:] if len(rows) == 1 else starts[shortest - 1 :]
         use = self.options.use_cache
         return {
             Shape(kind, n, (tokens if use else context), context)

@@ -419,7 +419,7 @@ def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
     [
         ({"quantize": "int3"}, "int8, int4"),
         ({"dtype": "float16"}, "dtype"),
-        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"max_num_seqs": 1.5}, "max_num_seqs"),

@@ -1,12 +1,23 @@
 """The paged cache: what is written is read, where it was meant to be; block arithmetic."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rooflax.nn.batch import NO_SLOT, Batch
-from rooflax.nn.kv_cache import LayerGroups, allocate, pool_shapes, read, with_pools, write
+from rooflax.nn.kv_cache import (
+    LayerGroups,
+    allocate,
+    bytes_per_token,
+    clear_blocks,
+    pool_shapes,
+    read,
+    with_pools,
+    write,
+)
 from rooflax.nn.layout import blocks_needed, ceil_div
 
 
@@ -127,3 +138,19 @@ def test_valid_marks_the_real_tokens():
     batch = Batch.dense(jnp.zeros((3, 4), jnp.int32), lengths=jnp.asarray([4, 0, 2]))
     assert batch.valid.astype(jnp.int32).sum(1).tolist() == [4, 0, 2]
     assert batch.positions[1].tolist() == [0, 1, 2, 3]
+
+
+def test_int8_pools_have_the_same_verbs():
+    """What is written comes back within half a step of its head's largest element."""
+    groups = LayerGroups.from_windows((None, None))
+    cache = allocate(groups, (5,), 3, 8, block_size=4, dtype="int8")
+    assert cache.num_bytes == 5 * 4 * 2 * bytes_per_token(3, 8, "int8")
+    new = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 3, 8)), jnp.float32)
+    slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
+    cache = replace(cache, k=(write(cache.k[0], new, slots), cache.k[1]))
+    k, v = read(cache, 0, [2, 4], 6)
+    step = np.abs(np.asarray(new[0])).max(axis=-1, keepdims=True) / 127
+    assert (np.abs(np.asarray(k) - np.asarray(new[0])) <= step * 0.5001).all()
+    assert not np.asarray(v).any()
+    cleared = clear_blocks(cache, (jnp.asarray([2], jnp.int32),))
+    assert not np.asarray(read(cleared, 0, [2, 4], 6)[0])[:4].any()

@@ -14,7 +14,7 @@ from rooflax.ops.attention import reference as attention_reference
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, reference
 from rooflax.ops.linear.api import IMPLEMENTATIONS
-from rooflax.ops.quantization import quantize, quantized_product
+from rooflax.ops.quantization import QuantizedPool, quantize, quantized_product, tokens_as_int8
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
@@ -152,9 +152,11 @@ def test_activations_of_other_types_and_zero_rows(instruction_set):
 def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
     """Two rows of unequal length over shuffled blocks; a third row is padding."""
     heads, kv_heads, block, blocks = 6, 2, 4, 9
-    pools = [
-        jnp.asarray(RNG.standard_normal((30, kv_heads, block, head_dim)), dtype) for _ in range(2)
-    ]
+    pools = [normal(30, kv_heads, block, head_dim) for _ in range(2)]
+    if dtype == "int8":
+        pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
+    else:
+        pools = [pool.astype(dtype) for pool in pools]
     lengths = np.array([31, 17, 0], np.int32)
     queries = np.array([seq, seq, 0], np.int32)
     start = lengths - queries
@@ -177,7 +179,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
@@ -190,14 +192,14 @@ def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
 
 
 def test_attention_does_not_depend_on_batch_or_chunk(instruction_set):
-    case = attention_case(seq=3)
+    case = attention_case(seq=7)
     whole = np.asarray(attention_cpu.paged_attention(**case))
     batched = ("q", "block_tables", "first_positions", "positions", "context_lens")
     alone = attention_cpu.paged_attention(**case | {n: case[n][1:2] for n in batched})
     np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
-    last = {n: case[n][:, 2:] for n in ("q", "positions")}
+    last = {n: case[n][:, 6:] for n in ("q", "positions")}
     np.testing.assert_array_equal(
-        np.asarray(attention_cpu.paged_attention(**case | last))[:2, 0], whole[:2, 2]
+        np.asarray(attention_cpu.paged_attention(**case | last))[:2, 0], whole[:2, 6]
     )
 
 

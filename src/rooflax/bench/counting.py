@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooflax.models.registry import family
-from rooflax.nn.storage import ITEM_BYTES, Storage
+from rooflax.nn.kv_cache import bytes_per_token
+from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, slots
 
 LOOKUPS = ("embed", "position")
@@ -83,7 +84,7 @@ def _with_attention(
     kv_dtype: str,
 ) -> StepCost:
     per_pair = 4 * config.num_heads * config.head_dim  # q.k and p.v, two operations each
-    per_token = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
+    per_token = bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
     return StepCost(weight_bytes, sum(read) * per_token, operations + sum(pairs) * per_pair)
 
 

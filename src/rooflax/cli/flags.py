@@ -133,9 +133,20 @@ def add_precision(
     text = "float32 or bfloat16; default float32 on CPU"
     add("--dtype", metavar="TYPE", help=text, **kind)
     if kv:
-        add("--kv-dtype", metavar="TYPE", help="of the KV cache; default as --dtype", **kind)
+        add(
+            "--kv-dtype",
+            metavar="TYPE",
+            help="of the KV cache: float32, bfloat16 or int8; default as --dtype",
+            **kind,
+        )
     if quantize:
-        add("-q", "--quantize", metavar="FORMAT", help="weights as int8 or int4", **kind)
+        add(
+            "-q",
+            "--quantize",
+            metavar="FORMAT",
+            help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4,head=int8",
+            **kind,
+        )
 
 
 def check_precision(args: argparse.Namespace) -> Precision:

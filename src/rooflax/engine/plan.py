@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rooflax.errors import RequestError
+from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
-from rooflax.nn.storage import ITEM_BYTES
 
 
 def plan_blocks(
@@ -31,7 +31,7 @@ def plan_blocks(
         RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
     """
     groups = config.groups
-    per_block = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype] * block_size
+    per_block = block_size * bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
     cost = [per_block * groups.of_layer.count(g) for g in range(len(groups.windows))]
     longest = [blocks_needed(w, max_tokens, new_tokens, block_size) for w in groups.windows]
     slots = num_slots

@@ -7,8 +7,9 @@ from typing import Any
 
 from rooflax.errors import RequestError
 from rooflax.models.registry import family
+from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
-from rooflax.nn.storage import ITEM_BYTES, Storage
+from rooflax.nn.storage import Storage
 from rooflax.nn.weights import slots
 
 
@@ -57,7 +58,7 @@ def estimate(
         for slot in slots(table, config.num_layers)
     )
     chunk = min(prefill_chunk, tokens)
-    per_token = 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
+    per_token = bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
     groups = config.groups
     kv_cache = sum(
         (1 + rows * blocks_needed(groups.windows[g], tokens, chunk, block_size))

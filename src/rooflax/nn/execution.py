@@ -14,6 +14,7 @@ from rooflax.ops.formats import resolve_format
 
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8")
 MAX_DECODE_STEPS = 1024
 
 
@@ -77,7 +78,8 @@ class Precision:
 
     Attributes:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
-        kv_dtype: of the KV cache; None is the activations' dtype.
+        kv_dtype: of the KV cache, "int8" with a scale per token and head; None is the activations'
+            dtype.
         quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
@@ -89,7 +91,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, (None, *DTYPES))
-        _check_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
+        _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))
 

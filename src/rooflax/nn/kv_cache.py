@@ -10,6 +10,7 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.attention.paging import gather
+from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
+
+Pool = Float[Array, "blocks kv_heads block_size head_dim"] | QuantizedPool
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,14 @@ class KVCache:
     Attributes:
         k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim]. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
-            block b is block r * num_blocks + b.
+            block b is block r * num_blocks + b. As int8 each pool is a `QuantizedPool`.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.
     """
 
-    k: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
-    v: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+    k: tuple[Pool, ...]
+    v: tuple[Pool, ...]
     groups: LayerGroups = field(metadata={"static": True})
     block_size: int = field(metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
@@ -74,7 +79,13 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.size * a.dtype.itemsize for a in (*self.k, *self.v))
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((self.k, self.v)))
+
+
+def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Of one layer's K and V; int8 has a float32 scale for each head."""
+    per_head = head_dim + 4 if dtype == "int8" else head_dim * jnp.dtype(dtype).itemsize
+    return 2 * num_kv_heads * per_head
 
 
 def pool_shapes(
@@ -111,25 +122,38 @@ def allocate(
     The zeros come from the host: nothing is compiled for them.
     """
     shapes = pool_shapes(groups, num_blocks, num_kv_heads, head_dim, block_size, stacked=stacked)
-    zeros = [jax.device_put(np.zeros(s, jnp.dtype(dtype)), sharding) for s in shapes * 2]
+
+    def zeros_of(shape: tuple[int, ...]) -> Any:
+        if dtype == "int8":
+            values, scales = np.zeros(shape, np.int8), np.zeros(shape[:3], np.float32)
+            return QuantizedPool(*jax.device_put((values, scales), sharding))
+        return jax.device_put(np.zeros(shape, jnp.dtype(dtype)), sharding)
+
+    zeros = [zeros_of(shape) for shape in shapes * 2]
     half = len(shapes)
     return KVCache(tuple(zeros[:half]), tuple(zeros[half:]), groups, block_size, stacked)
 
 
 @parts.cache_writes
 def write(
-    pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    pool: Pool,
     new: Float[Array, "rows seq kv_heads head_dim"],
     slots: Int[Array, "rows seq"],
-) -> Float[Array, "blocks kv_heads block_size head_dim"]:
+) -> Pool:
     """Puts new keys (or values) into their slots; in place when the pool is donated.
 
     A slot beyond the pool is not written, so block 0, which padded tables name, stays zero.
     """
     block_size = pool.shape[2]
     block, offset = slots.reshape(-1) // block_size, slots.reshape(-1) % block_size
-    flat = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
-    return pool.at[block, :, offset].set(flat, mode="drop")
+    flat = new.reshape(-1, *new.shape[2:])
+    if isinstance(pool, QuantizedPool):
+        values, scales = tokens_as_int8(flat)
+        return QuantizedPool(
+            pool.values.at[block, :, offset].set(values, mode="drop"),
+            pool.scales.at[block, :, offset].set(scales, mode="drop"),
+        )
+    return pool.at[block, :, offset].set(flat.astype(pool.dtype), mode="drop")
 
 
 def read(
@@ -143,29 +167,29 @@ def read(
     period = len(cache.k)
     repeat, index = divmod(layer, period)
 
-    def gather(pool: jax.Array) -> jax.Array:
+    def contiguous(pool: Pool) -> jax.Array:
         offset = repeat * (pool.shape[0] // cache.num_repeats)
-        blocks = pool[jnp.asarray(block_table) + offset]
-        tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
-        return tokens[: length - first_position]
+        heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
+        return heads.swapaxes(0, 1)[: length - first_position]
 
-    return gather(cache.k[index]), gather(cache.v[index])
+    return contiguous(cache.k[index]), contiguous(cache.v[index])
 
 
 def clear_blocks(cache: KVCache, tables: tuple[Int[Array, " _"], ...]) -> KVCache:
     """Zeroes the blocks in `tables`, one table per layer group."""
 
-    def cleared(pool: jax.Array, index: int) -> jax.Array:
+    def cleared(pool: Pool, index: int) -> Pool:
         table = tables[cache.groups.of_layer[index]]
         first = jnp.arange(cache.num_repeats, dtype=jnp.int32) * (
             pool.shape[0] // cache.num_repeats
         )
-        return pool.at[(first[:, None] + table[None]).reshape(-1)].set(0)
+        blocks = (first[:, None] + table[None]).reshape(-1)
+        return jax.tree.map(lambda array: array.at[blocks].set(0), pool)
 
     k = [cleared(pool, index) for index, pool in enumerate(cache.k)]
     return with_pools(cache, k, [cleared(pool, index) for index, pool in enumerate(cache.v)])
 
 
-def with_pools(cache: KVCache, k: list[jax.Array], v: list[jax.Array]) -> KVCache:
+def with_pools(cache: KVCache, k: list[Pool], v: list[Pool]) -> KVCache:
     """The same cache with other arrays."""
     return replace(cache, k=tuple(k), v=tuple(v))

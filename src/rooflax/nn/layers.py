@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.kv_cache import KVCache, LayerGroups, with_pools, write
+from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
 from rooflax.ops.attention import attention, paged_attention
 from rooflax.ops.control import scan
 
@@ -114,7 +114,7 @@ def _checkpointed(function: Callable, remat: str | None) -> Callable:
 class _Pools:
     """One layer's pools and, among stacked layers, the number of its first block."""
 
-    def __init__(self, k: jax.Array, v: jax.Array, block_size: int, first_block: Any):
+    def __init__(self, k: Pool, v: Pool, block_size: int, first_block: Any):
         self.k, self.v, self.block_size, self.first_block = k, v, block_size, first_block
 
     def tree_flatten(self) -> tuple[tuple, int]:

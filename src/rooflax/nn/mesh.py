@@ -110,8 +110,8 @@ def weight_spec(weight: Weight) -> PartitionSpec:
     return PartitionSpec(*(TENSOR if name == split else None for name in names))
 
 
-CACHE_SPEC = PartitionSpec(None, TENSOR, None, None)
-"""KV pools are split over their heads."""
+CACHE_SPEC = PartitionSpec(None, TENSOR)
+"""KV pools (and their scales) are split over their heads."""
 
 
 def tensor_shards(mesh: Mesh | None) -> Shards | None:

@@ -77,6 +77,30 @@ class QuantizedArray:
         return sum(a.size * a.dtype.itemsize for a in (self.values, self.scales, self.sums))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedPool:
+    """Keys (or values) of a layer's blocks as int8, x ~ values * scales[..., None].
+
+    Each token of each K/V head has its own scale, its largest element over 127.
+    """
+
+    values: Int[Array, "blocks kv_heads block_size head_dim"]
+    scales: Float[Array, "blocks kv_heads block_size"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def tokens_as_int8(x: Float[Array, "*batch head_dim"]) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of a `QuantizedPool`."""
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
+    inverse = jnp.where(scales > 0, 1.0 / jnp.where(scales > 0, scales, 1.0), 0.0)
+    return jnp.round(x * inverse[..., None]).astype(jnp.int8), scales
+
+
 def fits(format: str, inner: int) -> bool:
     """Whether a weight with `inner` inputs can have the format: groups have 32 of them."""
     return not FORMATS[format].grouped or inner % GROUP == 0

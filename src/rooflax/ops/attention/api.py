@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.attention import cpu, reference, xla
 from rooflax.ops.dispatch import choose
+from rooflax.ops.quantization import QuantizedPool
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
 PAGED_IMPLEMENTATIONS = {
@@ -84,8 +85,8 @@ def attention(
 @parts.attention
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"],
-    v_pool: Float[Array, "blocks K block_size H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],

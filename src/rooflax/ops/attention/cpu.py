@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.quantization import QuantizedPool
+
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"],
-    v_pool: Float[Array, "blocks K block_size H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],
@@ -28,14 +30,16 @@ def paged_attention(
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call("rooflax_attention", out)
     wide = q.astype(jnp.float32)
-    none = jnp.zeros(0, jnp.float32)
+    scales = (jnp.zeros(0, jnp.float32),) * 2
+    if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
+        scales = (k_pool.scales, v_pool.scales)
+        k_pool, v_pool = k_pool.values, v_pool.values
     arrays = (block_tables, first_positions, positions, context_lens, sinks)
     return call(
         wide,
         k_pool,
         v_pool,
-        none,
-        none,
+        *scales,
         *arrays,
         scale=np.float32(scale),
         window=np.int64(window or 0),

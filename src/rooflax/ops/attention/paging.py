@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.quantization import QuantizedPool
+
 
 def gather(
-    pool: Float[Array, "blocks K block_size H"], block_tables: Int[Array, "B nb"]
+    pool: Float[Array, "blocks K block_size H"] | QuantizedPool, block_tables: Int[Array, "B nb"]
 ) -> Float[Array, "B K S H"]:
     """The rows' blocks, one after the other: S = nb * block_size."""
-    blocks = pool.at[block_tables].get(mode="promise_in_bounds")
+    if isinstance(pool, QuantizedPool):
+        values, scales = (
+            a.at[block_tables].get(mode="promise_in_bounds") for a in (pool.values, pool.scales)
+        )
+        blocks = values.astype(jnp.float32) * scales[..., None]
+    else:
+        blocks = pool.at[block_tables].get(mode="promise_in_bounds")
     rows, nb, kv_heads, block_size, head_dim = blocks.shape
     return blocks.swapaxes(1, 2).reshape(rows, kv_heads, nb * block_size, head_dim)
 

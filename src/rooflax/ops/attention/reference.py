@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention import paging
+from rooflax.ops.quantization import QuantizedPool
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -51,8 +52,8 @@ def attention(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"],
-    v_pool: Float[Array, "blocks K block_size H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.ops.attention import paging
 from rooflax.ops.dot import dot_general
+from rooflax.ops.quantization import QuantizedPool
 
 QUERY_CHUNK = 128
 """Queries scored at once over whole sequences; keys behind a chunk's end are never touched."""
@@ -70,8 +71,8 @@ def _attend(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"],
-    v_pool: Float[Array, "blocks K block_size H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],

@@ -1,6 +1,7 @@
 """Many callers at once: streams, limits, aborts, shutdown, failures, numbers for operators."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -101,7 +102,21 @@ def test_a_stop_string_ends_the_request_and_frees_it(server, alone):
     settle(server)
 
 
-def test_cancelled_and_closed_streams_leave_nothing_behind(server):
+def slowly(server, monkeypatch):
+    """Each step takes long enough that a caller is sure to come in between."""
+    engine = server._thread.engine
+    step = engine.step
+
+    def slow():
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+
+
+def test_cancelled_and_closed_streams_leave_nothing_behind(server, monkeypatch):
+    slowly(server, monkeypatch)
+
     async def cancel():
         task = asyncio.create_task(server.generate(PROMPTS[0], LONG))
         await asyncio.sleep(0.02)
@@ -118,8 +133,9 @@ def test_cancelled_and_closed_streams_leave_nothing_behind(server):
     assert server.metrics()["num_finished"]["abort"] == before + 2
 
 
-def test_a_full_queue_refuses_and_recovers(folder):
-    server = serve(folder, max_num_seqs=1, max_waiting=2, decode_steps=1)
+def test_a_full_queue_refuses_and_recovers(folder, monkeypatch):
+    server = serve(folder, max_num_seqs=1, max_waiting=2, decode_steps=8)
+    slowly(server, monkeypatch)
 
     async def crowd():
         tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(3)]
@@ -135,8 +151,9 @@ def test_a_full_queue_refuses_and_recovers(folder):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_shutdown_drains_or_aborts_and_refuses_what_comes_after(folder, drain):
-    server = serve(folder, max_num_seqs=1, decode_steps=1)
+def test_shutdown_drains_or_aborts_and_refuses_what_comes_after(folder, drain, monkeypatch):
+    server = serve(folder, max_num_seqs=1, decode_steps=8)
+    slowly(server, monkeypatch)
 
     async def run():
         tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(2)]

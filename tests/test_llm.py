@@ -1,9 +1,11 @@
 """Text in, text out: batches, samples, stops, log-probabilities, cancellation, refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from rooflax import LLM, SamplingParams
+from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.engine.sequence import SequenceStatus
 from rooflax.errors import RequestError
 from tests import goldens
@@ -236,6 +238,113 @@ def test_score_of_prompts_of_any_length(llm):
             llm.score([ids[:length]])[0], whole[: length - 1], rtol=0, atol=1e-4
         )
     assert llm.score("the")[0].shape == (len(llm.encode("the")) - 1,)
+
+
+def test_scores_of_continuations_are_the_end_of_those_of_the_whole(llm):
+    prompts, ends = PROMPTS[:2], [[7, 8, 9], [5]]
+    whole = llm.score([[*p, *e] for p, e in zip(prompts, ends, strict=True)])
+    for all_, end, part in zip(whole, ends, llm.score(prompts, ends), strict=True):
+        np.testing.assert_array_equal(part, all_[-len(end) :])
+    assert llm.score([[1, 2]], [[]])[0].shape == (0,)
+    with pytest.raises(RequestError, match="1 continuations for 2 prompts"):
+        llm.score(prompts, [[1]])
+    with pytest.raises(RequestError, match="no tokens"):
+        llm.score([[]], [[1]])
+
+
+def test_prompt_logprobs_equal_score(llm):
+    """Chunks, the prefix cache and neighbours make no difference."""
+    prompt = PROMPTS[3]
+    wanted = llm.score([prompt])[0]
+    found = llm.generate([prompt, PROMPTS[0]], [params(prompt_logprobs=3), params()])
+    assert found[1].prompt_logprobs is None
+    for entries in (
+        found[0].prompt_logprobs,
+        llm.generate([prompt], params(prompt_logprobs=0))[0].prompt_logprobs,
+    ):
+        assert len(entries) == len(wanted) == len(prompt) - 1
+        np.testing.assert_allclose([e.logprob for e in entries], wanted, atol=1e-4)
+    assert all(len(e.top) == 3 for e in found[0].prompt_logprobs)
+    assert llm.generate([[4]], params(prompt_logprobs=1))[0].prompt_logprobs == ()
+    assert found[0].tokens == llm.generate([prompt], params())[0].tokens
+
+
+def test_a_second_prompt_with_the_same_beginning_takes_it_from_the_cache(folder):
+    llm = LLM(folder)
+    prompt = list(range(70, 120))
+    first, second = (llm.generate([[*prompt, n]], params())[0] for n in (1, 2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    cold = LLM(folder, prefix_caching=False)
+    again = [cold.generate([[*prompt, n]], params())[0] for n in (1, 2, 2)]
+    assert [c.tokens for c in again] == [first.tokens, second.tokens, second.tokens]
+    assert [c.num_cached_tokens for c in again] == [0, 0, 0]
+
+
+EFFECTS = {
+    "max_tokens": 7, "min_tokens": 15, "temperature": 1.5, "top_k": 1, "top_p": 1e-6, "min_p": 1.0,
+    "seed": 4, "stop": None, "stop_token_ids": None, "repetition_penalty": 1.9,
+    "presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {9: 100.0},
+    "allowed_token_ids": [5, 6], "banned_token_ids": None, "logprobs": 2, "prompt_logprobs": 2,
+    "n": 2, "ignore_eos": None,
+}  # fmt: skip
+
+
+def test_every_sampling_field_has_its_effect(llm):
+    assert set(EFFECTS) == {f.name for f in dataclasses.fields(SamplingParams)}
+    drawn = {"temperature": 2.0, "seed": 1}
+    base = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+
+    def run(**given):
+        found = llm.generate([PROMPTS[1]], SamplingParams(**given))
+        return [(c.text, c.tokens, c.finish_reason, c.logprobs, c.prompt_logprobs) for c in found]
+
+    tokens = llm.generate([PROMPTS[1]], SamplingParams(**base))[0].tokens
+    middle = tokens[9]
+    for name, value in EFFECTS.items():
+        setting = {
+            "stop": llm.generate([PROMPTS[1]], SamplingParams(**base))[0].text[3],
+            "stop_token_ids": [middle],
+            "banned_token_ids": [middle],
+        }.get(name, value)
+        before = base | (drawn if name in ("top_k", "top_p", "min_p", "seed") else {})
+        if name == "min_tokens":
+            before |= {"stop_token_ids": [middle]}
+        if name == "ignore_eos":  # see test_ignore_eos below
+            continue
+        assert run(**before) != run(**before | {name: setting}), name
+
+
+def test_min_tokens_puts_off_every_way_to_stop(llm):
+    tokens = llm.generate([PROMPTS[1]], params())[0].tokens
+    early = llm.generate([PROMPTS[1]], params(stop_token_ids=[tokens[4]]))[0]
+    assert len(early.tokens) <= 5
+    late = llm.generate([PROMPTS[1]], params(stop_token_ids=[tokens[4]], min_tokens=9))[0]
+    assert len(late.tokens) >= 9 and tokens[4] not in late.tokens[:9]
+    with pytest.raises(RequestError, match="min_tokens.*max_tokens"):
+        params(min_tokens=21)
+    with pytest.raises(RequestError, match="min_tokens needs at most 32"):
+        llm.generate([PROMPTS[0]], params(min_tokens=2, stop_token_ids=range(33)))
+
+
+@pytest.mark.parametrize("kernels", ["xla", None])
+def test_what_is_not_finite_ends_alone_and_is_never_shared(folder, kernels):
+    """Token 200's embedding is NaN: whoever reads it fails, nobody else sees it, then or later."""
+    llm = LLM(folder, max_num_seqs=3, options=ExecutionOptions(kernels=kernels))
+    prompts = [list(range(100, 140)), [*range(100, 120), 200, *range(20)], PROMPTS[1]]
+    wanted = [llm.generate([p], params())[0].tokens for p in (prompts[0], prompts[2])]
+    embed = llm.model.weights["embed"].at[200].set(np.nan)
+    llm.model = dataclasses.replace(llm.model, weights=llm.model.weights | {"embed": embed})
+    llm._engine = None
+    for _ in range(3):
+        found = llm.generate(prompts, params())
+        assert [c.finish_reason for c in found] == ["length", "error", "length"]
+        assert "NaN" in found[1].error and found[1].tokens == ()
+        assert [found[0].tokens, found[2].tokens] == wanted
+        assert found[1].num_cached_tokens <= 16
+    scheduler = llm._engine.scheduler
+    assert not any(scheduler.blocks.num_used)
+    assert all(np.isfinite(pool).all() for pool in llm._engine.runner.cache.k)
+    assert all(np.isfinite(pool).all() for pool in llm._engine.runner.cache.v)
 
 
 def clean(engine):

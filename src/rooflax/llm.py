@@ -301,16 +301,38 @@ class LLM:
         )
         return self._engine
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt] | None = None,
+    ) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32; the first has none.
 
+        Args:
+            continuations: one per prompt, to score these tokens alone, given the prompt.
+
         Returns:
-            Per prompt an array of len(tokens) - 1 natural logarithms.
+            Per prompt an array of natural logarithms: one per token but the first, or one per
+            token of the continuation.
         """
+        prompt_list = _as_prompts(prompts)
+        if continuations is None:
+            return self._score([self.encode(prompt) for prompt in prompt_list])
+        given = _as_prompts(continuations)
+        if len(given) != len(prompt_list):
+            raise RequestError(
+                f"{len(given)} continuations for {len(prompt_list)} prompts; give one for each."
+            )
+        ids = [(self.encode(p), self.encode(c)) for p, c in zip(prompt_list, given, strict=True)]
+        if not all(prompt for prompt, _ in ids):
+            raise RequestError("The prompt has no tokens; give at least one.")
+        scores = self._score([[*prompt, *continuation] for prompt, continuation in ids])
+        return [all_[len(p) - 1 :] for all_, (p, _) in zip(scores, ids, strict=True)]
+
+    def _score(self, prompts: list[list[int]]) -> list[np.ndarray]:
         functions = StepFunctions(self.options, self.mesh, max_steps=1)
         scores = []
-        for prompt in _as_prompts(prompts):
-            ids = self.encode(prompt)
+        for ids in prompts:
             check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
             length = min(bucket(len(ids), 16), self.max_model_len)
             padded = np.zeros((1, length), np.int32)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rooflax.bench import compare, html, quick, worker
+from rooflax.bench import compare, html, quick, serving, worker
 from rooflax.bench.quick import QuickResult
 from rooflax.bench.statistics import paired_ratio
 from rooflax.cli import isolate, terminal
@@ -127,6 +127,11 @@ COMMANDS = {
             "--breakdown": [],
             "--profile": ["TRACE"],
             "--quick": [],
+            "--concurrent": [],
+            "--request-rate": ["3"],
+            "--requests": (["3"], "a meaning only with"),
+            "--target-ttft": (["3"], "a meaning only with"),
+            "--target-tpot": (["3"], "a meaning only with"),
             "--markdown": [],
             "--report": [],
             "--html": ["page.html"],
@@ -152,6 +157,17 @@ COMMANDS = {
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),
 }  # fmt: skip
 del COMMANDS["chat"][1]["--json"]
+
+
+PAYS = serving.Pays(1.0, 5.0, 6.0, 1.0)
+SERVED = {
+    "requests": 3, "request_rate": 3.0, "prompt_tokens": 4, "output_tokens": 5,
+    "output_tok_per_s": 6.0, "goodput_per_s": 1.0, "good_requests": 3,
+    "target_ttft_s": 1.0, "target_tpot_s": 0.1,
+}  # fmt: skip
+SERVED |= {
+    name: dict.fromkeys(("p50", "p90", "p99", "mean"), 1.0) for name in ("ttft_s", "itl_s", "e2e_s")
+}
 
 
 def flags_of(verb):
@@ -227,6 +243,8 @@ def replace_measuring(monkeypatch, asked):
     monkeypatch.setattr(worker, "measure_apart", measure)
     monkeypatch.setattr(compare, "versus", versus)
     monkeypatch.setattr(quick, "quick", lambda: QuickResult(1.0, 4.0, True))
+    monkeypatch.setattr(serving, "pays", lambda work: asked.append(work) or PAYS)
+    monkeypatch.setattr(serving, "under_rate", lambda *given: asked.append(given) or SERVED)
     monkeypatch.setattr(html, "write_page", lambda path, document: path.write_text("page"))
 
 

@@ -1,7 +1,9 @@
 """The same tokens, whoever else is in the batch: random loads against each request alone."""
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rooflax import load
@@ -9,6 +11,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
+from rooflax.ops.native import is_ready
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
 
@@ -87,7 +90,33 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
         assert sequence.output_tokens == wanted, sequence.request_id
     assert engine.scheduler.num_preemptions > 0
     hits = sum(s.num_cached_tokens or 0 for s in run.sequences)
-    assert (hits > 0) == cache
+    if cache and engine.runner.windows == (None,):  # so few blocks seldom hold a whole window
+        assert hits > 0
+    assert cache or hits == 0
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("preset", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
+@pytest.mark.parametrize("roomy", [True, False], ids=["kept", "preempted"])
+def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy):
+    """What a crowd computes in chunks of 16 and shares, against each request alone in one chunk."""
+    model = load(preset)
+    requests = [replace(r, aborts=None) for r in random_requests(3, 16)]
+    alone = small_engine(model, chunk=64, steps=8, cache=True, slots=1, roomy=True, kernels=None)
+    crowd = small_engine(model, chunk=16, steps=8, cache=True, roomy=roomy, kernels=None)
+    run = run_load(crowd, requests)
+    assert run.tokens == run_alone(alone, requests)
+    blocks = crowd.scheduler.blocks.pools[0]._block_of
+    others = alone.scheduler.blocks.pools[0]._block_of
+    shared = [(block, others[h]) for h, block in blocks.items() if h in others]
+    assert len(shared) >= (8 if roomy else 4)
+    assert (crowd.scheduler.num_preemptions == 0) == roomy
+    mine, theirs = (list(column) for column in zip(*shared, strict=True))
+    for name in ("k", "v"):
+        for a, b in zip(
+            getattr(crowd.runner.cache, name), getattr(alone.runner.cache, name), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[theirs])
 
 
 def test_the_default_settings_hold_every_pair():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
-from rooflax.cli.parser import Parser, at_least_one
+from rooflax.cli.parser import Parser, at_least_one, number
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure speed, memory and the share of the roofline"
 DONE, FAILED = 0, 1
-MODES = ("quick", "versus", "compare", "ablate", "breakdown")
+MODES = ("quick", "versus", "compare", "ablate", "breakdown", "request_rate", "concurrent")
 LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype", "quantize")
+OF_RATE = {
+    "requests": "num_requests",
+    "target_ttft": "target_ttft_s",
+    "target_tpot": "target_tpot_s",
+}
+"""Flags that mean something only with --request-rate, and what `serving.Rate` calls them."""
 NEW_PROCESS = ("platform", "threads", "deterministic", *MODES)
 SAME_WORK = ("batch", "prompt_tokens", "output_tokens", "trials", "profile", "html", "json")
 """Settings that --versus cannot change: both sides run in one process."""
@@ -39,6 +45,13 @@ def add_flags(parser: Parser) -> None:
     add("--breakdown", action="store_true", help="shares of attention, products, norms ...")
     add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
     add("--quick", action="store_true", help="old method against new; exit 1 below 3x")
+    add(
+        "--concurrent", action="store_true", help="16 at once; a shared prefix; exit 1 below target"
+    )
+    add("--request-rate", metavar="R", type=number, help="requests at R a second, on the engine")
+    add("--requests", metavar="N", type=at_least_one, help="of them; default 64")
+    add("--target-ttft", metavar="S", type=number, help="seconds, for goodput; default 1")
+    add("--target-tpot", metavar="S", type=number, help="seconds a token; default 0.1")
     flags.add_precision(parser, lists=True)
     flags.add_execution(parser, lists=True)
     flags.add_device(parser)
@@ -57,11 +70,18 @@ def run(args: argparse.Namespace) -> int:
         check_page(Path(args.html))
     if mode == "compare":
         return _compare(args)
-    if mode in ("quick", "versus"):
+    if mode in ("quick", "versus", "request_rate", "concurrent"):
         platform.start_jax(args)
     else:
         platform.settle(args)  # rows run in processes of their own; none of them shares a device
-    verbs = {"quick": _quick, "versus": _versus, "ablate": _ablate, "breakdown": _breakdown}
+    verbs = {
+        "quick": _quick,
+        "versus": _versus,
+        "ablate": _ablate,
+        "breakdown": _breakdown,
+        "request_rate": _request_rate,
+        "concurrent": _concurrent,
+    }
     return verbs.get(mode, _rows)(args)
 
 
@@ -85,6 +105,10 @@ def _mode(args: argparse.Namespace) -> str:
     ):
         if getattr(args, name) and mode not in allowed:
             raise RequestError(f"--{name} has no meaning with --{mode}; drop one of them")
+    for name in OF_RATE:
+        if getattr(args, name) is not None and mode != "request_rate":
+            flag = name.replace("_", "-")
+            raise RequestError(f"--{flag} has a meaning only with --request-rate; give that too")
     shown = [name for name in ("json", "markdown", "report") if getattr(args, name)]
     if len(shown) > 1:
         raise RequestError(f"--{shown[0]} and --{shown[1]} both say what to print; give one")
@@ -192,6 +216,35 @@ def _quick(args: argparse.Namespace) -> int:
             f"without cache {found.old_tok_per_s:.0f} tok/s, with cache {found.new_tok_per_s:.0f} "
             f"tok/s: {found.ratio:.1f}x (at least {LEAST_RATIO:.0f}x), {same}"
         )
+    return DONE if found.passed else FAILED
+
+
+def _request_rate(args: argparse.Namespace) -> int:
+    from rooflax.bench.serving import Rate, rate_table, under_rate
+
+    work = _one(args, "--request-rate")
+    given = {"per_s": args.request_rate, **{n: getattr(args, k) for k, n in OF_RATE.items()}}
+    rate = Rate(**{name: value for name, value in given.items() if value is not None})
+    with terminal.status(f"{rate.num_requests} requests", args.quiet):
+        found = under_rate(work, rate)
+    if args.json:
+        terminal.print_json(found)
+    else:
+        print(rate_table(found))
+    return DONE
+
+
+def _concurrent(args: argparse.Namespace) -> int:
+    from rooflax.bench.serving import pays, pays_lines
+
+    work = _one(args, "--concurrent")
+    with terminal.status("alone and together", args.quiet):
+        found = pays(work)
+    if args.json:
+        ratios = {"speedup": found.speedup, "ttft_ratio": found.ttft_ratio}
+        terminal.print_json(vars(found) | ratios | {"passed": found.passed})
+    else:
+        print(pays_lines(found))
     return DONE if found.passed else FAILED
 
 

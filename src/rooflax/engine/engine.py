@@ -142,7 +142,7 @@ class Engine:
         buckets = Buckets.of_server(
             self.num_slots,
             self.max_tokens,
-            runner.prefill_chunk,
+            runner.longest_prefill,
             reads_in_place=runner.reads_in_place,
         )
         return runner.seal(buckets, report)

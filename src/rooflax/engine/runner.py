@@ -35,6 +35,7 @@ BLOCK_SIZE = 16
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
 SMALLEST_PREFILL = 16
+"""Tokens; prefills are padded to multiples of it, which XLA rounds alike."""
 
 
 class Call(NamedTuple):
@@ -76,10 +77,11 @@ class Runner:
     ):
         self.model, self.options, self.mesh = model, options, mesh
         self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
+        self.decode_steps = decode_steps
         self.functions = StepFunctions(options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
         self.new_tokens = max(prefill_chunk, decode_steps)
+        self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL
         self.longest_tables = tuple(
             blocks_needed(window, max_tokens, self.new_tokens, BLOCK_SIZE)
             for window in self.windows
@@ -133,17 +135,18 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, step: ScheduledStep) -> Iterator[Call]:
+    def calls(self, step: ScheduledStep) -> list[Call]:
         """The device calls of a step: the decode rows, and the prompts in as few as pay."""
+        calls = []
         if step.decodes:
             ends = [self._end(s, step.num_steps) for s in step.decodes]
-            yield Call(step.decodes, [1] * len(ends), self._decode_shape(len(ends), max(ends)))
+            shape = self._decode_shape(len(ends), max(ends))
+            calls.append(Call(step.decodes, [1] * len(ends), shape))
         for sequence, count in step.prefills:
             if sequence.wants_scores:
-                yield Call([sequence], [count], self._scored_shape(sequence, count))
+                calls.append(Call([sequence], [count], self._scored_shape(sequence, count)))
         rest = [chunk for chunk in step.prefills if not chunk[0].wants_scores]
-        if rest:
-            yield from self._prefill_calls(rest)
+        return calls + (self._prefill_calls(rest) if rest else [])
 
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
@@ -157,7 +160,7 @@ class Runner:
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
         if not self.options.jit:
             return Shape("scored", 1, count, self._end(sequence, count))
-        seq = self.prefill_chunk if self.options.use_cache else self.max_tokens
+        seq = self.longest_prefill if self.options.use_cache else self.max_tokens
         return Shape("scored", 1, seq, self.max_tokens)
 
     def _prefill_calls(self, chunks: list[tuple[Sequence, int]]) -> list[Call]:
@@ -272,7 +275,7 @@ class Runner:
             report: is told of each program as it is done.
         """
         self.buckets, self.is_sealed, self._plain = buckets, True, False
-        scored = Shape("scored", 1, self.prefill_chunk, self.max_tokens)
+        scored = Shape("scored", 1, self.longest_prefill, self.max_tokens)
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
             for shape in [*buckets.shapes(), scored]
@@ -307,10 +310,10 @@ class Runner:
         if not self.options.jit or not sequences or self.is_sealed:
             return
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
-        seq = min(bucket(max(new), SMALLEST_PREFILL), self.prefill_chunk)
-        rows = {1} if len(sequences) == 1 else {1, self.num_slots}
-        self._add_prefills({(n, seq) for n in rows})
-        for shape in sorted(self._shapes_of(sequences, new, seq) - self._warm):
+        seq = min(bucket(max(new), SMALLEST_PREFILL), self.longest_prefill)
+        self._add_prefills({(n, seq) for n in ({1, self.num_slots} if len(new) > 1 else {1})})
+        rows = self._prefill_rows(sequences, new)
+        for shape in sorted(self._shapes_of(sequences, rows, seq) - self._warm):
             self._warm_shape(shape)
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
@@ -318,14 +321,22 @@ class Runner:
         if any(s.params.has_penalties for s in sequences):
             self._seat_counts(self.num_slots, None)
 
-    def _shapes_of(self, sequences: list[Sequence], new: list[int], seq: int) -> set[Shape]:
+    def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
+        """Rows of the prefills to come; those that begin alike do not run together."""
+        if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
+            return {rows for rows, _ in self.buckets.prefills}
+        calls = self._prefill_calls(list(zip(sequences, new, strict=True)))
+        beginnings = {tuple(s.tokens[:BLOCK_SIZE]) for s in sequences}
+        alone = set() if len(beginnings) == len(sequences) else {1}
+        return {call.shape.rows for call in calls} | alone
+
+    def _shapes_of(self, sequences: list[Sequence], rows: set[int], seq: int) -> set[Shape]:
         """Every shape that the sequences lead to if nothing is preempted."""
-        longest = max(s.num_tokens for s in sequences)
-        together = 1 < len(sequences) <= self.num_slots and max(new) <= self.prefill_chunk
-        rows = {self.num_slots} if together else {1, min(len(sequences), self.num_slots)}
-        rows = {n for n in rows if n == 1 or n == self.num_slots}
-        starts = {longest} if together else range(1, longest + 1)
-        ends = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        shortest = min(s.num_tokens for s in sequences)
+        starts = range(1, max(s.num_tokens for s in sequences) + 1)
+        ends = range(shortest, max(s.longest for s in sequences) + 1)
+        if len(sequences) <= self.num_slots and starts[-1] <= self.longest_prefill:
+            starts = starts[-1:] if len(rows) == 1 else starts[shortest - 1 :]
         use = self.options.use_cache
         return {
             Shape(kind, n, (tokens if use else context), context)

@@ -1,0 +1,234 @@
+"""The engine under load: requests at a given rate, and what batching and shared prefixes bring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rooflax.bench.workload import PROMPT_SEED, Workload
+from rooflax.engine.engine import Engine
+from rooflax.engine.sequence import Sequence
+from rooflax.errors import EngineError, RequestError
+from rooflax.llm import LLM
+from rooflax.loading.load import describe
+
+NUM_SLOTS = 16
+PREFIX_TOKENS, SUFFIX_TOKENS = 512, 16
+LEAST_SPEEDUP, LEAST_TTFT_RATIO = 4.0, 5.0
+PERCENTILES = (50, 90, 99)
+
+
+class Served:
+    """A model behind a warm engine of `NUM_SLOTS`.
+
+    Raises:
+        RequestError: the context does not hold the work.
+    """
+
+    def __init__(self, work: Workload, max_tokens: int):
+        about = describe(work.model, **work.source)
+        precision = work.precision
+        self.llm = LLM(
+            about,
+            dtype=precision.dtype,
+            kv_dtype=precision.kv_dtype,
+            quantize=precision.quantize,
+            options=work.options,
+            max_num_seqs=NUM_SLOTS,
+        )
+        self.work, self.vocab = work, about.config.vocab_size
+        if max_tokens > self.llm.max_model_len:
+            raise RequestError(
+                f"the work takes {max_tokens} tokens of context, and that of {about.name} holds "
+                f"{self.llm.max_model_len}"
+            )
+        self.engine = Engine(
+            self.llm.model,
+            work.options,
+            num_slots=NUM_SLOTS,
+            max_tokens=max_tokens,
+            kv_dtype=self.llm.precision.kv_dtype or "float32",
+            token_budget=512,
+        )
+        self.manifest = self.engine.seal()
+
+    def sequence(self, prompt: list[int], output_tokens: int) -> Sequence:
+        return Sequence(0, prompt, self.work.params(), output_tokens, frozenset())
+
+    def run(self, sequences: list[Sequence]) -> float:
+        """All of them at once, to their ends; seconds."""
+        started = time.perf_counter()
+        self.engine.add(sequences)
+        while self.engine.has_unfinished:
+            self.engine.step()
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Rate:
+    """An open-loop load: requests come when they come, whether or not others are done.
+
+    Attributes:
+        per_s: requests per second, with exponential gaps (Poisson arrivals).
+        target_ttft_s, target_tpot_s: a request that keeps both counts as good.
+    """
+
+    per_s: float
+    num_requests: int = 64
+    target_ttft_s: float = 1.0
+    target_tpot_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("per_s", "target_ttft_s", "target_tpot_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise RequestError(f"{name} is {value:g}; it must be a finite number above 0")
+
+
+def under_rate(work: Workload, rate: Rate) -> dict[str, Any]:
+    """Percentiles of TTFT, ITL and end-to-end under load, and how many requests were good."""
+    served = Served(work, work.prompt_tokens + work.output_tokens)
+    rng = np.random.default_rng(PROMPT_SEED)
+    prompts = rng.integers(0, served.vocab, (rate.num_requests, work.prompt_tokens)).tolist()
+    gaps = rng.exponential(1 / rate.per_s, rate.num_requests)
+    sequences = [served.sequence(prompt, work.output_tokens) for prompt in prompts]
+    start = time.perf_counter()
+    _play(served.engine, sequences, (start + np.cumsum(gaps)).tolist())
+    seconds = max(s.token_times_s[-1] for s in sequences) - start
+    good = sum(_is_good(s, rate) for s in sequences)
+    itl = np.concatenate([np.diff(s.token_times_s) for s in sequences])
+    return {
+        "model": served.llm.about.name,
+        "request_rate": rate.per_s,
+        "requests": rate.num_requests,
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+        "seconds": seconds,
+        "output_tok_per_s": rate.num_requests * work.output_tokens / seconds,
+        "ttft_s": _percentiles([s.token_times_s[0] - s.arrival_s for s in sequences]),
+        "itl_s": _percentiles(itl.tolist()),
+        "e2e_s": _percentiles([s.token_times_s[-1] - s.arrival_s for s in sequences]),
+        "target_ttft_s": rate.target_ttft_s,
+        "target_tpot_s": rate.target_tpot_s,
+        "good_requests": good,
+        "goodput_per_s": good / seconds,
+        "metrics": served.engine.metrics.as_dict(),
+    }
+
+
+def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> None:
+    """Adds each sequence at its time, and steps in between."""
+    coming = list(zip(sequences, arrivals, strict=True))
+    while coming or engine.has_unfinished:
+        while coming and coming[0][1] <= time.perf_counter():
+            sequence, arrival_s = coming.pop(0)
+            engine.add([sequence], arrival_s)
+        if engine.has_unfinished:
+            engine.step()
+        else:
+            time.sleep(max(0.0, coming[0][1] - time.perf_counter()))
+
+
+def _is_good(sequence: Sequence, rate: Rate) -> bool:
+    times = sequence.token_times_s
+    ttft = times[0] - sequence.arrival_s
+    tpot = (times[-1] - times[0]) / max(1, len(times) - 1)
+    return ttft <= rate.target_ttft_s and tpot <= rate.target_tpot_s
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return found | {"mean": float(np.mean(values))}
+
+
+@dataclass(frozen=True)
+class Pays:
+    """What the engine brings; medians of interleaved trials."""
+
+    alone_tok_per_s: float
+    together_tok_per_s: float
+    cold_ttft_s: float
+    warm_ttft_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.together_tok_per_s / self.alone_tok_per_s
+
+    @property
+    def ttft_ratio(self) -> float:
+        return self.cold_ttft_s / self.warm_ttft_s
+
+    @property
+    def passed(self) -> bool:
+        return self.speedup >= LEAST_SPEEDUP and self.ttft_ratio >= LEAST_TTFT_RATIO
+
+
+def pays(work: Workload) -> Pays:
+    """Sixteen requests at once against one after another, and a shared prefix against none.
+
+    Raises:
+        EngineError: the tokens differ between the two ways.
+    """
+    longest = max(work.prompt_tokens + work.output_tokens, PREFIX_TOKENS + SUFFIX_TOKENS + 1)
+    served = Served(work, longest)
+    rng = np.random.default_rng(PROMPT_SEED)
+    trials = [_trial(served, rng) for _ in range(work.trials)]
+    return Pays(*(float(np.median(column)) for column in zip(*trials, strict=True)))
+
+
+def _trial(served: Served, rng: np.random.Generator) -> tuple[float, float, float, float]:
+    work = served.work
+
+    def prompts(count: int, tokens: int) -> list[list[int]]:
+        return rng.integers(0, served.vocab, (count, tokens)).tolist()
+
+    def run(given: list[list[int]], once: Callable[[list[Sequence]], float]) -> tuple[float, list]:
+        sequences = [served.sequence(prompt, work.output_tokens) for prompt in given]
+        seconds = once(sequences)
+        return NUM_SLOTS * work.output_tokens / seconds, [s.output_tokens for s in sequences]
+
+    given = prompts(NUM_SLOTS, work.prompt_tokens)
+    served.engine.forget_all()  # nothing of the prompts is cached, for either way
+    alone, wanted = run(given, lambda all_: sum(served.run([one]) for one in all_))
+    served.engine.forget_all()
+    together, tokens = run(given, served.run)
+    if tokens != wanted:
+        raise EngineError("requests gave other tokens together than one after another")
+    prefix, (first, second) = prompts(1, PREFIX_TOKENS)[0], prompts(2, SUFFIX_TOKENS)
+    cold, warm = (served.sequence([*prefix, *own], 1) for own in (first, second))
+    return alone, together, served.run([cold]), served.run([warm])
+
+
+def rate_table(found: dict[str, Any]) -> str:
+    """For people."""
+    tokens = f"{found['prompt_tokens']} + {found['output_tokens']} tokens"
+    speed = f"{found['output_tok_per_s']:.0f} tok/s"
+    lines = [
+        f"{found['requests']} requests at {found['request_rate']:g}/s, {tokens}: {speed}",
+        f"{'ms':<10}" + "".join(f"{f'p{p}':>9}" for p in PERCENTILES) + f"{'mean':>9}",
+    ]
+    for name in ("ttft_s", "itl_s", "e2e_s"):
+        values = [found[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
+        lines.append(f"{name[:-2]:<10}" + "".join(f"{1000 * v:9.1f}" for v in values))
+    lines.append(
+        f"goodput {found['goodput_per_s']:.2f}/s: {found['good_requests']} of {found['requests']} "
+        f"with TTFT up to {found['target_ttft_s']:g} s and {found['target_tpot_s']:g} s a token"
+    )
+    return "\n".join(lines)
+
+
+def pays_lines(found: Pays) -> str:
+    """For people."""
+    return (
+        f"{NUM_SLOTS} requests one after another {found.alone_tok_per_s:.0f} tok/s, at once "
+        f"{found.together_tok_per_s:.0f} tok/s: {found.speedup:.1f}x (at least "
+        f"{LEAST_SPEEDUP:.0f}x), the same tokens\n"
+        f"prompt of {PREFIX_TOKENS + SUFFIX_TOKENS} tokens: first token after "
+        f"{1000 * found.cold_ttft_s:.0f} ms, with {PREFIX_TOKENS} of them cached after "
+        f"{1000 * found.warm_ttft_s:.0f} ms: {found.ttft_ratio:.1f}x (at least "
+        f"{LEAST_TTFT_RATIO:.0f}x)"
+    )

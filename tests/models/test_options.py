@@ -4,6 +4,7 @@ import itertools
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,7 +17,12 @@ from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
+from rooflax.nn.batch import Batch
 from rooflax.nn.mesh import check_split, padded_vocab
+from rooflax.nn.storage import Storage
+from rooflax.nn.weights import assemble, slots
+from rooflax.ops import native
+from rooflax.ops.formats import resolve_format
 from tests import goldens
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
@@ -220,3 +226,58 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
         c.tokens for c in one.generate(prompts, GREEDY)
     ]
     np.testing.assert_allclose(two.score(prompts[:1])[0], one.score(prompts[:1])[0], atol=1e-5)
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize("variant", FAMILIES.values())
+@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
+def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, format):
+    """On CPU: a prompt whole, in chunks, token by token, and beside another row."""
+    model = case(variant).model
+    if format:
+        model = replace(model, weights=quantized_weights(model, format))
+    run = jax.jit(forward_logits)
+    tokens = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
+
+    def logits(rows, pieces):
+        cache = new_cache(model, rows=len(rows), max_tokens=32)
+        table = (np.arange(2 * len(rows), dtype=np.int32).reshape(len(rows), 2) + 1,)
+        tables = table * len(model.config.groups.windows)
+        out, begin = [], 0
+        for end in pieces:
+            positions = np.broadcast_to(
+                np.arange(begin, end, dtype=np.int32), (len(rows), end - begin)
+            )
+            lengths = np.full(len(rows), end - begin, np.int32)
+            first = (np.zeros(len(rows), np.int32),) * len(tables)
+            batch = Batch(
+                tokens[rows, begin:end], positions, lengths, np.full(len(rows), end, np.int32),
+                tables, first,
+            )  # fmt: skip
+            found, cache = run(model, cache, batch)
+            out.append(np.asarray(found))
+            begin = end
+        return np.concatenate(out, axis=1)
+
+    whole = logits([0], [20])
+    for pieces in ([7, 20], [1, 2, 3, 11, 20]):
+        np.testing.assert_array_equal(logits([0], pieces), whole)
+    np.testing.assert_array_equal(logits([1, 0], [9, 20])[1:], whole)
+
+
+def forward_logits(model, cache, batch):
+    hidden, cache = model.forward(batch, cache)
+    return model.logits(hidden), cache
+
+
+def quantized_weights(model, format):
+    """The model's weights as `--quantize` keeps them."""
+    storage = Storage("float32", resolve_format(format))
+    found = slots(model.table, model.config.num_layers)
+
+    def leaf(slot):
+        layers = model.weights["layers"]
+        return (model.weights if slot.layer is None else layers[slot.layer])[slot.key]
+
+    kept = ((slot, storage.keep(slot, np.asarray(leaf(slot)), model.config)) for slot in found)
+    return assemble(model.config.num_layers, kept)

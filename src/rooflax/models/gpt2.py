@@ -23,7 +23,6 @@ from rooflax.nn.layers import Attend, LayerWeights, run_layers
 from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, Weight
 from rooflax.ops.activation import ACTIVATIONS
 from rooflax.ops.linear import Activation, Norm, linear, unembed
-from rooflax.ops.norm import layer_norm
 
 HF_PREFIXES = ("transformer.", "")
 """Checkpoints name their tensors with this prefix, or without."""
@@ -156,7 +155,7 @@ def forward(
     remat: str | None = None,
     dtype: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Hidden states after the final norm, and the cache with the new tokens' K and V."""
+    """Hidden states before the final norm, and the cache with the new tokens' K and V."""
     kernels, eps = options.kernels, config.norm_eps
     product = partial(linear, implementation=kernels)
 
@@ -178,10 +177,9 @@ def forward(
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
-    x, cache = run_layers(
+    return run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )
-    return layer_norm(x, weights["final_norm"], weights["final_norm_bias"], eps=eps), cache
 
 
 def logits(
@@ -192,7 +190,8 @@ def logits(
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
 ) -> Float[Array, "*batch vocab"]:
-    """Next-token logits in float32."""
+    """Next-token logits in float32, of what `forward` gives."""
+    norm = Norm(weights["final_norm"], weights["final_norm_bias"], config.norm_eps)
     head = weights["embed"] if config.tied_embeddings else weights["lm_head"]
-    parts = unembed(hidden, head, implementation=options.kernels)
+    parts = unembed(hidden, head, prologue=norm, implementation=options.kernels)
     return mesh.gather_vocab(parts, config.vocab_size, shards)

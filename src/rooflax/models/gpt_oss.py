@@ -26,7 +26,6 @@ from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, InterleavedGateUp, Linear, Weight
 from rooflax.ops.linear import ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
-from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 
 __all__ = ["Config", "config_from_hf", "config_to_hf", "forward", "logits", "weights"]
@@ -196,13 +195,14 @@ def forward(
     remat: str | None = None,
     dtype: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Hidden states after the final norm, and the cache with the new tokens' K and V."""
+    """Hidden states before the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
     product = partial(linear, implementation=kernels)
     activation = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
 
     def mlp(w: LayerWeights, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
-        router = product(x, w["mlp.router"], w["mlp.router_bias"])
+        norm = Norm(w["mlp.norm"], eps=config.norm_eps)
+        router = product(x, w["mlp.router"], w["mlp.router_bias"], prologue=norm)
         expert_ids, shares = route(router, config.experts_per_token)
         return experts(
             x,
@@ -212,6 +212,7 @@ def forward(
             w["mlp.gate_up_bias"],
             w["mlp.down"],
             mesh.once(w["mlp.down_bias"], shards),
+            norm=norm,
             activation=activation,
             method=options.moe,
             implementation=kernels,
@@ -231,12 +232,10 @@ def forward(
         x = product(h, w["attn.o"], o_bias, contract=2, residual=residual)
         x = mesh.all_reduce(x, shards)
 
-        h = rms_norm(x, w["mlp.norm"], eps=config.norm_eps)
-        h = mlp(w, h.reshape(-1, config.hidden_size)).reshape(x.shape)
+        h = mlp(w, x.reshape(-1, config.hidden_size)).reshape(x.shape)
         return x + mesh.all_reduce(h, shards)
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
-    x, cache = run_layers(
+    return run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )
-    return rms_norm(x, weights["final_norm"], eps=config.norm_eps), cache

@@ -27,7 +27,6 @@ from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, GateUp, Linear, Weight
 from rooflax.ops.activation import ACTIVATIONS
 from rooflax.ops.linear import Activation, Norm, linear, unembed
-from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 
 
@@ -204,7 +203,7 @@ def forward(
     remat: str | None = None,
     dtype: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Hidden states after the final norm, and the cache with the new tokens' K and V."""
+    """Hidden states before the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
     product = partial(linear, implementation=kernels)
 
@@ -228,10 +227,9 @@ def forward(
         return mesh.all_reduce(x, shards)
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
-    x, cache = run_layers(
+    return run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
     )
-    return rms_norm(x, weights["final_norm"], eps=config.norm_eps), cache
 
 
 def logits(
@@ -242,7 +240,8 @@ def logits(
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
 ) -> Float[Array, "*batch vocab"]:
-    """Next-token logits in float32; `config` is a descendant's too."""
+    """Next-token logits in float32, of what `forward` gives; `config` is a descendant's too."""
+    norm = Norm(weights["final_norm"], eps=config.norm_eps)
     head = weights["embed"] if config.tied_embeddings else weights["lm_head"]
-    parts = unembed(hidden, head, implementation=options.kernels)
+    parts = unembed(hidden, head, prologue=norm, implementation=options.kernels)
     return mesh.gather_vocab(parts, config.vocab_size, shards)

@@ -65,7 +65,7 @@ class Model:
         shards: mesh_lib.Shards | None = None,
         remat: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """Hidden states of a batch's tokens, and the cache with their K and V."""
+        """Hidden states of the tokens, before the final norm; the cache with their K and V."""
         return family(self.family).forward(
             self.config,
             self.weights,
@@ -85,7 +85,7 @@ class Model:
         options: ExecutionOptions = DEFAULT_OPTIONS,
         shards: mesh_lib.Shards | None = None,
     ) -> Float[Array, "*batch vocab"]:
-        """Next-token logits in float32."""
+        """Next-token logits in float32, of hidden states as `forward` gives them."""
         return family(self.family).logits(
             self.config, self.weights, hidden, options=options, shards=shards
         )

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import cpu, reference, xla
-from rooflax.ops.linear.prologue import Prologue, unfused
+from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
 
 IMPLEMENTATIONS = {
@@ -70,14 +70,16 @@ def unembed(
     x: Float[Array, "*batch hidden"],
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     *,
+    prologue: Norm | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch vocab"]:
-    """Logits: x times the transposed embedding, accumulated and returned in float32.
+    """Logits: x, normalised, times the transposed embedding; accumulated and returned in float32.
 
     A quantised table contracts hidden: its in_shape is (hidden,), its out_shape (vocab,).
     """
     product = choose("unembed", UNEMBED_IMPLEMENTATIONS, implementation)
-    return product(x.reshape(-1, x.shape[-1]), table).reshape(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1])
+    return product(rows, table, prologue=prologue).reshape(*x.shape[:-1], -1)
 
 
 def lookup(
@@ -98,8 +100,8 @@ def lookup(
 
 LOOKUP_IMPLEMENTATIONS = {"reference": xla.rows, "xla": xla.rows, "native": cpu.rows}
 UNEMBED_IMPLEMENTATIONS = {
-    "reference": reference.unembed,
-    "xla": xla.unembed,
+    "reference": normalised(reference.unembed),
+    "xla": normalised(xla.unembed),
     "native": cpu.unembed,
 }
 

@@ -39,9 +39,12 @@ def matmul(
 
 
 def unembed(
-    x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
+    x: Float[Array, "rows hidden"],
+    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    *,
+    prologue: Prologue | None = None,
 ) -> Float[Array, "rows vocab"]:
-    return product(x, table, None, layout="table")
+    return product(x, table, None, layout="table", prologue=prologue)
 
 
 def product(

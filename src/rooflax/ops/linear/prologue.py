@@ -77,3 +77,14 @@ def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return y if residual is None else y + residual
 
     return compute
+
+
+def normalised(unembed: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A plain product with a table, with the norm before it."""
+
+    def compute(
+        x: Float[Array, "rows hidden"], table: Any, *, prologue: Norm | None = None
+    ) -> Float[Array, "rows vocab"]:
+        return unembed(x if prologue is None else prologue(x), table)
+
+    return compute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,25 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.dispatch import choose
+from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.moe import cpu, reference, xla
 from rooflax.ops.quantization import QuantizedArray
 
-IMPLEMENTATIONS = {"reference": reference.experts, "xla": xla.experts, "native": cpu.experts}
+
+def _after_norm(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An implementation that leaves the norm to XLA."""
+
+    def run(x: jax.Array, *arrays: Any, norm: Norm | None, **how: Any) -> jax.Array:
+        return compute(x if norm is None else norm(x), *arrays, **how)
+
+    return run
+
+
+IMPLEMENTATIONS = {
+    "reference": _after_norm(reference.experts),
+    "xla": _after_norm(xla.experts),
+    "native": cpu.experts,
+}
 
 
 @parts.experts
@@ -39,19 +55,21 @@ def experts(
     down_bias: Float[Array, "experts hidden"],
     *,
     activation: Callable[[jax.Array], jax.Array],
+    norm: Norm | None = None,
     method: str = "grouped",
     implementation: str | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The chosen experts' outputs, summed with their shares.
 
         out[t] = sum over j of expert_weights[t, j] * mlp[expert_ids[t, j]](x[t])
-        mlp[e](x) = activation(x @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
+        mlp[e](x) = activation(norm(x) @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
 
     Products accumulate in float32, the sum over experts is float32; returns x's dtype.
 
     Args:
         gate_up, down: quantised ones are stacks over the experts and round their rows.
         activation: [..., 2, mlp] to [..., mlp].
+        norm: of the tokens, before everything.
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
             tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
             experts on all tokens. They differ in speed only.
@@ -70,5 +88,6 @@ def experts(
         down,
         down_bias,
         activation=activation,
+        norm=norm,
         method=method,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.cpu import product
-from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.quantization import QuantizedArray
 
 
@@ -23,6 +23,7 @@ def experts(
     down_bias: Float[Array, "experts hidden"],
     *,
     activation: Callable[[jax.Array], jax.Array],
+    norm: Norm | None = None,
     method: str,
 ) -> Float[Array, "tokens hidden"]:
     if method != "grouped":
@@ -32,7 +33,7 @@ def experts(
     if not isinstance(gate_up, QuantizedArray):
         gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
     bias = gate_up_bias.reshape(gate_up_bias.shape[0], -1)
-    h = product(pairs, gate_up, bias, select=select)
+    h = product(pairs, gate_up, bias, prologue=norm, select=select)
     prologue = activation if isinstance(activation, Activation | ClampedSwiglu) else None
     if prologue is None:
         h = activation(h.reshape(h.shape[0], 2, -1))

@@ -1,6 +1,6 @@
 """rooflax beside llama.cpp, OpenVINO, CTranslate2 and transformers, on the same checkpoints.
 
-    python benchmarks/peers/compare.py [--quick] [--models gpt2,qwen2.5-0.5b] [--out docs/peers.json]
+    python benchmarks/peers/compare.py [--quick] [--models gpt2,qwen2.5-0.5b] [--out FILE.json]
 
 Every engine has a process of its own, which is stopped while another one works. Each job is taken
 in rounds, one trial of each engine in turn, every other round in the opposite order, with the
@@ -29,8 +29,8 @@ from prepare import Installation, Unavailable
 HERE = Path(__file__).parent
 MOST_TRIES = 3
 SLOW, SLOW_ROUNDS = 3.0, 2
-"""A peer that takes SLOW times as long as the quickest one in the first round, for the prompt and for
-the steps, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
+"""A peer that takes SLOW times as long as the quickest one in the first round, for the prompt and
+for the steps, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
 PARTS = ("prefill_s", "decode_s")
 IDLE_CPU_S = 0.05
 
@@ -107,7 +107,7 @@ class Comparison:
         began = time.perf_counter()
         columns = self._open(f"{model} {width} {job.name}", job, engines)
         ours = next((c for c in columns if c.engine.name == OURS), None)
-        if ours is None:
+        if ours is None:  # there is nothing to compare, nor a count of bytes
             return
         read = reader(ours.opened)
         for number in range(self.args.rounds):
@@ -122,6 +122,8 @@ class Comparison:
                     column.engine.close()
             if number == 0:
                 excuse_the_slow(columns)
+        if ours not in columns:
+            return
         self.jobs.append(entry(model, width, job, columns))
         took = time.perf_counter() - began
         sys.stderr.write(f"{took:6.1f} s  {model} {width} {job.name}: {speeds(job, columns)}\n")

@@ -137,7 +137,7 @@ def main() -> None:
             measure(work / f"embedded.{kind}.gguf", ids, args.python, work, options)
             for kind in kinds
         ]
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    sys.stdout.write((json.dumps(rows, indent=2) if args.json else table(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -96,10 +96,16 @@ class EngineProcess:
 
     def _answer(self) -> dict[str, Any]:
         found = json.loads(self._line())
-        self.process.send_signal(signal.SIGSTOP)
+        self._stop()
         if "error" in found:
             raise EngineFailed(f"{self.name}: {found['error']}")
         return found
+
+    def _stop(self) -> None:
+        """Returns when it stands still, or has ended."""
+        self.process.send_signal(signal.SIGSTOP)
+        if self.process.returncode is None:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _line(self) -> bytes:
         assert self.process.stdout is not None

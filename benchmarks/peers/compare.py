@@ -29,9 +29,8 @@ from prepare import Installation, Unavailable
 HERE = Path(__file__).parent
 MOST_TRIES = 3
 SLOW, SLOW_ROUNDS = 3.0, 2
-"""A peer that takes SLOW times as long as the quickest one in the first round, for the prompt and
-for the steps, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
-PARTS = ("prefill_s", "decode_s")
+"""A peer that takes SLOW times as long as the quickest one in the first round, in all that becomes
+a row, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
 IDLE_CPU_S = 0.05
 
 
@@ -121,7 +120,7 @@ class Comparison:
                     columns = [c for c in columns if c is not column]
                     column.engine.close()
             if number == 0:
-                excuse_the_slow(columns)
+                excuse_the_slow(job, columns)
         if ours not in columns:
             return
         self.jobs.append(entry(model, width, job, columns))
@@ -146,12 +145,12 @@ class Comparison:
         self.problems.append(sentence)
 
 
-def excuse_the_slow(columns: list[Column]) -> None:
+def excuse_the_slow(job: Job, columns: list[Column]) -> None:
     """Fewer rounds for peers that cannot be the best one, by their first trials."""
     peers = [c for c in columns if c.engine.name != OURS]
-    quickest = {part: min((c.trials[0][part] for c in peers), default=0.0) for part in PARTS}
+    parts = [f"{test}_s" for test in job.tests]
     for column in peers:
-        if all(column.trials[0][p] > SLOW * quickest[p] for p in PARTS if quickest[p] > 1e-4):
+        if all(column.trials[0][p] > SLOW * min(c.trials[0][p] for c in peers) for p in parts):
             column.rounds = min(SLOW_ROUNDS, column.rounds)
 
 
@@ -204,8 +203,8 @@ def entry(model: str, width: str, job: Job, columns: list[Column]) -> dict[str, 
 
 def speeds(job: Job, columns: list[Column]) -> str:
     """The best trial of each, for who waits."""
-    part, tokens = ("decode_s", job.new_tokens) if job.new_tokens else ("prefill_s", 0)
-    tokens = job.batch * (tokens or job.prompt_tokens)
+    part = f"{job.tests[0]}_s"
+    tokens = job.batch * (job.new_tokens or job.prompt_tokens)
     found = [
         f"{c.engine.name} {tokens / min(t[part] for t in c.trials):.0f}"
         for c in columns
@@ -216,7 +215,9 @@ def speeds(job: Job, columns: list[Column]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, batches 1 and 8 only")
+    parser.add_argument(
+        "--quick", action="store_true", help="batches 1 and 8, fewer rounds and steps"
+    )
     parser.add_argument("--models", type=names_of(plan.MODELS), default=plan.MODELS)
     parser.add_argument("--widths", type=names_of(plan.WIDTHS), default=plan.WIDTHS)
     parser.add_argument("--engines", type=names_of(PEERS), default=PEERS, help="which peers")
@@ -236,7 +237,7 @@ def arguments() -> argparse.Namespace:
     args.llama_cpp = args.llama_cpp or folder / "llama.cpp"
     args.rounds = args.rounds or (plan.QUICK_ROUNDS if args.quick else plan.ROUNDS)
     batches = args.batches or (plan.QUICK_BATCHES if args.quick else plan.BATCHES)
-    args.jobs = plan.jobs(batches, long_prompt=not args.quick)
+    args.jobs = plan.jobs(batches, quick=args.quick)
     return args
 
 

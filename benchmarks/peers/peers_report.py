@@ -14,7 +14,7 @@ from rooflax.bench.counting import StepCost
 from rooflax.bench.measure import share_of_roofline
 from rooflax.bench.statistics import MIN_PAIRS, Summary, paired_ratio
 
-SECONDS = {"decode": "decode_s", "prefill": "prefill_s"}
+SHAPE = ("batch", "prompt_tokens", "new_tokens")
 HEADER = (
     "test", "width", OURS, *PEERS, "to the best peer", "roofline", "best peer's", "target", "met",
 )  # fmt: skip
@@ -23,15 +23,12 @@ BEST_HEADER = ("model", "test", OURS, "best peer", "ratio", "target", "met")
 
 def with_rows(document: dict[str, Any]) -> dict[str, Any]:
     """The document with `rows` and `best_prefill` computed anew from `jobs`."""
-    rows = [row(job, test) for job in document["jobs"] for test in tests(job)]
+    rows = [row(job, test) for job in document["jobs"] for test in shape(job).tests]
     return document | {"rows": rows, "best_prefill": best_prefill(rows)}
 
 
-def tests(job: dict[str, Any]) -> list[str]:
-    """What a job's trials are rows of."""
-    if not job["new_tokens"]:
-        return ["prefill"]
-    return ["decode"] + ["prefill"] * (job["batch"] == plan.PREFILL_BATCH)
+def shape(job: dict[str, Any]) -> plan.Job:
+    return plan.Job(**{name: job[name] for name in SHAPE})
 
 
 def row(job: dict[str, Any], test: str) -> dict[str, Any]:
@@ -41,7 +38,7 @@ def row(job: dict[str, Any], test: str) -> dict[str, Any]:
     cost = StepCost(**job["engines"][OURS]["opened"]["costs"][test])
     engines = {}
     for name, found in job["engines"].items():
-        seconds = [trial[SECONDS[test]] for trial in found["trials"]]
+        seconds = [trial[f"{test}_s"] for trial in found["trials"]]
         engines[name] = {
             "format": found["format"],
             "tok_per_s": Summary.of([tokens / s for s in seconds]).as_json(),
@@ -129,6 +126,7 @@ def rendered(document: dict[str, Any]) -> str:
 
 def introduction(document: dict[str, Any]) -> list[str]:
     at, settings = document["environment"], document["settings"]
+    steps = max((job["new_tokens"] for job in document["jobs"]), default=0)
     after = document["machine_after"]["load_average"]
     command = "benchmarks/peers/compare.py" + " --quick" * settings["quick"]
     reads = [
@@ -150,7 +148,7 @@ def introduction(document: dict[str, Any]) -> list[str]:
         (
             "Tokens per second, the median of the trials; random weights of real sizes. Engines "
             "take turns, trial by trial; only one computes at a time. `N x P` is N prompts of P "
-            "tokens; decode is the 64 steps after the first token."
+            f"tokens; decode is the {steps} steps after the first token."
         ),
         (
             "The roofline is the longer of reading and multiplying at the ceilings around each "

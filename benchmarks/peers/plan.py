@@ -1,4 +1,4 @@
-"""What is compared: models, widths, engines, jobs, and the targets beside each row. No imports.
+"""What is compared: models, widths, engines, jobs, and the targets beside each row.
 
 Which format of an engine counts for a width is written here once. An engine without one takes no
 part in that width.
@@ -21,7 +21,8 @@ FORMATS = {
     "transformers": {"float32": "float32", "bf16": "bfloat16"},
 }
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 64
+PROMPT_TOKENS = 64
+NEW_TOKENS, QUICK_NEW_TOKENS = 64, 32
 BATCHES, QUICK_BATCHES = (1, 4, 8, 16), (1, 8)
 ROUNDS, QUICK_ROUNDS = 5, 3
 LONG_PROMPT = 512
@@ -50,10 +51,19 @@ class Job:
         kind = f"+ {self.new_tokens}" if self.new_tokens else "prefill"
         return f"{self.batch} x {self.prompt_tokens} {kind}"
 
+    @property
+    def tests(self) -> list[str]:
+        """Which parts of its trials are rows."""
+        if not self.new_tokens:
+            return ["prefill"]
+        return ["decode"] + ["prefill"] * (self.batch == PREFILL_BATCH)
 
-def jobs(batches: tuple[int, ...], *, long_prompt: bool) -> list[Job]:
-    decoding = [Job(batch, PROMPT_TOKENS, NEW_TOKENS) for batch in batches]
-    return decoding + ([Job(1, LONG_PROMPT, 0)] if long_prompt else [])
+
+def jobs(batches: tuple[int, ...], *, quick: bool) -> list[Job]:
+    """All shapes of work; a quick run has no long prompt, and half as many steps."""
+    steps = QUICK_NEW_TOKENS if quick else NEW_TOKENS
+    decoding = [Job(batch, PROMPT_TOKENS, steps) for batch in batches]
+    return decoding if quick else [*decoding, Job(1, LONG_PROMPT, 0)]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Column:
     Attributes:
         opened: what its driver said when it was ready.
         rounds: how many it takes part in.
-        trials: `prefill_s`, `decode_s`, and `ceilings` before and after.
+        trials: `prefill_s`, `decode_s`, and the ceilings `before` and `after`.
     """
 
     engine: EngineProcess
@@ -178,8 +178,13 @@ def trial(engine: EngineProcess, read: Any, engines: Sequence[EngineProcess]) ->
             if earlier is not None and (other.cpu_s() or 0.0) - earlier > IDLE_CPU_S:
                 raise EngineFailed(f"{other.name} computed while it was stopped")
         if not found.pop("compilations", 0):
-            return {**found, "ceilings": {"before": vars(before), "after": vars(after)}}
+            return rounded(found) | {"before": rounded(vars(before)), "after": rounded(vars(after))}
     raise EngineFailed(f"{engine.name} compiled something in each of {MOST_TRIES} trials")
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    """Five digits are more than any of them is good for."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in figures.items()}
 
 
 def entry(model: str, width: str, job: Job, columns: list[Column]) -> dict[str, Any]:
@@ -191,8 +196,8 @@ def entry(model: str, width: str, job: Job, columns: list[Column]) -> dict[str, 
         "engines": {
             c.engine.name: {
                 "format": plan.FORMATS[c.engine.name][width],
-                "about": c.engine.about,
-                "opened": c.opened,
+                "weights_bytes": (c.opened | c.engine.about).get("weights_bytes"),
+                "opened": rounded(c.opened),
                 "trials": c.trials,
             }
             for c in columns
@@ -273,6 +278,18 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def written(document: dict[str, Any]) -> str:
+    """JSON with a line per entry of a list."""
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+
+    parts = [f"{json.dumps(name)}: {lines(value)}" for name, value in document.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> None:
     args = arguments()
     os.environ["PJRT_NPROC"] = str(args.threads)  # how many threads read the ceilings
@@ -283,7 +300,7 @@ def main() -> None:
     from peers_report import rendered, with_rows
 
     document = with_rows(document)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(written(document), encoding="utf-8")
     page = rendered(document)
     args.out.with_suffix(".md").write_text(page, encoding="utf-8")
     sys.stdout.write(page)

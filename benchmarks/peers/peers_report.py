@@ -53,7 +53,7 @@ def row(job: dict[str, Any], test: str) -> dict[str, Any]:
 
 def share(cost: StepCost, trial: dict[str, Any], seconds: float) -> float:
     """Of the roofline that was read around a trial."""
-    before, after = (Ceiling(**trial["ceilings"][side]) for side in ("before", "after"))
+    before, after = (Ceiling(**trial[side]) for side in ("before", "after"))
     return share_of_roofline(cost, before, after, seconds)
 
 
@@ -92,10 +92,10 @@ def best_prefill(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _best(key: tuple[str, int, int], group: list[dict[str, Any]]) -> dict[str, Any]:
-    sides: dict[bool, list[tuple[float, str, str]]] = {True: [], False: []}
+    sides: dict[bool, list[list[Any]]] = {True: [], False: []}
     for found in group:
         for name, engine in found["engines"].items():
-            sides[name == OURS].append((speed(engine), name, engine["format"]))
+            sides[name == OURS].append([speed(engine), name, engine["format"]])
     ours, peer = max(sides[True]), max(sides[False], default=None)
     ratio = None if peer is None else ours[0] / peer[0]
     return {
@@ -130,7 +130,7 @@ def introduction(document: dict[str, Any]) -> list[str]:
     after = document["machine_after"]["load_average"]
     command = "benchmarks/peers/compare.py" + " --quick" * settings["quick"]
     reads = [
-        trial["ceilings"][side]["read_gb_per_s"]
+        trial[side]["read_gb_per_s"]
         for job in document["jobs"]
         for engine in job["engines"].values()
         for trial in engine["trials"]

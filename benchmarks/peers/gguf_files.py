@@ -6,7 +6,8 @@ the vendor folder of llama-cpp-python's source distribution. Needs nothing of ro
     python gguf_files.py DIR/vendor/llama.cpp CHECKPOINT OUT_PREFIX f32 q8_0 q4_0 q4_k_m
 
 writes OUT_PREFIX.f32.gguf and so on. A home-made tokenizer is unknown to the converter's table of
-pre-tokenizers: --pre says what to call it.
+pre-tokenizers: --pre says what to call it. --pure gives every matrix the type that was asked for;
+otherwise llama.cpp keeps some of them wider.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def convert(llama_cpp: str, checkpoint: str, target: Path, kind: str, pre: str |
     convert_hf_to_gguf.main()
 
 
-def quantize(source: Path, target: Path, kind: str) -> None:
-    """Runs llama.cpp's quantiser with its own choice of a type for each tensor."""
+def quantize(source: Path, target: Path, kind: str, *, pure: bool = False) -> None:
+    """Runs llama.cpp's quantiser; unless `pure`, with its own choice of a type per tensor."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    params.pure = pure
     names = (str(source).encode(), str(target).encode())
     if llama_cpp.llama_model_quantize(*names, ctypes.byref(params)):
         sys.exit(f"llama.cpp cannot quantise {source} to {kind}")
@@ -49,8 +51,10 @@ def main() -> None:
     parser.add_argument("prefix")
     parser.add_argument("kinds", nargs="+")
     parser.add_argument("--pre", help="name of the pre-tokenizer")
+    parser.add_argument("--pure", action="store_true")
     args = parser.parse_args()
     plain = Path(f"{args.prefix}.f32.gguf")
+    plain.parent.mkdir(parents=True, exist_ok=True)
     for kind in args.kinds:
         target = Path(f"{args.prefix}.{kind}.gguf")
         if kind in CONVERTED:
@@ -58,7 +62,7 @@ def main() -> None:
             continue
         if not plain.exists():
             convert(args.llama_cpp, args.checkpoint, plain, "f32", args.pre)
-        quantize(plain, target, kind)
+        quantize(plain, target, kind, pure=args.pure)
     if "f32" not in args.kinds:
         plain.unlink(missing_ok=True)
 

@@ -1,0 +1,310 @@
+"""rooflax beside llama.cpp, OpenVINO, CTranslate2 and transformers, on the same checkpoints.
+
+    python benchmarks/peers/compare.py [--quick] [--models gpt2,qwen2.5-0.5b] [--out FILE.json]
+
+Every engine has a process of its own, which is stopped while another one works. Each job is taken
+in rounds, one trial of each engine in turn, every other round in the opposite order, with the
+ceilings of the machine read right before and after each trial. Writes the trials as JSON and the
+table beside it as Markdown. A peer that is not installed is listed as missing; README.md says how
+to install them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plan
+from engine_process import EngineFailed, EngineProcess
+from plan import OURS, PEERS, Job
+from prepare import Installation, Unavailable
+
+HERE = Path(__file__).parent
+MOST_TRIES = 3
+SLOW, SLOW_ROUNDS = 3.0, 2
+"""A peer that takes SLOW times as long as the quickest one in the first round, in all that becomes
+a row, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
+IDLE_CPU_S = 0.05
+
+
+@dataclass
+class Column:
+    """One engine's side of a job.
+
+    Attributes:
+        opened: what its driver said when it was ready.
+        rounds: how many it takes part in.
+        trials: `prefill_s`, `decode_s`, and the ceilings `before` and `after`.
+    """
+
+    engine: EngineProcess
+    opened: dict[str, Any]
+    rounds: int
+    trials: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Comparison:
+    """A run of the whole plan.
+
+    Attributes:
+        jobs: one entry per model, width and shape of work, as the document has them.
+        problems: what could not be measured, a sentence each.
+        about: per engine what it said of itself, or why it is missing.
+        installed: the engines that take part.
+    """
+
+    def __init__(self, at: Installation, args: argparse.Namespace):
+        self.at, self.args = at, args
+        self.jobs: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.about: dict[str, Any] = {}
+        self.installed = [OURS]
+        for name in PEERS:
+            if name in args.engines and at.has(name):
+                self.installed.append(name)
+            else:
+                self.about[name] = "not installed" if name in args.engines else "left out"
+
+    def run(self) -> None:
+        for model in self.args.models:
+            for width in self.args.widths:
+                engines = self._start(model, width)
+                try:
+                    for job in self.args.jobs:
+                        self._compare(model, width, job, engines)
+                finally:
+                    for engine in engines:
+                        engine.close()
+
+    def _start(self, model: str, width: str) -> list[EngineProcess]:
+        """The engines that have this width, loaded and stopped."""
+        started = []
+        for name in self.installed:
+            if width not in plan.FORMATS[name]:
+                continue
+            try:
+                command = self.at.command(name, model, width, self.args.threads)
+                log = self.at.files / f"{name}.log"
+                started.append(EngineProcess(name, command, self._environment(), log))
+                self.about.setdefault(name, started[-1].about)
+            except (Unavailable, EngineFailed) as error:
+                self._problem(f"{model} {width}: {error}")
+        return started
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self.args.threads)
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PJRT_NPROC": threads}
+
+    def _compare(self, model: str, width: str, job: Job, engines: list[EngineProcess]) -> None:
+        began = time.perf_counter()
+        columns = self._open(f"{model} {width} {job.name}", job, engines)
+        ours = next((c for c in columns if c.engine.name == OURS), None)
+        if ours is None:  # there is nothing to compare, nor a count of bytes
+            return
+        read = reader(ours.opened)
+        for number in range(self.args.rounds):
+            order = columns if number % 2 == 0 else columns[::-1]
+            for column in [c for c in order if number < c.rounds]:
+                try:
+                    column.trials.append(trial(column.engine, read, [c.engine for c in columns]))
+                except EngineFailed as error:
+                    self._problem(f"{model} {width} {job.name}: {error}")
+                    engines.remove(column.engine)
+                    columns = [c for c in columns if c is not column]
+                    column.engine.close()
+            if number == 0:
+                excuse_the_slow(job, columns)
+        if ours not in columns:
+            return
+        self.jobs.append(entry(model, width, job, columns))
+        took = time.perf_counter() - began
+        sys.stderr.write(f"{took:6.1f} s  {model} {width} {job.name}: {speeds(job, columns)}\n")
+
+    def _open(self, what: str, job: Job, engines: list[EngineProcess]) -> list[Column]:
+        """Each engine ready for the job and warmed up by it."""
+        columns = []
+        for engine in list(engines):
+            try:
+                opened = engine.ask(do="open", **vars(job))
+                columns.append(Column(engine, opened, self.args.rounds))
+            except EngineFailed as error:
+                self._problem(f"{what}: {error}")
+                engines.remove(engine)
+                engine.close()
+        return columns
+
+    def _problem(self, sentence: str) -> None:
+        sys.stderr.write(f"problem: {sentence}\n")
+        self.problems.append(sentence)
+
+
+def excuse_the_slow(job: Job, columns: list[Column]) -> None:
+    """Fewer rounds for peers that cannot be the best one, by their first trials."""
+    peers = [c for c in columns if c.engine.name != OURS]
+    parts = [f"{test}_s" for test in job.tests]
+    for column in peers:
+        if all(column.trials[0][p] > SLOW * min(c.trials[0][p] for c in peers) for p in parts):
+            column.rounds = min(SLOW_ROUNDS, column.rounds)
+
+
+def reader(opened: dict[str, Any]) -> Any:
+    """Reads the ceilings for what a job reads and multiplies."""
+    from rooflax.bench.ceilings import ceiling_reader
+
+    cost = opened["costs"]["decode"]
+    return ceiling_reader(cost["weight_bytes"] + cost["kv_bytes"], opened["dtype"])
+
+
+def trial(engine: EngineProcess, read: Any, engines: Sequence[EngineProcess]) -> dict[str, Any]:
+    """One timed run between two readings; taken again if something compiled meanwhile.
+
+    Raises:
+        EngineFailed: it fails, it compiles every time, or a waiting engine computed.
+    """
+    for _ in range(MOST_TRIES):
+        waiting = [e for e in engines if e is not engine]
+        cpu = [e.cpu_s() for e in waiting]
+        before = read()
+        found = engine.ask(do="trial")
+        after = read()
+        for other, earlier in zip(waiting, cpu, strict=True):
+            if earlier is not None and (other.cpu_s() or 0.0) - earlier > IDLE_CPU_S:
+                raise EngineFailed(f"{other.name} computed while it was stopped")
+        if not found.pop("compilations", 0):
+            return rounded(found) | {"before": rounded(vars(before)), "after": rounded(vars(after))}
+    raise EngineFailed(f"{engine.name} compiled something in each of {MOST_TRIES} trials")
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    """Five digits are more than any of them is good for."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in figures.items()}
+
+
+def entry(model: str, width: str, job: Job, columns: list[Column]) -> dict[str, Any]:
+    """A job as the document has it."""
+    return {
+        "model": model,
+        "width": width,
+        **vars(job),
+        "engines": {
+            c.engine.name: {
+                "format": plan.FORMATS[c.engine.name][width],
+                "weights_bytes": (c.opened | c.engine.about).get("weights_bytes"),
+                "opened": rounded(c.opened),
+                "trials": c.trials,
+            }
+            for c in columns
+            if c.trials
+        },
+    }
+
+
+def speeds(job: Job, columns: list[Column]) -> str:
+    """The best trial of each, for who waits."""
+    part = f"{job.tests[0]}_s"
+    tokens = job.batch * (job.new_tokens or job.prompt_tokens)
+    found = [
+        f"{c.engine.name} {tokens / min(t[part] for t in c.trials):.0f}"
+        for c in columns
+        if c.trials
+    ]
+    return ", ".join(found) + " tok/s"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="batches 1 and 8, fewer rounds and steps"
+    )
+    parser.add_argument("--models", type=names_of(plan.MODELS), default=plan.MODELS)
+    parser.add_argument("--widths", type=names_of(plan.WIDTHS), default=plan.WIDTHS)
+    parser.add_argument("--engines", type=names_of(PEERS), default=PEERS, help="which peers")
+    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs" / "peers.json")
+    parser.add_argument("--render", action="store_true", help="only write the Markdown again")
+    folder = HERE.parents[1] / "build" / "peers"
+    parser.add_argument("--python", type=Path, help="the peers'; default: what install.sh made")
+    parser.add_argument("--export-python", type=Path, help="has optimum-intel")
+    parser.add_argument("--llama-cpp", type=Path, help="llama.cpp's source tree")
+    parser.add_argument("--files", type=Path, default=folder, help="for what is made, and kept")
+    args = parser.parse_args()
+    args.python = args.python or folder / "venv" / "bin" / "python"
+    args.export_python = args.export_python or folder / "export" / "bin" / "python"
+    args.llama_cpp = args.llama_cpp or folder / "llama.cpp"
+    args.rounds = args.rounds or (plan.QUICK_ROUNDS if args.quick else plan.ROUNDS)
+    batches = args.batches or (plan.QUICK_BATCHES if args.quick else plan.BATCHES)
+    args.jobs = plan.jobs(batches, quick=args.quick)
+    return args
+
+
+def names_of(choices: Sequence[str]) -> Any:
+    """A parser of comma-separated names."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(choices):
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(choices)}")
+        return found
+
+    return parse
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The document."""
+    from rooflax.bench.environment import environment, machine_state
+
+    at = Installation(args.python, args.export_python, args.llama_cpp, args.files)
+    at.files.mkdir(parents=True, exist_ok=True)
+    before, start = environment(), time.perf_counter()
+    comparison = Comparison(at, args)
+    comparison.run()
+    return {
+        "environment": before,
+        "machine_after": machine_state(),
+        "seconds": time.perf_counter() - start,
+        "settings": {"quick": args.quick, "rounds": args.rounds, "threads": args.threads},
+        "engines": comparison.about,
+        "problems": comparison.problems,
+        "jobs": comparison.jobs,
+    }
+
+
+def written(document: dict[str, Any]) -> str:
+    """JSON with a line per entry of a list."""
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+
+    parts = [f"{json.dumps(name)}: {lines(value)}" for name, value in document.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["PJRT_NPROC"] = str(args.threads)  # how many threads read the ceilings
+    if args.render:
+        document = json.loads(args.out.read_text(encoding="utf-8"))
+    else:
+        document = measured(args)
+    from peers_report import rendered, with_rows
+
+    document = with_rows(document)
+    args.out.write_text(written(document), encoding="utf-8")
+    page = rendered(document)
+    args.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    sys.stdout.write(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What is compared: models, widths, engines, jobs, and the targets beside each row.
+
+Which format of an engine counts for a width is written here once. An engine without one takes no
+part in that width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODELS = ("gpt2", "qwen2.5-0.5b")
+WIDTHS = ("float32", "bf16", "int8", "int4")
+OURS = "rooflax"
+PEERS = ("llama.cpp", "OpenVINO", "CTranslate2", "transformers")
+
+FORMATS = {
+    OURS: {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"},
+    "llama.cpp": {"float32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"},
+    "OpenVINO": {"int8": "int8", "int4": "int4"},
+    "CTranslate2": {"float32": "float32", "int8": "int8"},
+    "transformers": {"float32": "float32", "bf16": "bfloat16"},
+}
+
+PROMPT_TOKENS = 64
+NEW_TOKENS, QUICK_NEW_TOKENS = 64, 32
+BATCHES, QUICK_BATCHES = (1, 4, 8, 16), (1, 8)
+ROUNDS, QUICK_ROUNDS = 5, 3
+LONG_PROMPT = 512
+PREFILL_BATCH = 8
+"""Of the decode jobs, the one whose prefill is a row of its own."""
+
+BATCH_1_RATIO = {"float32": 1.0, "bf16": 1.2, "int8": 1.5, "int4": 1.4}
+BATCH_1_SHARE = {"float32": 0.90, "bf16": 0.90, "int8": 0.85, "int4": 0.75}
+BATCH_RATIO = {8: 1.8, 16: 1.5}
+BATCH_RATIO_WIDTHS = ("int8", "int4")
+PREFILL_RATIO = 1.1
+PEER_NEAR_CEILING, OWN_SHARE_THEN = 0.80, 0.90
+"""A batch-1 peer above the first leaves no room: then not slower, and at least the second."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts of one length, then decode steps after the first token; 0 steps is a prefill."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        kind = f"+ {self.new_tokens}" if self.new_tokens else "prefill"
+        return f"{self.batch} x {self.prompt_tokens} {kind}"
+
+    @property
+    def tests(self) -> list[str]:
+        """Which parts of its trials are rows."""
+        if not self.new_tokens:
+            return ["prefill"]
+        return ["decode"] + ["prefill"] * (self.batch == PREFILL_BATCH)
+
+
+def jobs(batches: tuple[int, ...], *, quick: bool) -> list[Job]:
+    """All shapes of work; a quick run has no long prompt, and half as many steps."""
+    steps = QUICK_NEW_TOKENS if quick else NEW_TOKENS
+    decoding = [Job(batch, PROMPT_TOKENS, steps) for batch in batches]
+    return decoding if quick else [*decoding, Job(1, LONG_PROMPT, 0)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target in words, and whether it is met; both None where there is none."""
+
+    target: str | None = None
+    met: bool | None = None
+
+
+def decode_verdict(
+    width: str, batch: int, ratio: float | None, share: float, peer_share: float | None
+) -> Verdict:
+    """Of a decode row; a ratio of None is a row without a peer."""
+    if batch == 1:
+        return _batch_1(width, ratio, share, peer_share)
+    if batch not in BATCH_RATIO or width not in BATCH_RATIO_WIDTHS:
+        return Verdict()
+    wanted = BATCH_RATIO[batch]
+    return Verdict(f">= {wanted}x", None if ratio is None else ratio >= wanted)
+
+
+def _batch_1(width: str, ratio: float | None, share: float, peer_share: float | None) -> Verdict:
+    wanted, part = BATCH_1_RATIO[width], BATCH_1_SHARE[width]
+    reached = ratio is not None and ratio >= wanted
+    if peer_share is not None and peer_share > PEER_NEAR_CEILING:
+        kept_up = ratio is not None and ratio >= 1.0 and share >= OWN_SHARE_THEN
+        words = f">= {wanted}x, or >= 1x and {OWN_SHARE_THEN:.0%} (peer near the ceiling)"
+        return Verdict(words, reached or kept_up)
+    return Verdict(f">= {wanted}x or {part:.0%}", reached or share >= part)

@@ -153,6 +153,11 @@ COMMANDS = {
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
            "--max-model-len": ["12"]},
     ),
+    "quantize": (
+        [TINY],
+        FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT
+        | {"--dtype": ["bfloat16"], "--output": ["OUT"]},
+    ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -292,6 +293,7 @@ def written(document: dict[str, Any]) -> str:
 
 def main() -> None:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped engines are ended, too
     os.environ["PJRT_NPROC"] = str(args.threads)  # how many threads read the ceilings
     if args.render:
         document = json.loads(args.out.read_text(encoding="utf-8"))

@@ -197,6 +197,10 @@ def ratio_of(found: dict[str, Any]) -> str:
     return f"{found['ratio']:.2f}x{span}"
 
 
+def beside(found: dict[str, Any]) -> str:
+    return f"{ratio_of(found)} of {found['best_peer']}, " if found["best_peer"] else ""
+
+
 def test_name(found: dict[str, Any]) -> str:
     return f"{found['test']} {found['batch']} x {found['prompt_tokens']}"
 
@@ -208,9 +212,8 @@ def met(verdict: bool | None) -> str:
 def short_of_target(document: dict[str, Any]) -> str:
     """The rows that miss, as bullets."""
     missed = [
-        f"{found['model']} {found['width']}, {test_name(found)}: {ratio_of(found)} of "
-        f"{found['best_peer']}, {found['engines'][OURS]['roofline']:.0%} of the roofline; the "
-        f"target is {found['target']}"
+        f"{found['model']} {found['width']}, {test_name(found)}: {beside(found)}"
+        f"{found['engines'][OURS]['roofline']:.0%} of the roofline; the target is {found['target']}"
         for found in document["rows"]
         if found["met"] is False
     ] + [

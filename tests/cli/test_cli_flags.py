@@ -154,9 +154,9 @@ COMMANDS = {
            "--max-model-len": ["12"]},
     ),
     "quantize": (
-        [TINY],
+        [TINY, "-q", "int4", "-o", "OUT"],
         FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT
-        | {"--dtype": ["bfloat16"], "--output": ["OUT"]},
+        | {"--dtype": ["bfloat16"], "--output": ["OTHER"]},
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),

@@ -12,7 +12,7 @@ from typing import Any
 from serve import Job, arguments, serve
 
 import rooflax
-from rooflax.bench.measure import PRODUCTS, Bench, check_output
+from rooflax.bench.measure import Bench, check_output
 from rooflax.bench.trials import warm_up
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
@@ -51,7 +51,7 @@ class Rooflax:
             "kernels": bench.describe()["kernels"],
             "weights_bytes": bench.llm.model.weights_bytes,
             # Bench says float32 for a bfloat16 checkpoint even where it is quantised
-            "dtype": PRODUCTS.get(bench.llm.format, bench.dtype),
+            "dtype": bench.dtype,
             "warm_ups": warm_ups,
             "costs": {name: vars(cost) for name, cost in steps.items()},
             **self._seconds(self.reference),

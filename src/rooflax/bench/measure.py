@@ -24,10 +24,20 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
 from rooflax.loading.load import describe
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
+from rooflax.nn.storage import Storage
+from rooflax.ops.formats import FORMATS, format_of
 from rooflax.ops.kernels import chosen
 
-PRODUCTS = {"w8a8": "int8", "w4a8": "int8"}
-"""What a quantised format multiplies; the ceiling is that of these operations."""
+
+def multiplied_as(storage: Storage) -> str:
+    """The type of most products' operands, whose rate is the ceiling of operations.
+
+    Formats that round multiply int8; other weights are widened to the activations as they are read.
+    """
+    format = format_of(storage.format, head=False)
+    if format in FORMATS:
+        return "int8" if FORMATS[format].rounds else storage.dtype
+    return "float32" if storage.narrow else storage.dtype
 
 
 def measure(work: Workload) -> dict[str, Any]:
@@ -96,8 +106,7 @@ class Bench:
         self.prompts = work.prompts(about.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
         precision = self.llm.precision
-        narrow = self.llm.storage.narrow  # widened as they are read, multiplied as float32
-        self.dtype = "float32" if narrow else PRODUCTS.get(self.llm.format, self.llm.format)
+        self.dtype = multiplied_as(self.llm.storage)
         widths = {
             "storage": self.llm.storage,
             "kv_dtype": precision.kv_dtype or "float32",

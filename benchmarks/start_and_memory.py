@@ -1,0 +1,108 @@
+"""Two promises, measured: how soon a second start answers, and what a quantised model takes.
+
+    python benchmarks/start_and_memory.py [FOLDER]
+
+Start: `rooflax generate` on GPT-2 124M, saved as a folder, until the process has printed one token,
+beside `import jax` alone in the same run. Limit: that plus 1.2 s, nothing compiled.
+
+Memory: Qwen2.5 0.5B written by `rooflax quantize` in int4, then loaded and decoded; and quantised
+while it is loaded. Anonymous memory above the process's own after its first jit, as a share of the
+file's size. Limits: 1.3 while decoding, 1.5 at any time while loading.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+START_LIMIT_S, DECODE_LIMIT, LOAD_LIMIT = 1.2, 1.3, 1.5
+TRIALS = 5
+ROOFLAX = str(Path(sys.executable).parent / "rooflax")
+
+SAVE = """
+import sys
+import rooflax
+from rooflax.loading.load import embedded_folder
+model = rooflax.load(sys.argv[1])
+rooflax.save(model, sys.argv[2], dtype="float32", files_from=embedded_folder())
+"""
+MEASURE = """
+import json, sys
+import jax, jax.numpy as jnp
+from rooflax import LLM, SamplingParams
+from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes
+jax.jit(lambda x: x + 1)(jnp.zeros(4)).block_until_ready()
+baseline = anonymous_bytes()
+with AnonymousPeak() as loading:
+    llm = LLM(sys.argv[1], quantize=sys.argv[2] or None)
+loaded = anonymous_bytes()
+with AnonymousPeak() as decoding:
+    llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
+print(json.dumps({
+    "loading": loading.peak - baseline, "loaded": loaded - baseline,
+    "decoding": decoding.peak - baseline, "weights": llm.model.weights_bytes}))
+"""
+
+
+def timed(*command: str) -> tuple[float, str]:
+    """Seconds that a process takes from its start to its end, and what it printed."""
+    begin = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return time.perf_counter() - begin, done.stdout
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """Second starts next to `import jax`, in turns."""
+    command = (ROOFLAX, "generate", str(folder), "-p", "x", "-n", "1", "--json", "--quiet")
+    timed(*command)  # compiles, and keeps the programs
+    imports, starts, compiled = [], [], 0
+    for _ in range(TRIALS):
+        imports.append(timed(sys.executable, "-c", "import jax")[0])
+        seconds, text = timed(*command)
+        starts.append(seconds)
+        compiled += json.loads(text)["timings"]["compilations"]
+    over = median(starts) - median(imports)
+    return {
+        "import_jax_s": imports,
+        "first_token_s": starts,
+        "over_s": over,
+        "compilations": compiled,
+        "met": over <= START_LIMIT_S and compiled == 0,
+    }
+
+
+def memory(folder: Path, quantize: str, file_bytes: int) -> dict[str, Any]:
+    """Shares of the file's size."""
+    found = json.loads(timed(sys.executable, "-c", MEASURE, str(folder), quantize)[1])
+    shares = {name: value / file_bytes for name, value in found.items()}
+    met = shares["decoding"] <= DECODE_LIMIT and shares["loading"] <= LOAD_LIMIT
+    return {**shares, "file_bytes": file_bytes, "met": met}
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(sys.argv[1] if len(sys.argv) > 1 else made)
+        gpt2, qwen, packed = base / "gpt2", base / "qwen", base / "qwen-int4"
+        for preset, folder in (("gpt2", gpt2), ("qwen2.5-0.5b", qwen)):
+            if not folder.exists():
+                timed(sys.executable, "-c", SAVE, f"preset:{preset}", str(folder))
+        if not packed.exists():
+            timed(ROOFLAX, "quantize", str(qwen), "-q", "int4", "-o", str(packed), "--quiet")
+        size = (packed / "model.safetensors").stat().st_size
+        results = {
+            "second start, GPT-2 124M": start(gpt2),
+            "Qwen2.5 0.5B, its int4 folder": memory(packed, "", size),
+            "Qwen2.5 0.5B, quantised while loading": memory(qwen, "int4", size),
+        }
+    print(json.dumps(results, indent=1))
+    return 0 if all(result["met"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -108,9 +108,9 @@ def test_doctor_says_what_is_here(rooflax):
     assert found["host"]["threads"] == 3
     assert found["compile_cache"]["tiny_program"] == "hit"
     assert list(found["kernels"]) == ["linear", "attention", "moe"]
-    assert found["kernels"]["moe"]["xla"] == "used"
-    assert found["kernels"]["moe"]["native"] == "not built: this version has none"
-    native = found["kernels"]["attention"]["native"]
-    assert native.startswith(("used (", "cannot run: "))
+    for kernels in found["kernels"].values():
+        assert kernels["native"].startswith(("used (", "cannot run: "))
+        used = kernels["native"].startswith("used")
+        assert kernels["xla"] == ("available" if used else "used")
     assert {device["platform"] for device in found["devices"]} == {"cpu"}
     assert max(map(len, rooflax("doctor").out.splitlines())) <= 100

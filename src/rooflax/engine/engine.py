@@ -27,7 +27,10 @@ DEFAULT_PREFILL_CHUNK = 512
 MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
-NOT_FINITE = "The model's output became NaN or infinite; the request was ended."
+NOT_FINITE = (
+    "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
+    "with --check."
+)
 
 
 class Engine:

@@ -21,7 +21,7 @@ from rooflax.ops import parts
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
 
-Pool = Float[Array, "blocks kv_heads block_size head_dim"] | QuantizedPool
+Pool = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ class QuantizedPool:
     Each token of each K/V head has its own scale, its largest element over 127.
     """
 
-    values: Int[Array, "blocks kv_heads block_size head_dim"]
-    scales: Float[Array, "blocks kv_heads block_size"]
+    values: Int[Array, "_ kv_heads block_size head_dim"]
+    scales: Float[Array, "_ kv_heads block_size"]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -95,10 +95,12 @@ def test_without_jit_the_tokens_are_the_same(case, variant, use_cache):
     assert [list(c.tokens) for c in got] == this.reference.greedy[:1, :2].tolist()
 
 
-@pytest.mark.parametrize("kernels", ["native", "pallas"])
-def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, kernels):
-    with pytest.raises((NotImplementedError, RequestError), match=kernels):
-        case("llama_gqa").llm(kernels=kernels).generate([[1, 2]], GREEDY)
+def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, monkeypatch):
+    with pytest.raises((NotImplementedError, RequestError), match="pallas"):
+        case("llama_gqa").llm(kernels="pallas").generate([[1, 2]], GREEDY)
+    monkeypatch.setattr(native, "status", lambda: native.Status(False, "it was not built"))
+    with pytest.raises((NotImplementedError, RequestError), match="native"):
+        case("llama_gqa").llm(kernels="native").generate([[1, 2]], GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,11 @@ def test_two_hundred_tokens_across_bucket_edges_compile_nothing_after_warm_up(ti
             if delta.completion is not None:
                 assert len(delta.completion.tokens) == 200
     assert compiled[0] == compiled[-1]
+    others = [[(token + 1) % 4096 for token in prompt] for prompt in prompts]
+    with count_compilations() as counts:  # nothing of these is in the prefix cache
+        tiny.generate(others, many)
+    assert counts.requests == 0
+    tiny.generate(prompts, many)  # what a prefix hit leaves is a smaller prefill
     with count_compilations() as counts:
         tiny.generate(prompts, many)
     assert counts.requests == 0

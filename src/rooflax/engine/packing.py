@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 from rooflax.engine.sequence import Sequence, TokenLogprobs
 from rooflax.nn.batch import Batch
 from rooflax.ops.sampling import NO_ID, Sampled, Sampling
-from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rooflax.ops.sampling_limits import (
+    MAX_ALLOWED_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+)
 
 SLOT, START, QUERY_LEN, SAMPLES, NUM_STEPS, NEXT, FIRST = range(7)
 """Columns of a row; from FIRST on: first positions, block tables, tokens. NEXT is the token after
@@ -142,7 +147,7 @@ def _split(columns: Any) -> list[Any]:
     return [columns[..., end - n : end] for end, n in zip(ends, _WIDTHS, strict=True)]
 
 
-def _bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _bits(x: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
@@ -155,6 +160,11 @@ def pack_sampled(
     if not plain:
         columns.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
     return jnp.concatenate(columns, axis=1)
+
+
+def sampled_width(vocab_size: int, *, plain: bool) -> int:
+    """Columns of `pack_sampled`."""
+    return 2 if plain else 3 + 2 * min(MAX_LOGPROBS, vocab_size)
 
 
 def pack_logprobs(

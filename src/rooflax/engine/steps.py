@@ -126,8 +126,8 @@ def decode(
         return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
 
     batch = step.layout.batch(step.rows)
-    shape, _ = jax.eval_shape(run, batch, carry)
-    out = jnp.zeros((max_steps, *shape.shape), shape.dtype)
+    width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
+    out = jnp.zeros((max_steps, batch.tokens.shape[0], width), jnp.int32)
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
     *_, carry, out = while_loop(goes_on, one, start)
     return (out, None), carry

@@ -6,7 +6,6 @@ does not sample: what a request leaves open is filled from here elsewhere.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.json_files import read_json_object
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def read_generation_defaults(
         CheckpointError: a file is not a JSON object, or a value has the wrong type or range.
     """
     path, config = (Path(folder) / name for name in ("generation_config.json", "config.json"))
-    values = _read_object(path)
+    values = read_json_object(path)
     eos = _Fields(path, values).ids("eos_token_id")
-    eos = eos or _Fields(config, _read_object(config)).ids("eos_token_id")
+    eos = eos or _Fields(config, read_json_object(config)).ids("eos_token_id")
     if not eos and tokenizer_eos_id is not None:
         eos = (tokenizer_eos_id,)
     return replace(generation_defaults(values, path), eos_token_ids=eos)
@@ -101,20 +101,6 @@ def generation_defaults(values: Mapping[str, Any], where: Path) -> GenerationDef
         pad_token_id=given.count("pad_token_id"),
         max_new_tokens=given.count("max_new_tokens"),
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values
 
 
 class _Fields:

@@ -17,10 +17,10 @@ from rooflax.errors import CheckpointError
 from rooflax.models.registry import family
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot, slots
-from rooflax.ops.quantization import QuantizedArray, pack
+from rooflax.ops.formats import GROUP
+from rooflax.ops.quantization import E2M1_VALUES, QuantizedArray, pack
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-GROUP = 32
+E2M1 = E2M1_VALUES
 KEPT = "mxfp4-a16"
 """The format that keeps a checkpoint's numbers: activations are not rounded."""
 

@@ -23,6 +23,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.loading.json_files import read_json_object
 
 __all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer"]
 
@@ -207,23 +208,9 @@ def _renamed(token: AddedToken, content: str) -> AddedToken:
     )
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
-
-
 def _read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
     """The tokenizer, its special tokens, and its chat templates by name."""
-    config = _read_json_object(folder / "tokenizer_config.json")
+    config = read_json_object(folder / "tokenizer_config.json")
     backend = _load_backend(folder)
     special = _special_tokens(folder, config, backend)
     _add_missing_tokens(backend, config, special)
@@ -269,7 +256,7 @@ def _text_of(value: Any) -> str | None:
 def _special_tokens(
     folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    legacy = _read_json_object(folder / "special_tokens_map.json")
+    legacy = read_json_object(folder / "special_tokens_map.json")
     found = {}
     for name in SPECIAL_TOKEN_NAMES:
         text = _text_of(config.get(name)) if name in config else _text_of(legacy.get(name))

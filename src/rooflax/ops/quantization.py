@@ -108,11 +108,8 @@ def fits(format: str, inner: int) -> bool:
 
 def packed_bytes(format: str, inner: int, outer: int) -> int:
     """Bytes of a weight in a format."""
-    code, padded = FORMATS[format].code, -(-outer // PANEL) * PANEL
-    if code in ("int8", "fp8"):
-        return padded * (-(-inner // 4) * 4 + (8 if code == "int8" else 4))
-    values = GROUP if code == "int8-g32" else GROUP // 2
-    return padded * inner // GROUP * (values + (1 if code == "mxfp4" else 2))
+    arrays = packed_arrays(format, inner, outer)
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 def quantize(

@@ -198,3 +198,74 @@ int64_t Argmax(const float* x, int64_t count) {
   }
   return 0;
 }
+
+int64_t Above(const float* x, int64_t* begin, int64_t end, float least, int32_t* found,
+              int64_t room) {
+  constexpr int64_t kBlock = 8 * kLanes;
+  int64_t count = 0, i = *begin;
+  while (i < end && count < room) {
+    const int64_t size = std::min(kBlock, end - i);
+    if (size == kBlock) {
+      F16 highest = Load<F16>(x + i);
+      for (int64_t k = kLanes; k < kBlock; k += kLanes) {
+        const F16 values = Load<F16>(x + i + k);
+        highest = values > highest ? values : highest;
+      }
+      float lane[kLanes];
+      Store(lane, highest);
+      bool any = false;
+      for (float value : lane) any |= !(value <= least);
+      if (!any) {
+        i += size;
+        continue;
+      }
+    }
+    for (const int64_t stop = i + size; i < stop && count < room; ++i) {
+      if (x[i] > least) found[count++] = static_cast<int32_t>(i);
+    }
+  }
+  *begin = i;
+  return count;
+}
+
+// ---- Noise ----
+
+// One block of four rounds and the key that follows it.
+template <int kA, int kB, int kC, int kD>
+inline void ThreefryBlock(U16& x0, U16& x1, uint32_t key0, uint32_t key1) {
+  const auto round = [&](int by) {
+    x0 += x1;
+    x1 = ((x1 << by) | (x1 >> (32 - by))) ^ x0;
+  };
+  round(kA);
+  round(kB);
+  round(kC);
+  round(kD);
+  x0 += key0;
+  x1 += key1;
+}
+
+inline U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
+  U16 x0 = U16{} + (x0_of_all + k[0]);
+  x1 += k[1];
+  ThreefryBlock<13, 15, 26, 6>(x0, x1, k[1], k[2] + 1);
+  ThreefryBlock<17, 29, 16, 24>(x0, x1, k[2], k[0] + 2);
+  ThreefryBlock<13, 15, 26, 6>(x0, x1, k[0], k[1] + 3);
+  ThreefryBlock<17, 29, 16, 24>(x0, x1, k[1], k[2] + 4);
+  ThreefryBlock<13, 15, 26, 6>(x0, x1, k[2], k[0] + 5);
+  return x0;
+}
+
+void RandomBits(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
+                uint32_t* bits) {
+  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Store(bits + i, Threefry(keys, x0, Load<U16>(ids + i)));
+  }
+  if (i == count) return;
+  uint32_t lane[kLanes] = {};
+  for (int64_t k = 0; i + k < count; ++k) lane[k] = static_cast<uint32_t>(ids[i + k]);
+  Store(lane, Threefry(keys, x0, Load<U16>(lane)));
+  for (int64_t k = 0; i + k < count; ++k) bits[i + k] = lane[k];
+}

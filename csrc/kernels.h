@@ -124,6 +124,13 @@ struct Kernels {
   void (*attend)(const AttendArgs&);
   // Index of the largest: the first of equals, the first NaN if there is one.
   int64_t (*argmax)(const float* x, int64_t count);
+  // Indices from `begin` on of values above `least`, until `room` of them are found: how many, and
+  // in `begin` where to go on.
+  int64_t (*above)(const float* x, int64_t* begin, int64_t end, float least, int32_t* found,
+                   int64_t room);
+  // First words of threefry2x32-20 with this key and counters (x0, ids[i]).
+  void (*random_bits)(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
+                      uint32_t* bits);
 };
 
 namespace generic { extern const Kernels kKernels; }

@@ -27,7 +27,8 @@ namespace {
 }  // namespace
 
 const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, Unembed, RunBefore, QuantizeRow,
-                          QuantizeGroups, Bytes, Packed, Attend, Argmax};
+                          QuantizeGroups, Bytes, Packed, Attend, Argmax,
+                          Above,          RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

@@ -254,6 +254,37 @@ void TestAttend(int64_t head_dim, int64_t count, bool narrow) {
   }
 }
 
+// What is above a value, gathered in pieces of `room`; the last lanes have no neighbours to read.
+void TestAbove(int64_t count, int64_t room) {
+  const auto x = Random(count, 8);
+  std::vector<int32_t> found(static_cast<size_t>(room)), all;
+  for (int64_t at = 0; at < count;) {
+    const int64_t n = rooflax::ChosenKernels().above(x.data(), &at, count, 0.5f, found.data(), room);
+    all.insert(all.end(), found.begin(), found.begin() + n);
+  }
+  size_t next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!(x[static_cast<size_t>(i)] > 0.5f)) continue;
+    Check("above", next < all.size() ? static_cast<float>(all[next]) : -1, static_cast<float>(i), 0);
+    ++next;
+  }
+  Check("above, number", static_cast<float>(all.size()), static_cast<float>(next), 0);
+}
+
+// The bits of an id do not depend on where it stands.
+void TestRandomBits(int64_t count) {
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(7 * i);
+  std::vector<uint32_t> bits(ids.size());
+  const uint32_t key[2] = {3, 4};
+  rooflax::ChosenKernels().random_bits(key, 5, ids.data(), count, bits.data());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    uint32_t alone;
+    rooflax::ChosenKernels().random_bits(key, 5, &ids[i], 1, &alone);
+    Check("random bits", bits[i] == alone ? 1 : 0, 1, 0);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -276,6 +307,10 @@ int main() {
       for (int64_t count : {0, 1, 5, 22}) {
         for (bool narrow : {false, true}) TestAttend(head_dim, count, narrow);
       }
+    }
+    for (int64_t count : {1, 40, 1000}) {
+      for (int64_t room : {1, 30, 2000}) TestAbove(count, room);
+      TestRandomBits(count);
     }
     std::printf("%s: %s\n", name, failures == 0 ? "passed" : "FAILED");
   }

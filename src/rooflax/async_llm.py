@@ -97,6 +97,7 @@ class AsyncLLM:
             token_budget=per_step,
             num_blocks=num_blocks,
             prefix_caching=llm.prefix_caching,
+            speculation=llm.speculation(num_slots, llm.max_model_len),
             mesh=llm.mesh,
         )
 

@@ -25,6 +25,7 @@ class Completion:
         timings: seconds and tokens per second, the keys of `generate --json`.
         index: which of the `n` samples this is.
         num_cached_tokens: of the prompt, taken from the prefix cache.
+        num_draft_tokens, num_accepted_tokens: of speculative decoding.
         error: one sentence, if finish_reason is "error".
     """
 
@@ -37,6 +38,8 @@ class Completion:
     timings: Mapping[str, float] = field(default_factory=dict)
     index: int = 0
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -123,6 +126,8 @@ class Sample:
             timings=self._timings(load_s, compiled),
             index=sequence.sample_index,
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_draft_tokens=sequence.num_draft_tokens,
+            num_accepted_tokens=sequence.num_accepted_tokens,
             error=error,
         )
 

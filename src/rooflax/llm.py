@@ -18,11 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
+from rooflax.drafting import NGRAM, Drafting, check_speculate
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine, check_ids, check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.engine.speculation import Speculation
 from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.loading.chat_template import encode_chat
@@ -56,6 +58,9 @@ class LLM:
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
         prefix_caching: keep what prompts computed, and share it with those that begin the same.
+        speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
+            smaller model of the same tokenizer, named as `model` is; None is nobody.
+        num_draft_tokens: the most drafts in a step; None is 7.
         options: what may change speed but never a token.
         mesh: devices with a "tensor" axis; None is one device.
         revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
@@ -74,6 +79,8 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = MAX_SLOTS,
         prefix_caching: bool = True,
+        speculate: str | Path | None = None,
+        num_draft_tokens: int | None = None,
         options: ExecutionOptions = DEFAULT_OPTIONS,
         mesh: Mesh | None = None,
         revision: str | None = None,
@@ -85,6 +92,7 @@ class LLM:
         if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
         kernels.check_kernels(options.kernels)
+        check_speculate(speculate, num_draft_tokens, options.use_cache)
         enable_persistent_cache()
         started = time.perf_counter()
         self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
@@ -114,6 +122,12 @@ class LLM:
             self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
+        self._drafting = None
+        if speculate is not None:
+            given = {"dtype": dtype, "kv_dtype": kv_dtype, "quantize": quantize}
+            source = {"options": options, "mesh": mesh, "offline": offline, "check": check}
+            draft = None if speculate == NGRAM else LLM(speculate, **given, **source)
+            self._drafting = Drafting(self, draft, num_draft_tokens)
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
         place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)
@@ -289,17 +303,30 @@ class LLM:
         if engine and idle and engine.num_slots == slots and engine.max_tokens >= tokens:
             return engine
         self._engine = None
-        self._check_memory(slots, tokens)
-        self._engine = Engine(
+        self._engine = self.new_engine(slots, tokens)
+        return self._engine
+
+    def new_engine(self, num_slots: int, max_tokens: int) -> Engine:
+        """An engine with blocks for all its slots.
+
+        Raises:
+            RequestError: its KV cache does not fit into memory.
+        """
+        self._check_memory(num_slots, max_tokens)
+        return Engine(
             self.model,
             self.options,
-            num_slots=slots,
-            max_tokens=tokens,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
             kv_dtype=self.precision.kv_dtype or "float32",
             prefix_caching=self.prefix_caching,
+            speculation=self.speculation(num_slots, max_tokens),
             mesh=self.mesh,
         )
-        return self._engine
+
+    def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:
+        """Who drafts for an engine of this size."""
+        return self._drafting and self._drafting.for_engine(num_slots, max_tokens)
 
     def score(
         self,

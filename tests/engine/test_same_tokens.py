@@ -9,6 +9,7 @@ import pytest
 from rooflax import load
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
+from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
 from rooflax.ops.native import is_ready
@@ -17,15 +18,39 @@ from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
 
 FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
 CHUNKS = (16, 64, MAX_TOKENS)
-SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False)))
+SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False), (True, False)))
 SLOTS = 6
+DRAFT_TOKENS = 5
 
 
 def is_default(setting):
-    """Every pair of values in twelve of forty-eight settings."""
-    family, chunk, steps, cache = setting
+    """Every pair of values in twelve of ninety-six settings."""
+    family, chunk, steps, cache, drafts = setting
     one, two = FAMILIES.index(family), CHUNKS.index(chunk)
-    return (steps == 8, cache) == ((one + two) % 2 == 0, (one + one // 2 + two // 2) % 2 == 0)
+    wanted = (one + two) % 2 == 0, (one + one // 2 + two // 2) % 2 == 0, (one // 2 + two) % 2 == 0
+    return (steps == 8, cache, drafts) == wanted
+
+
+class Mixed(Drafter):
+    """Knows what comes, and is wrong now and then; some drafts are short, some are missing."""
+
+    def __init__(self, known):
+        self.known, self.state = known, np.random.RandomState(5)
+
+    def propose(self, sequences, num_tokens):
+        drafts = []
+        for sequence in sequences:
+            at = sequence.num_output_tokens
+            draft = self.known[sequence.request_id][at : at + self.state.randint(num_tokens + 1)]
+            drafts.append([t if self.state.rand() < 0.8 else 1 for t in draft])
+        return drafts
+
+
+class Always(Speculation):
+    """Never asks whether drafts pay."""
+
+    def _pays(self, rows, num_drafts):
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +72,12 @@ def families(tmp_path_factory):
     return get
 
 
-def small_engine(model, *, chunk, steps, cache, slots=SLOTS, roomy=False, kernels="xla"):
+def small_engine(
+    model, *, chunk, steps, cache, slots=SLOTS, roomy=False, kernels="xla", drafter=None
+):
     """Blocks for about two and a half of the longest sequences."""
     needed = [
-        blocks_needed(window, MAX_TOKENS, max(chunk, steps), 16)
+        blocks_needed(window, MAX_TOKENS, max(chunk, steps, 1 + DRAFT_TOKENS), 16)
         for window in model.config.groups.windows
     ]
     num_blocks = tuple(1 + int((slots if roomy else 1.3) * n) for n in needed)
@@ -63,23 +90,25 @@ def small_engine(model, *, chunk, steps, cache, slots=SLOTS, roomy=False, kernel
         token_budget=2 * chunk,
         num_blocks=num_blocks,
         prefix_caching=cache,
+        speculation=drafter and Always(drafter, DRAFT_TOKENS),
     )
-    assert len(engine.seal()) <= 12
+    assert len(engine.seal()) <= (15 if drafter else 12)
     return engine
 
 
 @pytest.mark.parametrize(
-    ("family", "chunk", "steps", "cache"),
+    ("family", "chunk", "steps", "cache", "drafts"),
     [
         pytest.param(*setting, marks=() if is_default(setting) else pytest.mark.slow)
         for setting in SETTINGS
     ],
 )
 def test_a_crowded_engine_gives_what_each_request_gives_alone(
-    families, family, chunk, steps, cache
+    families, family, chunk, steps, cache, drafts
 ):
     model, requests, alone = families(family)
-    engine = small_engine(model, chunk=chunk, steps=steps, cache=cache)
+    drafter = Mixed(alone) if drafts else None
+    engine = small_engine(model, chunk=chunk, steps=steps, cache=cache, drafter=drafter)
     with count_compilations() as counts:
         run = run_load(engine, requests)
     assert counts.requests == 0, "something compiled after warm-up"
@@ -89,6 +118,8 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
             wanted = wanted[: sequence.num_output_tokens]
         assert sequence.output_tokens == wanted, sequence.request_id
     assert engine.scheduler.num_preemptions > 0
+    metrics = engine.metrics
+    assert (0 < metrics.num_accepted_tokens < metrics.num_draft_tokens) == drafts
     hits = sum(s.num_cached_tokens or 0 for s in run.sequences)
     if cache and engine.runner.windows == (None,):  # so few blocks seldom hold a whole window
         assert hits > 0
@@ -98,14 +129,19 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("preset", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
 @pytest.mark.parametrize("roomy", [True, False], ids=["kept", "preempted"])
-def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy):
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "not drafted"])
+def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy, drafts):
     """What a crowd computes in chunks of 16 and shares, against each request alone in one chunk."""
     model = load(preset)
     requests = [replace(r, aborts=None) for r in random_requests(3, 16)]
     alone = small_engine(model, chunk=64, steps=8, cache=True, slots=1, roomy=True, kernels=None)
-    crowd = small_engine(model, chunk=16, steps=8, cache=True, roomy=roomy, kernels=None)
+    wanted = run_alone(alone, requests)
+    crowd = small_engine(
+        model, chunk=16, steps=8, cache=True, roomy=roomy, kernels=None,
+        drafter=Mixed(wanted) if drafts else None,
+    )  # fmt: skip
     run = run_load(crowd, requests)
-    assert run.tokens == run_alone(alone, requests)
+    assert run.tokens == wanted
     blocks = crowd.scheduler.blocks.pools[0]._block_of
     others = alone.scheduler.blocks.pools[0]._block_of
     shared = [(block, others[h]) for h, block in blocks.items() if h in others]
@@ -122,5 +158,5 @@ def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy):
 def test_the_default_settings_hold_every_pair():
     chosen = [s for s in SETTINGS if is_default(s)]
     assert len(chosen) == 12
-    for a, b in itertools.combinations(range(4), 2):
+    for a, b in itertools.combinations(range(5), 2):
         assert {(s[a], s[b]) for s in chosen} == {(s[a], s[b]) for s in SETTINGS}

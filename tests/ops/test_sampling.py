@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops import sampling as lib
+from rooflax.ops.native import is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
@@ -266,6 +267,19 @@ def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     assert abs(rank) < 5 / math.sqrt(size)
 
 
+BITS = pytest.mark.parametrize(
+    "bits",
+    [
+        lib._threefry2x32,
+        pytest.param(
+            lib._native_threefry2x32,
+            marks=pytest.mark.skipif(not is_ready(), reason="the native library was not built"),
+        ),
+    ],
+    ids=["xla", "native"],
+)
+
+
 @pytest.mark.parametrize(
     ("key", "counter", "word"),
     [
@@ -274,24 +288,27 @@ def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), 0xC4923A9C),
     ],
 )
-def test_threefry_gives_its_authors_test_vectors(key, counter, word):
+@BITS
+def test_threefry_gives_its_authors_test_vectors(bits, key, counter, word):
     """Random123's kat_vectors for threefry2x32 with 20 rounds."""
-    k0, k1, x0, x1 = (jnp.full((1, 1), n, jnp.uint32) for n in (*key, *counter))
-    assert int(lib._threefry2x32((k0, k1), x0, x1)[0, 0]) == word
+    k0, k1 = (jnp.full(1, n, jnp.uint32) for n in key)
+    x0, x1 = (jnp.full(1, n, jnp.uint32).view(jnp.int32) for n in counter)
+    assert int(jax.jit(bits)(k0, k1, x0, x1[None])[0, 0]) == word
 
 
-def test_threefry_equals_jax():
+@BITS
+def test_threefry_equals_jax(bits):
     from jax.extend.random import threefry_2x32
 
     key = jnp.asarray([123, 456], jnp.uint32)
     counters = jnp.asarray(rng(3).randint(0, 2**31, (2, 50)), jnp.uint32)
     wanted = threefry_2x32(key, counters.reshape(-1))[:50]
-    got = lib._threefry2x32(
-        (jnp.full((1, 1), 123, jnp.uint32), jnp.full((1, 1), 456, jnp.uint32)),
-        counters[:1],
-        counters[1:],
-    )
-    np.testing.assert_array_equal(got[0], wanted)
+    k0, k1 = jnp.full(50, 123, jnp.uint32), jnp.full(50, 456, jnp.uint32)
+    x0, x1 = counters.view(jnp.int32)
+    np.testing.assert_array_equal(jax.jit(bits)(k0, k1, x0, x1[:, None])[:, 0], wanted)
+    row = jax.jit(bits)(k0[:1], k1[:1], x0[:1], x1[None])[0]
+    each = jax.jit(bits)(k0, k1, x0[:1].repeat(50), x1[:, None])[:, 0]
+    np.testing.assert_array_equal(row, each)
 
 
 def past(prompt, generated, vocab=VOCAB):

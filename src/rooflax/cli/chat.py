@@ -38,6 +38,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_max_model_len(parser, "longest conversation in tokens; default the model's")
     flags.add_precision(parser)
     flags.add_execution(parser)
+    flags.add_speculation(parser)
     flags.add_device(parser, mesh=True)
     flags.add_output(parser, json=False)
 

@@ -182,6 +182,17 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
         choice("--decode-steps", None, "tokens per dispatch", whole)
 
 
+def add_speculation(parser: Parser) -> None:
+    """Drafts: never other tokens, sometimes more of them per second."""
+    add = parser.group("speed, never tokens").add_argument
+    add(
+        "--speculate",
+        metavar="HOW",
+        help="draft tokens: ngram (from the text so far), or a smaller MODEL",
+    )
+    add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
+
+
 def _words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 

@@ -32,6 +32,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
     flags.add_precision(parser)
     flags.add_execution(parser)
+    flags.add_speculation(parser)
     flags.add_device(parser, mesh=True)
     flags.add_output(parser)
 
@@ -148,6 +149,9 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "memory": statistics.memory(llm),
         "devices": statistics.num_devices(llm),
     }
+    if any(completion.num_draft_tokens for completion in completions):
+        found["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
+        found["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)
     if len(completions) > 1:
         found["samples"] = [_sample(completion) for completion in completions]
     return found

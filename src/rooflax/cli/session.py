@@ -38,6 +38,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
         "kv_dtype": precision.kv_dtype if precision else None,
         "max_model_len": getattr(args, "max_model_len", None),
         "check": getattr(args, "check", False),
+        "speculate": getattr(args, "speculate", None),
+        "num_draft_tokens": getattr(args, "num_draft_tokens", None),
         "mesh": platform.make_mesh(mesh_text),
     }
     about = describe(args.model, **where)

@@ -65,11 +65,14 @@ def lines(
     peak_text = "" if peak is None else f", peak {gib(peak)}"
     weights = gib(used["weights_bytes_per_device"] or 0)
     kv_cache = gib(used["kv_cache_bytes"] or 0)
+    drafts = sum(c.num_draft_tokens for c in completions)
+    held = sum(c.num_accepted_tokens for c in completions)
+    drafted = f", {held:,} of {drafts:,} drafts held" if drafts else ""
     return [
         f"load     {seconds(times['load_s'])}",
         f"compile  {seconds(times['compile_s'])} ({compiled})",
         f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
-        f"decode   {_counted(count, 'token')}{several}, {speed}",
+        f"decode   {_counted(count, 'token')}{several}, {speed}{drafted}",
         f"memory   weights {weights}{where}, KV cache {kv_cache}{peak_text}",
     ]
 

@@ -14,7 +14,8 @@ class Shape(NamedTuple):
     """What one device call is compiled for.
 
     Attributes:
-        kind: "decode", "prefill", or "scored" (a prefill with log-probabilities of every token).
+        kind: "decode", "prefill", "scored" (a prefill with log-probabilities of every token), or
+            "verify" (a decode step with drafts).
         rows, seq: sequences, and tokens of each.
         context: the most tokens that a row may see.
     """
@@ -44,17 +45,24 @@ class Buckets:
         decode_rows: ascending.
         prefills: (rows, tokens per row); one of them has one row and the longest chunk.
         contexts: ascending; the last holds every sequence.
+        draft_tokens: the most drafts of a row; 0 if nobody drafts.
     """
 
     decode_rows: tuple[int, ...]
     prefills: tuple[tuple[int, int], ...]
     contexts: tuple[int, ...]
+    draft_tokens: int = 0
 
     @staticmethod
     def of_server(
-        num_slots: int, max_tokens: int, prefill_chunk: int, *, reads_in_place: bool
+        num_slots: int,
+        max_tokens: int,
+        prefill_chunk: int,
+        *,
+        reads_in_place: bool,
+        draft_tokens: int = 0,
     ) -> Buckets:
-        """At most ten shapes for any mixture of requests.
+        """At most ten shapes for any mixture of requests, and those of drafts.
 
         Args:
             reads_in_place: the cost of attention follows what a row sees, whatever its table's
@@ -64,22 +72,32 @@ class Buckets:
         contexts = (short, max_tokens) if short < max_tokens else (max_tokens,)
         chunks = sorted({min(64, prefill_chunk), prefill_chunk})
         rows = {1, num_slots} if len(contexts) > 1 else {1, min(4, num_slots), num_slots}
-        return Buckets(tuple(sorted(rows)), tuple((1, chunk) for chunk in chunks), contexts)
+        prefills = tuple((1, chunk) for chunk in chunks)
+        return Buckets(tuple(sorted(rows)), prefills, contexts, draft_tokens)
 
     def shapes(self) -> list[Shape]:
         """All of them, the ones that every request needs first."""
         return [
             *(Shape("prefill", *p, c) for c in self.contexts for p in self.prefills),
             *(Shape("decode", rows, 1, c) for c in self.contexts for rows in self.decode_rows),
+            *(self.verify(rows, c) for c in self.contexts for rows in self._verify_rows),
         ]
+
+    @property
+    def _verify_rows(self) -> tuple[int, ...]:
+        return self.decode_rows if self.draft_tokens else ()
 
     def context(self, needed: int) -> int:
         return next(c for c in self.contexts if c >= needed)
 
     def decode(self, rows: int, context: int) -> Shape:
-        return Shape(
-            "decode", next(r for r in self.decode_rows if r >= rows), 1, self.context(context)
-        )
+        return Shape("decode", self._rows(rows), 1, self.context(context))
+
+    def verify(self, rows: int, context: int) -> Shape:
+        return Shape("verify", self._rows(rows), 1 + self.draft_tokens, self.context(context))
+
+    def _rows(self, needed: int) -> int:
+        return next(r for r in self.decode_rows if r >= needed)
 
     def prefill_calls(
         self, counts: list[int], contexts: list[int]

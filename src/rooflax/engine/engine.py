@@ -17,8 +17,9 @@ from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.runner import BLOCK_SIZE, Call, Compiled, Runner
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.scheduler import Scheduler
+from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
+from rooflax.engine.speculation import Speculation
 from rooflax.errors import RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
@@ -45,6 +46,7 @@ class Engine:
         token_budget: most tokens of a step; None is a chunk for every slot.
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
+        speculation: who drafts tokens; None is nobody.
         mesh: devices with a "tensor" axis; None for one device.
     """
 
@@ -60,9 +62,12 @@ class Engine:
         token_budget: int | None = None,
         num_blocks: tuple[int, ...] | None = None,
         prefix_caching: bool = True,
+        speculation: Speculation | None = None,
         mesh: Mesh | None = None,
     ):
-        self.model, self.options = model, options
+        assert speculation is None or options.use_cache
+        self.model, self.options, self.speculation = model, options, speculation
+        draft_tokens = speculation.longest if speculation else 0
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
@@ -74,13 +79,15 @@ class Engine:
             prefill_chunk=chunk,
             decode_steps=steps,
             kv_dtype=kv_dtype,
+            draft_tokens=draft_tokens,
             num_blocks=num_blocks,
             mesh=mesh,
         )
         self._prefix_caching = prefix_caching and options.use_cache
-        self._budget = {"prefill_chunk": chunk, "decode_steps": steps}
+        self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
         self._budget["token_budget"] = token_budget or num_slots * chunk
         self.scheduler = self._new_scheduler()
+        self._set_pace(0.0)
         self.metrics = Metrics()
 
     def _new_scheduler(self) -> Scheduler:
@@ -132,6 +139,8 @@ class Engine:
 
     def warm_up(self, sequences: Seq[Sequence]) -> None:
         """Compiles everything these sequences will need."""
+        if self.speculation is not None:
+            self.speculation.drafter.warm_up(sequences, self.speculation.longest)
         blocks = self.scheduler.blocks
         self.runner.warm_up(sequences, [blocks.num_cached(s) for s in sequences])
 
@@ -141,25 +150,34 @@ class Engine:
         Returns:
             The manifest: every program, its seconds, and whether the persistent cache had it.
         """
-        runner = self.runner
-        buckets = Buckets.of_server(
+        manifest = self.runner.seal(self.server_buckets(), report)
+        if self.speculation is not None:
+            manifest += self.speculation.drafter.seal(report, self.speculation.longest)
+        return manifest
+
+    def server_buckets(self) -> Buckets:
+        """Shapes for any mixture of requests."""
+        return Buckets.of_server(
             self.num_slots,
             self.max_tokens,
-            runner.longest_prefill,
-            reads_in_place=runner.reads_in_place,
+            self.runner.longest_prefill,
+            reads_in_place=self.runner.reads_in_place,
+            draft_tokens=self.runner.buckets.draft_tokens,
         )
-        return runner.seal(buckets, report)
 
     def forget_all(self) -> list[Sequence]:
         """Lets go of every sequence that waits or runs, and says which."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._new_scheduler()
+        self._set_pace(0.0)
         return lost
 
     def reset(self) -> None:
         """An empty cache, after a failure of the device; nobody may be running."""
         assert not self.has_unfinished
         self.runner.reset()
+        if self.speculation is not None:
+            self.speculation.drafter.reset()
 
     def temporary_bytes(self) -> int:
         """Device memory for intermediates of the largest program; 0 when nothing is jitted.
@@ -179,15 +197,45 @@ class Engine:
         if step is None:
             return []
         outputs: list[StepOutput] = []
-        for call in self.runner.calls(step):
+        start_s = time.perf_counter()
+        drafts = self._drafts(step)
+        if not drafts:
             start_s = time.perf_counter()
+        for call in self.runner.calls(step, drafts):
             result = self.runner.run(call, step.num_steps)
             now_s = time.perf_counter()
             self._set_pace((now_s - start_s) / result.num_steps)
+            self._watch_call(call, result, now_s - start_s)
             outputs += self._take(call, result, now_s)
+            start_s = now_s
         self.scheduler.finish_step(step)
         self._watch()
         return outputs
+
+    def _drafts(self, step: ScheduledStep) -> list[list[int]]:
+        """For each decode row, or none at all; beside prompts nobody drafts."""
+        if self.speculation is None or step.prefills:
+            return []
+        return self.speculation.propose(step.decodes, step.room - 1)
+
+    def _watch_call(self, call: Call, result: StepResult, seconds: float) -> None:
+        """Tells the speculation what a call took, and what came of its drafts."""
+        if self.speculation is None or call.shape.kind not in ("decode", "verify"):
+            return
+        rows = len(call.sequences)
+        if call.drafts is None:
+            self.speculation.decoded(rows, result.num_steps, seconds)
+            return
+        num_accepted = 0
+        for row, (sequence, draft) in enumerate(zip(call.sequences, call.drafts, strict=True)):
+            held = result.num_tokens(row) - 1
+            sequence.num_draft_tokens += len(draft)
+            sequence.num_accepted_tokens += held
+            num_accepted += held
+        num_drafts = sum(map(len, call.drafts))
+        self.speculation.verified(rows, num_drafts, num_accepted, seconds)
+        self.metrics.num_draft_tokens += num_drafts
+        self.metrics.num_accepted_tokens += num_accepted
 
     def _set_pace(self, step_s: float) -> None:
         """Chooses the steps of the next dispatch, if the caller did not.
@@ -197,6 +245,8 @@ class Engine:
         """
         if self.options.decode_steps is None and self.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
+            if self.speculation is not None:
+                fitting = min(fitting, self.speculation.most_steps)
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
 
     def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
@@ -216,7 +266,7 @@ class Engine:
         return outputs
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        for index in range(result.num_steps):
+        for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
                 self.runner.clear(sequence)

@@ -37,6 +37,7 @@ class Metrics:
         blocks_used, blocks_total: per layer group.
         num_prompt_tokens, num_cached_tokens: admitted, and how many of them were in the cache.
         num_generated_tokens, num_steps, num_preemptions: since the beginning.
+        num_draft_tokens, num_accepted_tokens: of speculative decoding.
         num_finished: sequences by finish_reason.
         num_compilations: after warm-up.
         ttft_s, itl_s, e2e_s: time to first token, between tokens, and to the end.
@@ -51,6 +52,8 @@ class Metrics:
     num_generated_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)
     num_compilations: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)

@@ -82,6 +82,12 @@ class Layout:
         row[at : at + count] = sequence.tokens[start : start + count]
         row[NEXT] = 0 if row[SAMPLES] else sequence.tokens[start + count]
 
+    def add_drafts(self, row: np.ndarray, drafts: list[int]) -> None:
+        """Puts tokens behind those of a row."""
+        at = self.width - self.seq + row[QUERY_LEN]
+        row[at : at + len(drafts)] = drafts
+        row[QUERY_LEN] += len(drafts)
+
     def batch(self, packed: Int[Array, "B width"]) -> Batch:
         """The rows as the model wants them; inside the jitted step."""
         start, query_lens = packed[:, START], packed[:, QUERY_LEN]
@@ -152,10 +158,19 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def pack_sampled(
-    sampled: Sampled, is_finite: Bool[Array, " B"], *, plain: bool
+    sampled: Sampled,
+    is_finite: Bool[Array, " B"],
+    *,
+    plain: bool,
+    ran: Bool[Array, " B"] | None = None,
 ) -> Int[Array, "B width"]:
-    """What was chosen, as one array."""
+    """What was chosen, as one array.
+
+    Args:
+        ran: rows whose choice counts; None is all.
+    """
     state = RAN + FINITE * is_finite.astype(jnp.int32)
+    state = state if ran is None else jnp.where(ran, state, 0)
     columns = [sampled.tokens[:, None], state[:, None]]
     if not plain:
         columns.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
@@ -187,7 +202,8 @@ class StepResult:
     """What came back, NumPy int32.
 
     Attributes:
-        packed: [steps, rows, width], as `pack_sampled` wrote it; zero where the loop ended early.
+        packed: [steps, rows, width], as `pack_sampled` wrote it; a state of zero where the loop
+            ended early, or a draft did not hold.
         scores: [tokens, width], as `pack_logprobs` wrote it, of a scored prompt.
     """
 
@@ -196,7 +212,12 @@ class StepResult:
 
     @property
     def num_steps(self) -> int:
-        return int(np.count_nonzero(self.packed[:, 0, STATE]))
+        """Decode steps that ran."""
+        return self.num_tokens(0)
+
+    def num_tokens(self, row: int) -> int:
+        """Tokens that a row got."""
+        return int(np.count_nonzero(self.packed[:, row, STATE]))
 
     def token(self, step: int, row: int) -> int:
         return int(self.packed[step, row, TOKEN])

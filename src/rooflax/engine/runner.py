@@ -39,11 +39,12 @@ SMALLEST_PREFILL = 16
 
 
 class Call(NamedTuple):
-    """One device call: rows, and how many tokens each of them runs."""
+    """One device call: rows, how many tokens each of them runs, and drafts behind those."""
 
     sequences: list[Sequence]
     counts: list[int]
     shape: Shape
+    drafts: list[list[int]] | None = None
 
 
 class Compiled(NamedTuple):
@@ -72,6 +73,7 @@ class Runner:
         prefill_chunk: int,
         decode_steps: int,
         kv_dtype: str,
+        draft_tokens: int = 0,
         num_blocks: tuple[int, ...] | None = None,
         mesh: Mesh | None = None,
     ):
@@ -80,7 +82,7 @@ class Runner:
         self.decode_steps = decode_steps
         self.functions = StepFunctions(options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
-        self.new_tokens = max(prefill_chunk, decode_steps)
+        self.new_tokens = max(prefill_chunk, decode_steps, 1 + draft_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL
         self.longest_tables = tuple(
             blocks_needed(window, max_tokens, self.new_tokens, BLOCK_SIZE)
@@ -88,7 +90,7 @@ class Runner:
         )
         self.num_blocks = num_blocks or tuple(1 + num_slots * n for n in self.longest_tables)
         self.kv_dtype = kv_dtype
-        self.buckets = Buckets((num_slots,), (), self._contexts())
+        self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens)
         self.is_sealed = False
         self._warm: set[Shape] = set()
         self._plain = True  # until a sequence wants more than the most likely token
@@ -135,10 +137,16 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, step: ScheduledStep) -> list[Call]:
-        """The device calls of a step: the decode rows, and the prompts in as few as pay."""
+    def calls(self, step: ScheduledStep, drafts: list[list[int]]) -> list[Call]:
+        """The device calls of a step: the decode rows, and the prompts in as few as pay.
+
+        Args:
+            drafts: for each decode row, or none at all.
+        """
         calls = []
-        if step.decodes:
+        if drafts:
+            calls.append(self._verify_call(step.decodes, drafts))
+        elif step.decodes:
             ends = [self._end(s, step.num_steps) for s in step.decodes]
             shape = self._decode_shape(len(ends), max(ends))
             calls.append(Call(step.decodes, [1] * len(ends), shape))
@@ -150,6 +158,14 @@ class Runner:
 
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
+
+    def _verify_call(self, sequences: list[Sequence], drafts: list[list[int]]) -> Call:
+        longest = max(map(len, drafts))
+        context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, drafts, strict=True))
+        shape = Shape("verify", len(sequences), 1 + longest, context)
+        if self.options.jit:
+            shape = self.buckets.verify(len(sequences), context)
+        return Call(sequences, [1] * len(sequences), shape, drafts)
 
     def _decode_shape(self, rows: int, context: int) -> Shape:
         shape = Shape("decode", rows, 1, context)
@@ -210,6 +226,8 @@ class Runner:
             end = self._end(sequence, count)
             start = sequence.num_computed_tokens if self.options.use_cache else 0
             layout.write(packed[row], sequence, start, end - start)
+            if call.drafts:
+                layout.add_drafts(packed[row], call.drafts[row])
         return StepInput(packed, self._device_params, layout, self._plain)  # type: ignore[arg-type]
 
     def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
@@ -338,11 +356,13 @@ class Runner:
         if len(sequences) <= self.num_slots and starts[-1] <= self.longest_prefill:
             starts = starts[-1:] if len(rows) == 1 else starts[shortest - 1 :]
         use = self.options.use_cache
+        verify_rows = {self.num_slots} if self.buckets.draft_tokens else set()
         return {
             Shape(kind, n, (tokens if use else context), context)
             for kind, row_counts, tokens, needed in (
                 ("prefill", rows, seq, starts),
                 ("decode", {self.num_slots}, 1, ends),
+                ("verify", verify_rows, 1 + self.buckets.draft_tokens, ends),
             )
             for context in {self.buckets.context(c) for c in needed}
             for n in row_counts

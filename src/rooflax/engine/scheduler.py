@@ -16,11 +16,13 @@ class ScheduledStep:
     Attributes:
         decodes: sequences whose last token alone is to run, `num_steps` times over.
         num_steps: decode steps; 1 while prompts run beside them.
+        room: tokens per decoding sequence that its blocks hold, for steps or for drafts.
         prefills: sequences that run several of their tokens, with how many.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     num_steps: int = 1
+    room: int = 1
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
@@ -39,6 +41,7 @@ class Scheduler:
         token_budget: the most tokens of a step; decoding takes its share first.
         prefill_chunk: the most tokens of one sequence in a step.
         decode_steps: the most decode steps of a dispatch.
+        draft_tokens: the most drafts of a sequence in a step.
 
     Attributes:
         pace: decode steps of the next dispatch, if nothing else limits them.
@@ -52,11 +55,12 @@ class Scheduler:
         token_budget: int,
         prefill_chunk: int,
         decode_steps: int,
+        draft_tokens: int = 0,
     ):
         self.blocks = blocks
         self.num_slots, self.token_budget = num_slots, token_budget
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
-        self.pace = decode_steps
+        self.pace, self.draft_tokens = decode_steps, draft_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,7 +73,7 @@ class Scheduler:
     @property
     def new_tokens(self) -> int:
         """The most tokens that a step writes for one sequence."""
-        return max(self.prefill_chunk, self.decode_steps)
+        return max(self.prefill_chunk, self.decode_steps, 1 + self.draft_tokens)
 
     def can_ever_run(self, sequence: Sequence) -> bool:
         return self.blocks.fits_at_all(sequence, self.new_tokens)
@@ -104,8 +108,8 @@ class Scheduler:
         if not decodes and not prefills:
             assert not self.has_unfinished, "nobody can run"
             return None
-        num_steps = 1 if prefills else self._extend(decodes)
-        return ScheduledStep(decodes, num_steps, prefills)
+        room = 1 if prefills else self._extend(decodes)
+        return ScheduledStep(decodes, min(room, self.pace), room, prefills)
 
     def finish_step(self, step: ScheduledStep) -> None:
         """Shares what the step computed, and retires who has finished."""
@@ -179,17 +183,18 @@ class Scheduler:
         return True
 
     def _extend(self, decodes: list[Sequence]) -> int:
-        """Room for as many decode steps as nobody has to give way for."""
-        num_steps = min(self.pace, *(s.num_remaining_tokens for s in decodes))
+        """Room for as many tokens as nobody has to give way for."""
+        room = max(self.pace, 1 + self.draft_tokens)
+        room = min(room, *(s.num_remaining_tokens for s in decodes))
 
         def missing() -> list[list[int]]:
-            return [self.blocks.missing(s, s.num_computed_tokens + num_steps) for s in decodes]
+            return [self.blocks.missing(s, s.num_computed_tokens + room) for s in decodes]
 
-        while num_steps > 1 and not self.blocks.can_allocate(missing()):
-            num_steps //= 2
+        while room > 1 and not self.blocks.can_allocate(missing()):
+            room //= 2
         for sequence in decodes:
-            self.blocks.allocate(sequence, sequence.num_computed_tokens + num_steps)
-        return num_steps
+            self.blocks.allocate(sequence, sequence.num_computed_tokens + room)
+        return room
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""

@@ -56,6 +56,7 @@ class Sequence:
         num_computed_tokens: how many of them have their K and V in the cache.
         num_cached_tokens: how many of the prompt's were there when it was first admitted.
         num_preemptions: how often it lost its blocks and started over.
+        num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
         block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
@@ -80,6 +81,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

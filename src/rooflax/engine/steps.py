@@ -23,7 +23,7 @@ from rooflax.nn.kv_cache import KVCache, clear_blocks
 from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
 from rooflax.nn.weights import assemble, slots
 from rooflax.ops.control import while_loop
-from rooflax.ops.sampling import Sampling, TokenCounts, logprobs_of, sample
+from rooflax.ops.sampling import NO_ID, Sampling, TokenCounts, logprobs_of, sample
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +131,51 @@ def decode(
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
     *_, carry, out = while_loop(goes_on, one, start)
     return (out, None), carry
+
+
+def verify(
+    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
+) -> tuple[tuple[Packed, None], Carry]:
+    """Runs every row's last token with drafts behind it, and chooses after each of them.
+
+    A row's choices count up to the first that differs from the draft at its place: what comes
+    after that was computed from tokens that are not there. Logits exist for all tokens at once.
+    """
+    cache, counts = carry
+    batch = step.layout.batch(step.rows)
+    hidden, cache = model.forward(batch, cache, options=options, shards=shards)
+    rows, seq, width = hidden.shape
+    flat = hidden.reshape(rows * seq, width)
+    every_slot = jnp.repeat(step.slots, seq)
+    sampled = sample(
+        model.logits(flat, options=options, shards=shards),
+        packing.sampling_of(step.params[every_slot], plain=step.plain),
+        batch.positions.reshape(-1) + 1,
+        counts,
+        every_slot,
+        pending=_drafts_before(batch.tokens).reshape(rows * seq, seq),
+        implementation=options.kernels,
+    )
+    counted = _counted(batch, sampled.tokens.reshape(rows, seq)).reshape(-1)
+    if not step.plain:
+        counts = counts.add_generated(every_slot, sampled.tokens, counted)
+    is_finite = jnp.all(jnp.isfinite(flat), axis=1) & sampled.is_finite
+    packed = packing.pack_sampled(sampled, is_finite, plain=step.plain, ran=counted)
+    return (packed.reshape(rows, seq, -1).swapaxes(0, 1), None), (cache, counts)
+
+
+def _drafts_before(tokens: Int[Array, "B T"]) -> Int[Array, "B T T"]:
+    """At each place, the drafts up to it: all tokens but the first; the padding is NO_ID."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    upto = (index[None, :] <= index[:, None]) & (index[None, :] > 0)
+    return jnp.where(upto[None], tokens[:, None, :], NO_ID)
+
+
+def _counted(batch: Batch, chosen: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Which choices count: the first, and those after drafts that all equal the choice there."""
+    held = batch.tokens[:, 1:] == chosen[:, :-1]
+    held = jnp.concatenate([jnp.ones_like(held[:, :1]), held], axis=1) & batch.valid
+    return jnp.cumprod(held.astype(jnp.int32), axis=1) > 0
 
 
 def seat(
@@ -270,6 +315,7 @@ class StepFunctions:
         self.rerun = _compiled(rerun, options.jit, mesh, **static)
         self.score = _compiled(score, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
+        self.verify = _compiled(verify, options.jit, mesh, **static)
         self.scored = _compiled(scored, options.jit, mesh, **static)
         self.seat = _compiled(seat, options.jit, mesh, **static)
         self.clear = _compiled(clear, options.jit, mesh, **static)

@@ -15,7 +15,10 @@ from pathlib import Path
 import jax
 
 LIBRARY = "librooflax_native.so"
-TARGETS = ("rooflax_product", "rooflax_rows", "rooflax_argmax", "rooflax_attention")
+TARGETS = (
+    "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_top",
+    "rooflax_random_bits",
+)  # fmt: skip
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 
 

@@ -1,0 +1,83 @@
+"""`ModelDrafter`: a smaller model guesses how sequences go on.
+
+It is an engine of its own, asked for a few tokens of every sequence at each step. What it has
+computed of them before, its prefix cache keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from rooflax.engine.buckets import bucket
+from rooflax.engine.engine import Engine
+from rooflax.engine.runner import BLOCK_SIZE, SMALLEST_PREFILL, Compiled
+from rooflax.engine.sequence import Sequence
+from rooflax.engine.speculation import Drafter
+
+
+class ModelDrafter(Drafter):
+    """Draws drafts as the sequence's own parameters say, by the same noise.
+
+    Args:
+        engine: of the smaller model, with a slot for every sequence, and nobody else's.
+        vocab_size: of the model that is drafted for; ids beyond it are never proposed.
+    """
+
+    def __init__(self, engine: Engine, vocab_size: int):
+        self.engine, self._vocab_size = engine, vocab_size
+
+    def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
+        fitting = [s for s in sequences if s.num_tokens + num_tokens <= self.engine.max_tokens]
+        guesses = {id(s): _shadow(s, num_tokens) for s in fitting}
+        self.engine.add(list(guesses.values()))
+        while self.engine.has_unfinished:
+            self.engine.step()
+        return [
+            self._known(guesses[id(s)].tokens[s.num_tokens :]) if id(s) in guesses else []
+            for s in sequences
+        ]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Up to the first id that the larger model does not have."""
+        for index, token in enumerate(tokens):
+            if token >= self._vocab_size:
+                return tokens[:index]
+        return tokens
+
+    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:
+        if self.engine.options.jit and not self.engine.runner.is_sealed:
+            self.seal(lambda _: None, num_tokens)
+
+    def seal(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
+        """Few shapes: whole prompts one by one, and for all at once what came since the last step,
+        with the part of a block that was not full by then."""
+        engine = self.engine
+        new = bucket(BLOCK_SIZE + num_tokens, SMALLEST_PREFILL)
+        prefills = {(1, new), (engine.num_slots, new), (1, max(new, engine.runner.longest_prefill))}
+        buckets = replace(
+            engine.server_buckets(),
+            decode_rows=(engine.num_slots,),
+            prefills=tuple(sorted(prefills)),
+        )
+        return engine.runner.seal(buckets, report)
+
+    def reset(self) -> None:
+        self.engine.forget_all()
+        self.engine.reset()
+
+
+def _shadow(sequence: Sequence, num_tokens: int) -> Sequence:
+    """The sequence as it stands, to go on for a few tokens."""
+    shadow = Sequence(
+        sequence.request_id,
+        sequence.prompt_tokens,
+        replace(sequence.params, logprobs=None, prompt_logprobs=None),
+        sequence.num_output_tokens + num_tokens,
+        frozenset(),
+        sequence.sample_index,
+        cache_salt=sequence.cache_salt,
+    )
+    shadow.tokens = list(sequence.tokens)
+    return shadow

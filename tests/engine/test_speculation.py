@@ -1,0 +1,202 @@
+"""Drafts: who makes them, whether they pay, and that they change no token."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooflax import LLM, AsyncLLM, RequestError, SamplingParams
+from rooflax.engine.sequence import Sequence
+from rooflax.engine.speculation import (
+    LONGEST_NGRAM,
+    LONGEST_REST,
+    SHORTEST_NGRAM,
+    TRIALS,
+    Drafter,
+    NgramDrafter,
+    Speculation,
+)
+from rooflax.nn.execution import ExecutionOptions
+
+CODE = (
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+    "    def get_x(self):\n        return self.x\n\n    def get_y(self):\n        return self.y\n\n"
+    "class Size:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+)
+
+
+def sequence(tokens):
+    return Sequence(0, tokens, SamplingParams(), 100, frozenset())
+
+
+def by_hand(tokens, count):
+    """The longest n-gram at the end that stands before it too, at its last place."""
+    for n in range(LONGEST_NGRAM, SHORTEST_NGRAM - 1, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                out, at = list(tokens), start + n
+                while len(out) < len(tokens) + count:
+                    out.append(out[at])
+                    at += 1
+                return out[len(tokens) :]
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    cuts=st.lists(st.integers(1, 5), max_size=8),
+    count=st.integers(1, 9),
+)
+def test_ngrams_are_found_however_the_text_grew(tokens, cuts, count):
+    drafter, seq = NgramDrafter(), sequence(tokens[:1])
+    for cut in cuts:
+        drafter.propose([seq], count)
+        seq.tokens += tokens[seq.num_tokens : seq.num_tokens + cut]
+    seq.tokens += tokens[seq.num_tokens :]
+    assert drafter.propose([seq], count) == [by_hand(tokens, count)]
+
+
+class Guess(Drafter):
+    def propose(self, sequences, num_tokens):
+        return [[0] * num_tokens for _ in sequences]
+
+
+def play(speculation, *, share, verify_s, steps):
+    """Steps of one row of a model whose decode step takes a second; how many had drafts."""
+    verified, seq = 0, [sequence([1])]
+    for _ in range(steps):
+        drafts = speculation.propose(seq, 7)
+        if drafts:
+            held = round(share * len(drafts[0]))
+            speculation.verified(1, len(drafts[0]), held, verify_s)
+            verified += 1
+        else:
+            speculation.decoded(1, 1, 1.0)
+    return verified
+
+
+def test_drafts_that_hold_are_always_made():
+    assert play(Speculation(Guess()), share=1.0, verify_s=2.0, steps=1000) == 999
+
+
+@pytest.mark.parametrize(("share", "verify_s"), [(0.0, 1.1), (1.0, 9.0), (0.3, 4.0)])
+def test_drafts_that_do_not_pay_are_tried_ever_more_seldom(share, verify_s):
+    speculation = Speculation(Guess())
+    first = play(speculation, share=share, verify_s=verify_s, steps=1000)
+    assert TRIALS <= first < 40
+    play(speculation, share=share, verify_s=verify_s, steps=2000)
+    assert play(speculation, share=share, verify_s=verify_s, steps=LONGEST_REST) <= 2 * TRIALS
+
+
+def test_drafts_come_back_when_they_begin_to_hold():
+    speculation = Speculation(Guess())
+    play(speculation, share=0.0, verify_s=2.0, steps=200)
+    assert play(speculation, share=1.0, verify_s=2.0, steps=2000) > 1000
+
+
+def params(**given):
+    return SamplingParams(**({"max_tokens": 48, "temperature": 0.0} | given))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM()
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return LLM(speculate="ngram")
+
+
+@pytest.fixture
+def unhesitating(monkeypatch):
+    monkeypatch.setattr(Speculation, "_pays", lambda self, rows, num_drafts: True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 0.9, "seed": 1, "top_k": 20, "top_p": 0.9},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"temperature": 0.5, "frequency_penalty": 0.2, "n": 3},
+        {"logprobs": 3, "min_tokens": 20, "stop": ("return",)},
+        {"logit_bias": {30: 5.0}, "banned_token_ids": (40, 41)},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+    ],
+    ids=str,
+)
+def test_ngrams_change_no_token(plain, drafting, unhesitating, given):
+    wanted = plain.generate([CODE, CODE[:90]], params(**given))
+    found = drafting.generate([CODE, CODE[:90]], params(**given))
+    for one, other in zip(wanted, found, strict=True):
+        assert other.tokens == one.tokens
+        assert (other.text, other.finish_reason) == (one.text, one.finish_reason)
+        assert (other.logprobs is None) == (one.logprobs is None)
+        for mine, theirs in zip(other.logprobs or (), one.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+            assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
+    assert all(c.num_draft_tokens == 0 for c in wanted)
+    if given.get("max_tokens", 48) > 2 and "repetition_penalty" not in given:
+        assert sum(c.num_accepted_tokens for c in found) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"jit": False}, {"layers": "scan"}, {"kernels": "xla"}], ids=str
+)
+def test_ngrams_change_no_token_with_other_options(plain, unhesitating, options):
+    drafting = LLM(speculate="ngram", num_draft_tokens=3, options=ExecutionOptions(**options))
+    wanted = plain.generate(CODE, params(max_tokens=24))[0]
+    found = drafting.generate(CODE, params(max_tokens=24))[0]
+    assert found.tokens == wanted.tokens
+    assert found.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.8, "seed": 5}], ids=str)
+def test_a_model_that_is_its_own_draft_is_always_right(unhesitating, given):
+    """Drafts are drawn with the noise of the tokens they stand for."""
+    preset = "preset:gpt2-tiny"
+    wanted = LLM(preset).generate(["abc", "abd" * 9], params(**given))
+    found = LLM(preset, speculate=preset).generate(["abc", "abd" * 9], params(**given))
+    assert [c.tokens for c in found] == [c.tokens for c in wanted]
+    for completion in found:
+        assert completion.num_accepted_tokens == completion.num_draft_tokens > 0
+
+
+def test_a_draft_model_that_knows_nothing_changes_no_token(plain, unhesitating):
+    drafting = LLM(speculate="preset:gpt2-tiny")
+    wanted = plain.generate([CODE, "import"], params())
+    found = drafting.generate([CODE, "import"], params())
+    assert [c.tokens for c in found] == [c.tokens for c in wanted]
+    assert sum(c.num_draft_tokens for c in found) > 0
+
+
+async def _served(prompts, **given):
+    import asyncio
+
+    async with AsyncLLM(max_num_seqs=4, max_model_len=256, **given) as llm:
+        results = await asyncio.gather(*(llm.generate(prompt, params()) for prompt in prompts))
+        return [c.tokens for (c,) in results], llm.metrics(), llm.manifest
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "preset:gpt2-tiny"])
+def test_drafts_of_a_server_compile_nothing_after_warm_up(plain, unhesitating, speculate):
+    import asyncio
+
+    prompts = [CODE, CODE[:90], "import os", CODE + "class"]
+    tokens, metrics, manifest = asyncio.run(_served(prompts, speculate=speculate))
+    assert tokens == [c.tokens for c in plain.generate(prompts, params())]
+    assert metrics["num_draft_tokens"] > 0
+    assert metrics["num_compilations"] == 0
+    assert any("verify" in line.name for line in manifest)
+
+
+def test_what_cannot_draft_is_refused():
+    with pytest.raises(RequestError, match="num_draft_tokens is 0"):
+        LLM(speculate="ngram", num_draft_tokens=0)
+    with pytest.raises(RequestError, match="nobody drafts"):
+        LLM(num_draft_tokens=3)
+    with pytest.raises(RequestError, match="needs the cache"):
+        LLM(speculate="ngram", options=ExecutionOptions(use_cache=False))

@@ -30,27 +30,49 @@ inline float ScaleAt(const AttendArgs& a, const float* scales, int64_t slot) {
   return scales[slot / a.head_dim];
 }
 
-// Scores of N queries over every slot that one of them sees.
+// Scores of N queries over every slot that one of them sees. The sums of some keys wait until they
+// are sixteen, so that their lanes are added up together.
 template <int64_t N, typename W>
 void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
+  constexpr int64_t kKeys = kLanes / N;
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
-  EachSlot(a, k, begin, end, [&](int64_t i, int64_t slot) {
-    const W* key = k + slot;
-    F16 sums[N];
-    for (auto& sum : sums) sum = F16{};
+  F16 sums[kLanes] = {};
+  int64_t slots[kKeys], waiting = 0, next = 0;
+  const auto flush = [&] {
+    if (N == 1 && sizeof(W) > 1 && waiting == kLanes && whole == a.head_dim) {
+      Store(a.scores + next, SumEach(sums) * a.scale);
+      next += waiting;
+      waiting = 0;
+      return;
+    }
+    float total[kLanes];
+    Store(total, SumEach(sums));
+    for (int64_t j = 0; j < waiting; ++j, ++next) {
+      float scale = a.scale;
+      if constexpr (sizeof(W) == 1) scale *= ScaleAt(a, a.k_scale, slots[j]);
+      for (int64_t n = 0; n < N; ++n) {
+        float score = total[j * N + n];
+        for (int64_t d = whole; d < a.head_dim; ++d) {
+          score += a.queries[n].q[d] * Widen(k[slots[j] + d]);
+        }
+        a.scores[n * a.span + next] = score * scale;
+      }
+    }
+    waiting = 0;
+  };
+  EachSlot(a, k, begin, end, [&](int64_t, int64_t slot) {
+    F16 mine[N];
+    for (auto& sum : mine) sum = F16{};
     for (int64_t d = 0; d < whole; d += kLanes) {
-      const F16 wide = LoadWide(key + d);
-      for (int64_t n = 0; n < N; ++n) sums[n] += Load<F16>(a.queries[n].q + d) * wide;
+      const F16 wide = LoadWide(k + slot + d);
+      for (int64_t n = 0; n < N; ++n) mine[n] += Load<F16>(a.queries[n].q + d) * wide;
     }
-    float scale = a.scale;
-    if constexpr (sizeof(W) == 1) scale *= ScaleAt(a, a.k_scale, slot);
-    for (int64_t n = 0; n < N; ++n) {
-      float score = Sum(sums[n]);
-      for (int64_t d = whole; d < a.head_dim; ++d) score += a.queries[n].q[d] * Widen(key[d]);
-      a.scores[n * a.span + i] = score * scale;
-    }
+    for (int64_t n = 0; n < N; ++n) sums[waiting * N + n] = mine[n];
+    slots[waiting] = slot;
+    if (++waiting == kKeys) flush();
   });
+  flush();
 }
 
 // Scores of one query to shares that add up to 1 with the sink's; NaN stays NaN.

@@ -154,31 +154,31 @@ void Matmul(const MatmulArgs& a) {
 
 // ---- Products with a table, [outer, inner] ----
 
+// At most sixteen sums, so that their lanes are added up together.
 template <int64_t M, int64_t R, typename W>
 void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
+  static_assert(M * R <= kLanes);
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
-  F16 sums[R][M];
-  for (auto& line : sums) {
-    for (auto& sum : line) sum = F16{};
-  }
+  F16 sums[kLanes] = {};
   int64_t k = 0;
   for (; k + kLanes <= a.inner; k += kLanes) {
     F16 values[M];
     for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * a.inner + k);
     for (int64_t r = 0; r < R; ++r) {
       const F16 wide = LoadWide(table + r * a.inner + k);
-      for (int64_t m = 0; m < M; ++m) sums[r][m] += values[m] * wide;
+      for (int64_t m = 0; m < M; ++m) sums[m * R + r] += values[m] * wide;
     }
   }
-  for (int64_t r = 0; r < R; ++r) {
-    for (int64_t m = 0; m < M; ++m) {
-      float sum = Sum(sums[r][m]);
+  float total[kLanes];
+  Store(total, SumEach(sums));
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t r = 0; r < R; ++r) {
       for (int64_t t = k; t < a.inner; ++t) {
-        sum += x[m * a.inner + t] * Widen(table[r * a.inner + t]);
+        total[m * R + r] += x[m * a.inner + t] * Widen(table[r * a.inner + t]);
       }
-      Finish(a.out, row + m, first + r, 1, &sum);
     }
+    Finish(a.out, row + m, first, R, total + m * R);
   }
 }
 
@@ -192,15 +192,15 @@ void UnembedRows(const MatmulArgs& a, int64_t row) {
 template <typename W>
 void UnembedWidth(const MatmulArgs& a) {
   int64_t row = 0;
-  for (; row + 8 <= a.rows; row += 8) UnembedRows<8, 3, W>(a, row);
+  for (; row + 8 <= a.rows; row += 8) UnembedRows<8, 2, W>(a, row);
   switch (a.rows - row) {
-    case 1: return UnembedRows<1, 8, W>(a, row);
+    case 1: return UnembedRows<1, 16, W>(a, row);
     case 2: return UnembedRows<2, 8, W>(a, row);
-    case 3: return UnembedRows<3, 6, W>(a, row);
-    case 4: return UnembedRows<4, 5, W>(a, row);
-    case 5: return UnembedRows<5, 4, W>(a, row);
-    case 6: return UnembedRows<6, 4, W>(a, row);
-    case 7: return UnembedRows<7, 3, W>(a, row);
+    case 3: return UnembedRows<3, 5, W>(a, row);
+    case 4: return UnembedRows<4, 4, W>(a, row);
+    case 5: return UnembedRows<5, 3, W>(a, row);
+    case 6: return UnembedRows<6, 2, W>(a, row);
+    case 7: return UnembedRows<7, 2, W>(a, row);
     default: return;
   }
 }

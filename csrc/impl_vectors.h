@@ -64,6 +64,32 @@ inline float Sum(F16 x) {
 #endif
 }
 
+// Sixteen sums at once, each in the order of Sum: out[i] = Sum(x[i]).
+inline F16 SumEach(const F16 x[kLanes]) {
+#if defined(__AVX512F__)
+  const auto at = [x](int i) { return reinterpret_cast<__m512>(x[i]); };
+  __m512 blocks[4];  // blocks[g]: four lanes each of x[g], x[4 + g], x[8 + g], x[12 + g]
+  for (int g = 0; g < 4; ++g) {
+    const auto halves = [](__m512 a, __m512 b) {
+      return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    };
+    const __m512 first = halves(at(g), at(4 + g)), second = halves(at(8 + g), at(12 + g));
+    blocks[g] = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                              _mm512_shuffle_f32x4(first, second, 0xdd));
+  }
+  const auto pairs = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  };
+  const __m512 left = pairs(blocks[0], blocks[1]), right = pairs(blocks[2], blocks[3]);
+  return reinterpret_cast<F16>(_mm512_add_ps(_mm512_shuffle_ps(left, right, 0x88),
+                                             _mm512_shuffle_ps(left, right, 0xdd)));
+#else
+  F16 out;
+  for (int64_t i = 0; i < kLanes; ++i) out[i] = Sum(x[i]);
+  return out;
+#endif
+}
+
 // sums[lane] += sum over j of u[lane, j] * s[lane, j], for 16 lanes of 4 bytes.
 #if defined(__AVX512VNNI__)
 inline I16 Dot4(I16 sums, I16 u, I16 s) {

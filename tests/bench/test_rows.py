@@ -1,6 +1,8 @@
 """Rows in processes of their own, ablations, breakdowns, comparisons, and how they print."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from rooflax.ops import native
 from tests.bench.samples import measured, row
 
 TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
+EXTRA = 1 << 28
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,33 @@ def test_a_row_in_its_own_process_has_its_own_memory(real):
     assert result["compilations_while_timed"] == 0
     assert 0 < result["decode_roofline"] < 1
     assert real["environment"]["jax"]
+
+
+def test_memory_is_the_models_and_not_the_ceilings():
+    """The ceilings' buffer and the check of the output count for nothing."""
+    script = f"""
+import json
+import numpy as np
+from rooflax.bench import measure
+from rooflax.bench.workload import Workload
+from tests.bench.samples import CEILING
+
+def reader(working_set, dtype):
+    buffer = np.ones({EXTRA} // 8)
+    return lambda: CEILING if buffer[-1] else None
+
+def check(timelines, work, llm):
+    kept.append(np.ones({EXTRA} // 8))
+
+kept = []
+measure.ceiling_reader, measure.check_output = reader, check
+found = measure.measure(Workload.from_json(json.loads({json.dumps(json.dumps(TINY.as_json()))})))
+print(json.dumps([found["peak_rss_bytes"], found["memory"], measure.peak_rss_bytes()]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    peak, memory, peak_with_all = json.loads(done.stdout)
+    assert peak + EXTRA < peak_with_all
+    assert memory["anonymous_after_bytes"] < memory["anonymous_peak_bytes"] + EXTRA // 4
 
 
 def test_deterministic_rows_set_the_flags_and_say_what_they_cost():
@@ -158,13 +188,14 @@ def test_shares_of_a_trace_by_hand():
 
 
 def test_breakdown_and_profile(tmp_path):
-    work = replace(TINY, prompt_tokens=32, output_tokens=17)
+    work = replace(TINY, prompt_tokens=512, output_tokens=17)
     found = measure_apart(work, "breakdown", folder=str(tmp_path))["result"]
     assert list(tmp_path.rglob("*.xplane.pb"))
     for phase in found["phases"].values():
         assert sum(phase["shares"].values()) == pytest.approx(1)
-        assert phase["shares"]["matmuls"] > 0.02
-        assert phase["shares"]["attention"] > 0.02
+        busy = 1 - phase["shares"][DISPATCH]  # how much that is depends on what else runs here
+        assert phase["shares"]["matmuls"] > 0.02 * busy > 0
+        assert phase["shares"]["attention"] > 0.02 * busy
     assert "matmuls" in report.breakdown_table(found)
     with pytest.raises(RequestError, match="--no-jit"):
         breakdown(replace(work, options=ExecutionOptions(jit=False)))

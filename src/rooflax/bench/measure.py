@@ -41,7 +41,10 @@ def multiplied_as(storage: Storage) -> str:
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    """One entry of `results` in `bench --json`, with what is doubtful in "warnings"."""
+    """One entry of `results` in `bench --json`, with what is doubtful in "warnings".
+
+    Peaks are read before the first ceiling, whose buffer may be larger than the model.
+    """
     if work.deterministic:
         jax.config.update("jax_default_matmul_precision", "highest")
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(()))())
@@ -49,12 +52,10 @@ def measure(work: Workload) -> dict[str, Any]:
     with AnonymousPeak() as sampled, count_compilations() as compiled:
         bench = Bench(work)
         warm_ups = warm_up(bench.run)
-    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
-    state_before = machine_state()
-    trials, void = run_trials(bench.run, read, work.trials)
-    state_after = machine_state()
+    peaks = {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": device_peak()}
+    trials, void, machine = timed_trials(bench)
+    at_end = anonymous_bytes()
     check_output([t.timeline for t in trials], work, bench.llm)
-    warnings = warnings_of(trials, void, state_before, state_after)
     return {
         **bench.describe(),
         **figures(trials, work, bench.decode, bench.prefill),
@@ -66,15 +67,14 @@ def measure(work: Workload) -> dict[str, Any]:
         "void_trials": len(void),
         "memory": {
             "anonymous_before_bytes": at_start,
-            "anonymous_after_bytes": anonymous_bytes(),
+            "anonymous_after_bytes": at_end,
             "anonymous_peak_bytes": sampled.peak,
             "temporary_bytes": bench.engine.temporary_bytes(),
         },
-        "peak_rss_bytes": peak_rss_bytes(),
-        "peak_device_bytes": device_peak(),
-        "machine": {"before": state_before, "after": state_after},
+        **peaks,
+        "machine": machine,
         "tokens": [list(row) for row in trials[0].timeline.tokens],
-        "warnings": warnings,
+        "warnings": warnings_of(trials, void, **machine),
     }
 
 
@@ -155,6 +155,14 @@ class Bench:
             "weights_bytes": llm.model.weights_bytes,
             "kv_cache_bytes": self.engine.kv_cache_bytes,
         }
+
+
+def timed_trials(bench: Bench) -> tuple[list[Trial], list[Trial], dict[str, Any]]:
+    """(valid trials, void ones, the machine before and after); the ceilings' buffers are let go."""
+    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
+    before = machine_state()
+    trials, void = run_trials(bench.run, read, bench.work.trials)
+    return trials, void, {"before": before, "after": machine_state()}
 
 
 def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:

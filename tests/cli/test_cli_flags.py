@@ -112,7 +112,7 @@ COMMANDS = {
         },
     ),
     "bench": (
-        [TINY, "--trials", "1"],
+        [TINY],
         FINDING | EXECUTION | PRECISION | QUANTIZE | DEVICE | OUTPUT
         | {
             "--platform": ["gpu"],  # refused in the row's own process
@@ -123,10 +123,10 @@ COMMANDS = {
             "--deterministic": [],
             "--ablate": [],
             "--versus": [" --no-cache"],
-            "--compare": (["x.json", "x.json"], "has no results"),
+            "--compare": (["x.json", "x.json"], "MODEL has no meaning with --compare"),
             "--breakdown": [],
             "--profile": ["TRACE"],
-            "--quick": [],
+            "--quick": ([], "MODEL has no meaning with --quick"),
             "--concurrent": [],
             "--request-rate": ["3"],
             "--requests": (["3"], "a meaning only with"),
@@ -343,8 +343,72 @@ def test_short_and_other_names_mean_the_same():
     assert parse(["-n", "3", TINY]) == parse([TINY, "-n", "3"])
 
 
-def test_versus_is_about_settings_and_not_about_the_work(rooflax):
-    for flags in ("--prompt-tokens 9", "--trials 9", "--json"):
-        ran = rooflax("bench", "preset:qwen2.5-tiny", f"--versus= {flags}")
-        assert ran.code == 2, flags
-        assert "both sides do the same work" in ran.err
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--prompt-tokens 9", "both sides do the same work"),
+        ("--batch 1", "both sides do the same work"),
+        ("--trials 9", "both sides do the same work"),
+        ("--json", "both sides do the same work"),
+        ("--markdown", "both sides do the same work"),
+        ("--verbose", "both sides do the same work"),
+        ("--help", "both sides do the same work"),
+        ("--request-rate 2", "cannot hold --request-rate: both sides do the same work"),
+        ("--threads 2", "both sides run in one process"),
+        ("--deterministic", "both sides run in one process"),
+    ],
+)
+def test_versus_is_about_settings_and_not_about_the_work(rooflax, flags, reason):
+    ran = rooflax("bench", TINY, f"--versus= {flags}")
+    assert (ran.code, ran.out) == (2, "")
+    assert reason in ran.err
+
+
+BENCH_JOBS = {
+    "quick": (["--quick"], {"platform", "threads"}),
+    "compare": (["--compare", "x.json", "x.json"], set()),
+    "versus": (["--versus= --no-cache"], {"batch", "prompt_tokens", "output_tokens", "trials"}),
+    "ablate": (["--ablate"], {"batch", "trials", "markdown", "html"}),
+    "breakdown": (["--breakdown"], {"batch", "output_tokens", "profile"}),
+    "profile": (["--profile", "TRACE"], {"batch", "output_tokens", "breakdown"}),
+    "concurrent": (["--concurrent"], {"prompt_tokens", "output_tokens", "trials"}),
+    "request_rate": (["--request-rate", "9"], {"prompt_tokens", "requests", "target_ttft"}),
+}
+"""Per job how it is asked for, and some flags that it honours."""
+ANY_JOB = {"json", "quiet", "verbose"}
+ONE_ROW = {"model", "layers", "gqa", "moe", "no_cache", "no_jit", "dtype", "threads", "quantize"}
+
+
+@pytest.mark.parametrize("job", BENCH_JOBS)
+def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job):
+    argv, honoured = BENCH_JOBS[job]
+    if job not in ("quick", "compare"):
+        honoured = honoured | ONE_ROW
+    values = {
+        name.strip("-").replace("-", "_").lower(): v for name, v in COMMANDS["bench"][1].items()
+    }
+    plain = observe("bench", *argv)
+    assert plain.code == 0 or "has no results" in plain.err, plain
+    assert vars(plain) != vars(observe("bench")), "the job is ignored"
+    refused = set()
+    for name, wanted in values.items():
+        given = wanted[0] if isinstance(wanted, tuple) else wanted
+        if name in (job, "help"):
+            continue
+        flag = [] if name == "model" else ["--" + name.replace("_", "-")]
+        ran = observe("bench", *argv, *flag, *given)
+        if name in honoured | ANY_JOB:
+            assert "no meaning" not in ran.err, (name, ran.err)
+        elif "drop one of them" in ran.err or "different jobs" in ran.err:
+            assert (ran.code, ran.out) == (2, ""), name
+            assert "_" not in ran.err, ran.err
+            refused.add(name)
+    must = {"deterministic", "report", "html", "markdown", "batch", "trials", *BENCH_JOBS}
+    assert must - {job, *honoured} <= refused
+
+
+def test_a_flag_with_the_value_of_its_default_is_refused_too(rooflax):
+    ran = rooflax("bench", "--quick", "--prompt-tokens", "64")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--prompt-tokens has no meaning with --quick" in ran.err
+    assert "MODEL has no meaning with --quick" in rooflax("bench", TINY, "--quick").err

@@ -25,9 +25,25 @@ OF_RATE = {
     "target_tpot": "target_tpot_s",
 }
 """Flags that mean something only with --request-rate, and what `serving.Rate` calls them."""
-NEW_PROCESS = ("platform", "threads", "deterministic", *MODES)
-SAME_WORK = ("batch", "prompt_tokens", "output_tokens", "trials", "profile", "html", "json")
-"""Settings that --versus cannot change: both sides run in one process."""
+MODEL = ("model", "revision", "offline", "ignore_config_key")
+SETTINGS = (*LISTS, "no_cache", "no_jit")
+DEVICE = ("platform", "threads")
+LENGTHS = ("prompt_tokens", "output_tokens")
+ONE_ROW = (*MODEL, *SETTINGS, *DEVICE, *LENGTHS)
+ALWAYS = ("json", "quiet", "verbose", "help")
+MEANT = {
+    "": (*ONE_ROW, "batch", "trials", "deterministic", "markdown", "report", "html"),
+    "ablate": (*ONE_ROW, "batch", "trials", "markdown", "html"),
+    "versus": (*ONE_ROW, "batch", "trials"),
+    "compare": (),
+    "breakdown": (*ONE_ROW, "batch", "profile"),
+    "quick": DEVICE,
+    "concurrent": (*ONE_ROW, "trials"),
+    "request_rate": (*ONE_ROW, *OF_RATE),
+}
+"""Per job, the flags that mean something with it, besides its own and `ALWAYS`."""
+NEW_PROCESS = (*DEVICE, "deterministic")
+"""What --versus cannot change: both sides run in one process."""
 
 
 def add_flags(parser: Parser) -> None:
@@ -95,24 +111,26 @@ def _mode(args: argparse.Namespace) -> str:
         args.breakdown = True
     modes = [name for name in MODES if getattr(args, name) not in (None, False)]
     if len(modes) > 1:
-        raise RequestError(f"--{modes[0]} and --{modes[1]} are different jobs; give one of them")
+        one, other = map(_flag, modes[:2])
+        raise RequestError(f"{one} and {other} are different jobs; give one of them")
     mode = modes[0] if modes else ""
-    for name, allowed in (
-        ("html", ("", "ablate")),
-        ("markdown", ("", "ablate")),
-        ("report", ("",)),
-        ("deterministic", ("",)),
-    ):
-        if getattr(args, name) and mode not in allowed:
-            raise RequestError(f"--{name} has no meaning with --{mode}; drop one of them")
     for name in OF_RATE:
-        if getattr(args, name) is not None and mode != "request_rate":
-            flag = name.replace("_", "-")
-            raise RequestError(f"--{flag} has a meaning only with --request-rate; give that too")
+        if name in args.given and mode != "request_rate":
+            flag = _flag(name)
+            raise RequestError(f"{flag} has a meaning only with --request-rate; give that too")
+    job = _flag("profile" if args.profile is not None else mode)
+    for name in args.given:
+        if name not in (mode, *MEANT[mode], *ALWAYS):
+            raise RequestError(f"{_flag(name)} has no meaning with {job}; drop one of them")
     shown = [name for name in ("json", "markdown", "report") if getattr(args, name)]
     if len(shown) > 1:
         raise RequestError(f"--{shown[0]} and --{shown[1]} both say what to print; give one")
     return mode
+
+
+def _flag(name: str) -> str:
+    """A setting as it is written on the command line."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def _rows(args: argparse.Namespace) -> int:
@@ -277,13 +295,11 @@ def _other_args(args: argparse.Namespace) -> argparse.Namespace:
         raise RequestError(f"--versus is {args.versus!r}: {error}") from None
     other = parser_of("bench").parse_args(words, namespace=own)
     other.model = other.model or args.model
-    for name in NEW_PROCESS:
-        if getattr(other, name) != getattr(args, name):
-            raise RequestError(f"--versus cannot hold --{name}: both sides run in one process")
-    for name in SAME_WORK:
-        if getattr(other, name) != getattr(args, name):
-            flag = name.replace("_", "-")
-            raise RequestError(f"--versus cannot hold --{flag}: both sides do the same work")
+    for name in other.given:
+        if name in NEW_PROCESS:
+            raise RequestError(f"--versus cannot hold {_flag(name)}: both sides run in one process")
+        if name not in (*MODEL, *SETTINGS):
+            raise RequestError(f"--versus cannot hold {_flag(name)}: both sides do the same work")
     return other
 
 

@@ -37,10 +37,17 @@ class Parser(argparse.ArgumentParser):
         raise RequestError(f"{_in_our_words(message)}; {see_help(self.verb)}")
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """As argparse does; and refuses --quiet together with --verbose."""
+        """As argparse does; and refuses --quiet together with --verbose.
+
+        Returns:
+            The values, and in `given` the names of those that were given, in the help's order.
+        """
         found = super().parse_args(*args, **kwargs)
         if getattr(found, "quiet", False) and found.verbose:
             self.error("--quiet and --verbose contradict each other")
+        unset = argparse.Namespace(**{action.dest: None for action in self._actions})
+        given = super().parse_args(*args, **kwargs | {"namespace": unset})
+        found.given = [name for name, value in vars(given).items() if value is not None]
         return found
 
     def group(self, title: str) -> Any:

@@ -9,6 +9,8 @@ from rooflax.bench.trials import Trial
 from rooflax.ops.parts import PARTS
 
 CEILING = Ceiling(100.0, 1e12, "native")
+XLA = dict.fromkeys(("linear", "attention", "moe"), "xla")
+NATIVE = dict.fromkeys(XLA, "native")
 
 
 def timeline(batch=1, tokens=5, start=10.0, ttft=0.5, step=0.1):
@@ -34,7 +36,7 @@ def row(work, steps=None):
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
         "options": raw["options"],
-        "kernels": {"linear": "xla", "attention": "xla", "moe": "xla"},
+        "kernels": XLA,
         "precision": vars(work.precision.resolve("cpu")),
         "deterministic": work.deterministic,
         "weights_bytes": 4_000_000,
@@ -68,6 +70,8 @@ def measured(work, job="measure"):
     environment = {"jax": "0.0", "cpu": "a processor"}
     if job == "measure":
         return {"result": row(work), "environment": environment}
+    if job == "kernels":
+        return {"result": XLA, "environment": environment}
     part = dict.fromkeys((*PARTS, OTHER, DISPATCH), 0.1)
     phases = {name: {"seconds": 1.0, "shares": part} for name in ("prefill", "decode")}
     return {"result": {"model": work.model, "phases": phases}, "environment": environment}

@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from rooflax.bench import report
-from rooflax.bench.ablate import Row, ablation, summarise
+from rooflax.bench.ablate import SWITCHES, Row, ablation, summarise
 from rooflax.bench.breakdown import (
     DISPATCH,
     Event,
@@ -28,7 +27,7 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.loading.load import describe
 from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import native
-from tests.bench.samples import measured, row
+from tests.bench.samples import NATIVE, XLA, measured, row
 
 TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
 EXTRA = 1 << 28
@@ -116,10 +115,9 @@ def test_every_combination_and_back_from_json():
     assert [Workload.from_json(json.loads(json.dumps(w.as_json()))) for w in works] == works
 
 
-def test_ablation_turns_on_what_the_architecture_has(monkeypatch):
-    monkeypatch.setattr(native, "library_path", lambda: Path("there"))
+def test_ablation_turns_on_what_the_architecture_has():
     labels = {
-        name: [r.label for r in ablation(TINY, describe(f"preset:{name}").config)]
+        name: [r.label for r in ablation(TINY, describe(f"preset:{name}").config, NATIVE)]
         for name in ("gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny")
     }
     assert labels["gpt2-tiny"] == [
@@ -128,7 +126,7 @@ def test_ablation_turns_on_what_the_architecture_has(monkeypatch):
     ]  # fmt: skip
     assert "+ grouped GQA" in labels["qwen2.5-tiny"]
     assert "all but MoE grouping" in labels["gpt-oss-tiny"]
-    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config)
+    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config, NATIVE)
     slowest, full = rows[0].work.options, rows[6].work.options
     assert (slowest.use_cache, slowest.jit, slowest.gqa, slowest.moe) == (
         False, False, "repeat", "per_token",
@@ -136,9 +134,50 @@ def test_ablation_turns_on_what_the_architecture_has(monkeypatch):
     assert full == TINY.options
     assert len({repr(r.work) for r in rows}) == len(rows)
     assert [r.label for r in rows if not r.exact] == ["all, int8", "all, int4"]
-    monkeypatch.setattr(native, "library_path", lambda: None)
-    bare = ablation(TINY, describe("preset:gpt-oss-tiny").config)
+    bare = ablation(TINY, describe("preset:gpt-oss-tiny").config, XLA)
     assert not any("native" in r.label for r in bare)
+
+
+SWITCHED = {
+    "KV cache": {"use_cache": False},
+    "jit": {"jit": False},
+    "grouped GQA": {"gqa": "repeat"},
+    "MoE grouping": {"moe": "dense"},
+    "decode steps": {"decode_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_what_is_slow_in_the_best_setting_already_has_no_row(name):
+    config = describe("preset:gpt-oss-tiny").config
+    all_names = {s.name for s in SWITCHES}
+    work = replace(TINY, options=ExecutionOptions(**SWITCHED[name]))
+    rows = ablation(work, config, NATIVE)
+    left = {r.label.removeprefix("+ ") for r in rows if r.label.startswith("+ ")}
+    assert left == all_names - {name} - ({"decode steps"} if name == "KV cache" else set())
+    assert len({repr(r.work) for r in rows}) == len(rows), "two rows measure the same"
+    full = [r for r in rows if r.label.startswith("+ ")][-1]
+    assert full.work == work
+
+
+def test_kernels_by_name_are_not_asked_for_what_they_refuse():
+    work = replace(TINY, options=ExecutionOptions(kernels="native"))
+    rows = ablation(work, describe("preset:gpt-oss-tiny").config, NATIVE)
+    assert {r.work.options.kernels for r in rows} == {"xla", None}
+    assert "+ native kernels" in [r.label for r in rows]
+
+
+def test_decode_steps_that_were_asked_for_wait_for_the_cache():
+    work = replace(TINY, options=ExecutionOptions(decode_steps=4))
+    for r in ablation(work, describe("preset:gpt2-tiny").config, XLA):
+        assert r.work.options.use_cache or r.work.options.decode_steps is None, r.label
+
+
+def test_a_process_says_which_kernels_would_run():
+    wanted = "native" if native.is_ready() else "xla"
+    assert measure_apart(TINY, "kernels")["result"] == dict.fromkeys(XLA, wanted)
+    with pytest.raises(RequestError, match="kernels is 'pallas'"):
+        measure_apart(replace(TINY, options=ExecutionOptions(kernels="pallas")), "kernels")
 
 
 def test_ablation_rows_really_give_the_same_tokens():
@@ -151,7 +190,7 @@ def test_ablation_rows_really_give_the_same_tokens():
 
 
 def test_other_tokens_in_an_ablation_are_seen():
-    rows = ablation(TINY, describe(TINY.model).config)
+    rows = ablation(TINY, describe(TINY.model).config, NATIVE)
     results = [row(r.work) for r in rows]
     results[2]["tokens"][0][0] += 1
     assert [r["same_tokens"] for r in summarise(rows, results)].count(False) == 1

@@ -11,26 +11,49 @@ from typing import Any
 
 from rooflax.bench.workload import Workload
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.ops import native
+
+Applies = Callable[[ExecutionOptions, Any, dict[str, str]], bool]
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One option: what turns it off, and for which architectures it exists."""
+    """One option: what turns it off, and when turning it on changes anything.
+
+    Attributes:
+        applies: to (the fastest options, the model's config, the kernels that run per operation).
+    """
 
     name: str
     field: str
     slow: Any
-    applies: Callable[[Any], bool]
+    applies: Applies
+
+
+def _groups_heads(best: ExecutionOptions, config: Any, kernels: dict[str, str]) -> bool:
+    return best.gqa == "grouped" and config.num_kv_heads < config.num_heads
+
+
+def _groups_experts(best: ExecutionOptions, config: Any, kernels: dict[str, str]) -> bool:
+    return best.moe == "grouped" and hasattr(config, "num_experts")
 
 
 SWITCHES = (
-    Switch("KV cache", "use_cache", False, lambda config: True),
-    Switch("jit", "jit", False, lambda config: True),
-    Switch("grouped GQA", "gqa", "repeat", lambda config: config.num_kv_heads < config.num_heads),
-    Switch("MoE grouping", "moe", "per_token", lambda config: hasattr(config, "num_experts")),
-    Switch("native kernels", "kernels", "xla", lambda config: native.library_path() is not None),
-    Switch("decode steps", "decode_steps", 1, lambda config: True),
+    Switch("KV cache", "use_cache", False, lambda best, *_: best.use_cache),
+    Switch("jit", "jit", False, lambda best, *_: best.jit),
+    Switch("grouped GQA", "gqa", "repeat", _groups_heads),
+    Switch("MoE grouping", "moe", "per_token", _groups_experts),
+    Switch(
+        "native kernels",
+        "kernels",
+        "xla",
+        lambda best, config, kernels: "native" in kernels.values(),
+    ),
+    Switch(
+        "decode steps",
+        "decode_steps",
+        1,
+        lambda best, *_: best.use_cache and best.decode_steps != 1,
+    ),
 )
 FORMATS = ("int8", "int4")
 
@@ -52,15 +75,21 @@ class Row:
     exact: bool = True
 
 
-def ablation(work: Workload, config: Any) -> list[Row]:
+def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     """The rows, in order: the baseline, one switch more each, all but one each, weight formats.
+
+    A switch that changes nothing here has no row: the model lacks what it is about, or the fastest
+    setting is the slow one already.
 
     Args:
         work: the shape of work; its options are the fastest setting.
-        config: of the model, which says what applies.
+        config: of the model.
+        kernels: per operation the implementation that runs with these options.
     """
-    switches = [s for s in SWITCHES if s.applies(config)]
     best = work.options
+    if best.kernels == "native":  # the platform's best where it was found; by name it refuses
+        best = replace(best, kernels=None)  # what it does not do, such as copied heads
+    switches = [s for s in SWITCHES if s.applies(best, config, kernels)]
     slow = _off(best, switches)
     rows = [Row("baseline", replace(work, options=slow), None)]
     for count, switch in enumerate(switches, start=1):
@@ -73,7 +102,8 @@ def ablation(work: Workload, config: Any) -> list[Row]:
     if work.precision.quantize is None:
         for name in FORMATS:
             precision = replace(work.precision, quantize=name)
-            rows.append(Row(f"all, {name}", replace(work, precision=precision), full, exact=False))
+            best_work = replace(work, options=best, precision=precision)
+            rows.append(Row(f"all, {name}", best_work, full, exact=False))
     return rows
 
 
@@ -81,7 +111,7 @@ def _off(options: ExecutionOptions, switches: list[Switch]) -> ExecutionOptions:
     """The options with these switches turned off; steps per dispatch need a cache."""
     changes = {s.field: s.slow for s in switches}
     if changes.get("use_cache", options.use_cache) is False:
-        changes.pop("decode_steps", None)
+        changes["decode_steps"] = None
     return replace(options, **changes)
 
 

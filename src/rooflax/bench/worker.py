@@ -20,7 +20,7 @@ def measure_apart(work: Workload, job: str = "measure", **arguments: Any) -> dic
     """`measure` in a new process, so that memory peaks are this row's own.
 
     Args:
-        job: "measure", or "breakdown" for a profile.
+        job: "measure", "breakdown" for a profile, or "kernels" for those that would run.
         arguments: of the job, as JSON can say them.
 
     Returns:
@@ -80,6 +80,11 @@ def _run(job: str, work: Workload, arguments: dict[str, Any]) -> dict[str, Any]:
         from rooflax.bench.breakdown import breakdown
 
         return {"result": breakdown(work, **arguments), "environment": environment()}
+    if job == "kernels":
+        from rooflax.ops.kernels import check_kernels, chosen
+
+        check_kernels(work.options.kernels)
+        return {"result": chosen(work.options.kernels), "environment": environment()}
     from rooflax.bench.measure import measure
 
     return {"result": measure(work, **arguments), "environment": environment()}

@@ -29,7 +29,8 @@ MODEL = ("model", "revision", "offline", "ignore_config_key")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
 LENGTHS = ("prompt_tokens", "output_tokens")
-ONE_ROW = (*MODEL, *SETTINGS, *DEVICE, *LENGTHS)
+ONE_SERVED = (*MODEL, *LISTS, *DEVICE, *LENGTHS)
+ONE_ROW = (*ONE_SERVED, "no_cache", "no_jit")
 ALWAYS = ("json", "quiet", "verbose", "help")
 MEANT = {
     "": (*ONE_ROW, "batch", "trials", "deterministic", "markdown", "report", "html"),
@@ -38,8 +39,8 @@ MEANT = {
     "compare": (),
     "breakdown": (*ONE_ROW, "batch", "profile"),
     "quick": DEVICE,
-    "concurrent": (*ONE_ROW, "trials"),
-    "request_rate": (*ONE_ROW, *OF_RATE),
+    "concurrent": (*ONE_SERVED, "trials"),
+    "request_rate": (*ONE_SERVED, *OF_RATE),
 }
 """Per job, the flags that mean something with it, besides its own and `ALWAYS`."""
 NEW_PROCESS = (*DEVICE, "deterministic")
@@ -186,10 +187,12 @@ def _ablate(args: argparse.Namespace) -> int:
     from rooflax.bench import report
     from rooflax.bench.ablate import ablation, summarise
     from rooflax.bench.document import document
+    from rooflax.bench.worker import measure_apart
     from rooflax.loading.load import describe
 
     work = _one(args, "--ablate")
-    rows = ablation(work, describe(work.model, **work.source).config)
+    config = describe(work.model, **work.source).config
+    rows = ablation(work, config, measure_apart(work, "kernels")["result"])
     measured = _measured([row.work for row in rows], args.quiet)
     whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
     _write_html(args, whole)

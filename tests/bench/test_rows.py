@@ -19,10 +19,11 @@ from rooflax.bench.breakdown import (
     shares,
 )
 from rooflax.bench.compare import compare_documents
-from rooflax.bench.document import document, read_document, with_cost
+from rooflax.bench.document import READ, document, read_document, with_cost
 from rooflax.bench.quick import quick
 from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
+from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
 from rooflax.loading.load import describe
 from rooflax.nn.execution import ExecutionOptions, Precision
@@ -271,6 +272,32 @@ def test_documents_that_are_none(tmp_path, text, words):
         path.write_text(text)
     with pytest.raises(RequestError, match=words):
         read_document(path)
+
+
+HOSTILE = (None, True, 0, -1, 1.5, "", "x", "\x1b[2J", "\ud800", [], [[]], [["x"]], {}, {"x": []},
+           {"trials": 1}, {"trials": ["1"]}, {"trials": [0.0]}, {"trials": [-1.0]},
+           {"trials": [True]}, {"trials": [10**400]}, {"trials": [float("inf")]},
+           {"trials": [float("nan")]}, {"trials": [1.0] * 10_001}, {"\x1b": 1})  # fmt: skip
+
+
+@pytest.mark.parametrize("field", READ)
+def test_a_spoilt_document_is_compared_or_refused_in_a_sentence(tmp_path, capsys, field):
+    """Whatever stands in a field: a comparison, or exit code 2; never a fault."""
+    good, spoilt, refused = tmp_path / "good.json", tmp_path / "spoilt.json", 0
+    document_ = document([measured(TINY)])
+    good.write_text(json.dumps(document_))
+    for value in HOSTILE:
+        document_["results"][0][field] = value
+        spoilt.write_text(json.dumps(document_))
+        for files in ((good, spoilt), (spoilt, spoilt)):
+            code = main(["bench", "--compare", *map(str, files)])
+            said = capsys.readouterr()
+            assert code in (0, 2), (value, said.err)
+            assert "\x1b" not in said.out + said.err
+            assert "fault" not in said.err
+            refused += code == 2 and repr(field) in said.err
+            assert code == 0 or said.err.count("\n") == 1
+    assert refused > len(HOSTILE)
 
 
 def test_tables_fit_a_terminal_and_name_what_differs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 from rooflax.bench.statistics import MIN_PAIRS, unpaired_ratio
 from rooflax.errors import RequestError
 
-NEEDED = (
-    "model", "batch", "prompt_tokens", "output_tokens", "options", "precision", "tokens",
-    "prefill_tok_per_s", "decode_tok_per_s",
-)  # fmt: skip
+MOST_TRIALS = 10_000
+SLOWEST, FASTEST = 1e-9, 1e15
+"""Tokens per second outside of which a figure is none."""
 
 
 def document(measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -60,7 +60,54 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("results"), list):
         raise RequestError(f"{path} has no results; {wanted}")
     for row in found["results"]:
-        missing = [n for n in NEEDED if not isinstance(row, dict) or n not in row]
-        if missing:
-            raise RequestError(f"{path} has a row without {missing[0]!r}; {wanted}")
+        for name, is_one in READ.items():
+            if not isinstance(row, dict) or name not in row:
+                raise RequestError(f"{path} has a row without {name!r}; {wanted}")
+            if not is_one(row[name]):
+                raise RequestError(f"{path} has a row whose {name!r} is none; {wanted}")
     return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_settings(value: Any) -> bool:
+    """Names with what they are set to, all of it fit for a line of text."""
+    return isinstance(value, dict) and all(
+        _is_text(name) and (setting is None or type(setting) in (bool, int) or _is_text(setting))
+        for name, setting in value.items()
+    )
+
+
+def _is_speed(value: Any) -> bool:
+    """A summary whose trials can be compared."""
+    trials = value.get("trials") if isinstance(value, dict) else None
+    if not isinstance(trials, list) or len(trials) > MOST_TRIALS:
+        return False
+    return all(type(t) in (int, float) and SLOWEST < t < FASTEST for t in trials)
+
+
+def _is_tokens(value: Any) -> bool:
+    """A list of ids per row of the batch."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(type(token) is int for token in row) for row in value
+    )
+
+
+READ: dict[str, Callable[[Any], bool]] = {
+    "model": _is_text,
+    "batch": _is_count,
+    "prompt_tokens": _is_count,
+    "output_tokens": _is_count,
+    "options": _is_settings,
+    "precision": _is_settings,
+    "tokens": _is_tokens,
+    "prefill_tok_per_s": _is_speed,
+    "decode_tok_per_s": _is_speed,
+}
+"""The fields of a row that a comparison reads, and what they must be."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
 from rooflax.bench import report
@@ -92,6 +93,9 @@ def test_a_fault_in_a_row_is_one_sentence():
         measure_apart(replace(TINY, model="preset:nothing"))
     with pytest.raises(RequestError, match="context"):
         measure_apart(replace(TINY, prompt_tokens=100_000))
+    missing = "tpu" if jax.default_backend() != "tpu" else "gpu"
+    with pytest.raises(RequestError, match=f"platform '{missing}' is not here"):
+        measure_apart(replace(TINY, platform=missing))
 
 
 @pytest.mark.parametrize("name", ["batch", "prompt_tokens", "output_tokens", "trials"])
@@ -274,6 +278,16 @@ def test_documents_that_are_none(tmp_path, text, words):
         read_document(path)
 
 
+def test_rows_with_the_same_settings_are_compared_with_each_other_alone():
+    works = [replace(TINY, precision=Precision(quantize=name)) for name in (None, "int8")]
+    both = document([measured(work) for work in works])
+    labels = [c.label for c in compare_documents(both, both)]
+    assert len(labels) == 2
+    assert not any("->" in label for label in labels)
+    plain = document([measured(works[0])])
+    assert ["-> None" in c.label for c in compare_documents(both, plain)] == [False, True]
+
+
 HOSTILE = (None, True, 0, -1, 1.5, "", "x", "\x1b[2J", "\ud800", [], [[]], [["x"]], {}, {"x": []},
            {"trials": 1}, {"trials": ["1"]}, {"trials": [0.0]}, {"trials": [-1.0]},
            {"trials": [True]}, {"trials": [10**400]}, {"trials": [float("inf")]},
@@ -312,6 +326,24 @@ def test_tables_fit_a_terminal_and_name_what_differs():
     assert "10 ± 0" in full
     whole["results"][1]["batch"] = whole["results"][0]["batch"]
     assert "0.06x faster than that" in report.full_report(whole)
+
+
+def test_notes_say_which_row_they_are_about():
+    works = [TINY, replace(TINY, batch=2)]
+    whole = document([measured(work) for work in works])
+    whole["results"][1]["warnings"] = ["doubtful"]
+    assert "note: batch 2: doubtful" in report.notes(whole)
+    alone = report.notes({**whole, "results": whole["results"][1:]})
+    assert "note: doubtful" in alone
+
+
+def test_an_ablation_fits_a_terminal():
+    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config, NATIVE)
+    found = summarise(rows, [row(r.work) for r in rows])
+    for result in found:
+        result |= {"decode_tok_per_s": 12345.6, "peak_rss_bytes": 900 << 20, "total_ratio": 1234.5}
+    lines = report.ablation_table(found).splitlines()
+    assert max(map(len, lines)) <= 80, lines
 
 
 def test_programs_of_one_name_are_merged():

@@ -14,6 +14,7 @@ from rooflax.errors import EngineError, RequestError
 
 QUANTITIES = ("prefill_tok_per_s", "decode_tok_per_s")
 IDENTITY = ("model", "batch", "prompt_tokens", "output_tokens")
+SETTINGS = ("options", "precision")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def interleaved(jobs: list[Job], work: Workload, label: str) -> Comparison:
 
 
 def compare_documents(a: dict[str, Any], b: dict[str, Any]) -> list[Comparison]:
-    """Rows that both documents hold.
+    """Rows that both documents hold; of one with the same settings, only against that.
 
     Their trials were not taken in pairs: what the machine did between the runs is in the ratio,
     which the caller must say.
@@ -88,7 +89,11 @@ def compare_documents(a: dict[str, Any], b: dict[str, Any]) -> list[Comparison]:
     Raises:
         RequestError: no row in common, or too few trials.
     """
-    rows = [(x, y) for x in a["results"] for y in b["results"] if _identity(x) == _identity(y)]
+    rows = []
+    for x in a["results"]:
+        same_work = [y for y in b["results"] if _identity(x) == _identity(y)]
+        same = [y for y in same_work if all(x[name] == y[name] for name in SETTINGS)]
+        rows += [(x, y) for y in same or same_work]
     if not rows:
         raise RequestError("the two files have no row in common: model, batch or lengths differ")
     return [_compare_rows(x, y) for x, y in rows]
@@ -108,7 +113,7 @@ def _label(a: dict[str, Any], b: dict[str, Any]) -> str:
     label = f"{a['model']} batch {a['batch']}, {a['prompt_tokens']} + {a['output_tokens']} tokens"
     pairs = [
         (name, a[group].get(name), b[group].get(name))
-        for group in ("options", "precision")
+        for group in SETTINGS
         for name in sorted({*a[group], *b[group]})
     ]
     changes = [f"{name} {x} -> {y}" for name, x, y in pairs if x != y]

@@ -130,7 +130,7 @@ def page(document: dict[str, Any]) -> str:
     ]
     if "ablation" in document:
         header, *rows = ablation_cells(document["ablation"])
-        said = "Speeds are medians; a step's ratio is to the row above it, or to all options."
+        said = "Medians of decode speed; a step's ratio is to the row above it, or to all options."
         parts += [f"<h2>Ablation</h2>\n<p>{said}</p>", _table(header, rows)]
     parts += ["<h2>Plots</h2>", _plots(plots(document))]
     parts += ["<h2>Environment</h2>", _facts(_environment(document["environment"]))]

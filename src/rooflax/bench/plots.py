@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rooflax.bench.report import options_of
+from rooflax.bench.report import labels
 
 Result = dict[str, Any]
 MARKERS = {"decode": "o", "prefill": "^"}
@@ -87,25 +87,6 @@ def row_labels(document: dict[str, Any]) -> list[str]:
     if "ablation" in document:
         return [row["label"] for row in document["ablation"]]
     return labels(document["results"])
-
-
-def labels(results: Sequence[Result], without: str = "") -> list[str]:
-    """Per row, the values of the fields that vary; of the shape of work if none does.
-
-    Args:
-        without: a field to leave out.
-    """
-    columns = {
-        "batch": [f"batch {r['batch']}" for r in results],
-        "prompt_tokens": [f"prompt {r['prompt_tokens']}" for r in results],
-        "output_tokens": [f"output {r['output_tokens']}" for r in results],
-        "format": [r["format"] for r in results],
-        "kv_dtype": [f"KV {r['precision']['kv_dtype']}" for r in results],
-        "options": [options_of(r) for r in results],
-    }
-    columns.pop(without, None)
-    varied = [column for column in columns.values() if len(set(column)) > 1]
-    return [", ".join(row) for row in zip(*(varied or list(columns.values())[:2]), strict=True)]
 
 
 def _svg(figure: Any, name: str) -> str:

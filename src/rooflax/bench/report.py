@@ -11,7 +11,7 @@ from rooflax.nn.execution import ExecutionOptions
 Result = dict[str, Any]
 HEADER = ("model", "size", "params", "format", "batch", "options", "test", "tok/s", "roofline")
 ALWAYS = ("batch", "test", "tok/s", "roofline")
-ABLATION = ("setting", "decode tok/s", "step", "in all", "temporary", "peak RSS", "tokens")
+ABLATION = ("setting", "tok/s", "step", "in all", "temporary", "peak RSS", "tokens")
 BAR = 20
 
 
@@ -38,6 +38,25 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 def options_of(result: Result) -> str:
     """The switches that are not the default."""
     return ExecutionOptions(**result["options"]).describe()
+
+
+def labels(results: Sequence[Result], without: str = "") -> list[str]:
+    """Per row, the values of the fields that vary; of the shape of work if none does.
+
+    Args:
+        without: a field to leave out.
+    """
+    columns = {
+        "batch": [f"batch {r['batch']}" for r in results],
+        "prompt_tokens": [f"prompt {r['prompt_tokens']}" for r in results],
+        "output_tokens": [f"output {r['output_tokens']}" for r in results],
+        "format": [r["format"] for r in results],
+        "kv_dtype": [f"KV {r['precision']['kv_dtype']}" for r in results],
+        "options": [options_of(r) for r in results],
+    }
+    columns.pop(without, None)
+    varied = [column for column in columns.values() if len(set(column)) > 1]
+    return [", ".join(row) for row in zip(*(varied or list(columns.values())[:2]), strict=True)]
 
 
 def table(results: Sequence[Result]) -> str:
@@ -88,12 +107,14 @@ def notes(document: dict[str, Any]) -> list[str]:
             f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s ({roofline['source']})"
         )
     ]
-    for result in document["results"]:
-        lines += [f"note: {warning}" for warning in result["warnings"]]
+    results = document["results"]
+    for name, result in zip(labels(results), results, strict=True):
+        note = f"note: {name}: " if len(results) > 1 else "note: "
+        lines += [f"{note}{warning}" for warning in result["warnings"]]
         cost = result.get("deterministic_over_plain")
         if cost:
             lines.append(
-                f"note: deterministic decode is {cost['ratio']:.3f}x the plain one's speed"
+                f"{note}deterministic decode is {cost['ratio']:.3f}x the plain one's speed"
             )
     return lines
 
@@ -197,7 +218,9 @@ def _result_block(result: Result, uncached: Result | None) -> list[str]:
             f"peak RSS {gib(result['peak_rss_bytes'] or 0)}"
         ),
     ]
-    if uncached is not None and uncached is not result:
+    if not result["options"]["use_cache"]:
+        lines.append("  without a cache    this row")
+    elif uncached is not None:
         ratio = result["decode_tok_per_s"]["mean"] / uncached["decode_tok_per_s"]["mean"]
         lines.append(f"  without a cache    {ratio:.2f}x faster than that")
     else:

@@ -74,8 +74,13 @@ def main(job: str) -> int:
 
 
 def _run(job: str, work: Workload, arguments: dict[str, Any]) -> dict[str, Any]:
+    import jax
+
     from rooflax.bench.environment import environment
 
+    found = jax.default_backend()
+    if work.platform not in (None, found):  # JAX takes the CPU where a plugin is missing
+        raise RequestError(f"the platform {work.platform!r} is not here: JAX runs on {found!r}.")
     if job == "breakdown":
         from rooflax.bench.breakdown import breakdown
 

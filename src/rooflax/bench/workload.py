@@ -28,6 +28,7 @@ class Workload:
         trials: timed runs.
         source: how the model is found, as arguments of `describe`.
         deterministic: fixed matmul precision, and XLA's deterministic operations.
+        platform: that must be here, "cpu", "gpu" or "tpu"; None takes the best.
     """
 
     model: str | None
@@ -39,6 +40,7 @@ class Workload:
     precision: Precision = field(default_factory=Precision)
     source: dict[str, Any] = field(default_factory=dict)
     deterministic: bool = False
+    platform: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in AT_LEAST.items():

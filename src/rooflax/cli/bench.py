@@ -338,6 +338,7 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         trials=args.trials,
         source=flags.find_arguments(args),
         deterministic=args.deterministic,
+        platform=args.platform,
     )
     singles = [
         argparse.Namespace(**vars(args) | dict(zip(LISTS, values, strict=True)))

@@ -209,11 +209,12 @@ def test_shares_of_a_trace_by_hand():
   ROOT %fusion.3 = f32[4]{0} fusion(%x), metadata={op_name="jit(decode)/attention/norms/exp"}
   %while.4 = (s32[]) while(%t), metadata={op_name="jit(decode)/while"}
   %add.5 = f32[4]{0} add(%x, %y), metadata={op_name="jit(decode)/add"}
+  %mul.6 = f32[4]{0} multiply(%x, %y), metadata={op_name="jit(decode)/matmuls/norms/mul"}
 """
     parts = instruction_parts(program)
     assert parts == {
         "dot.1": "matmuls", "dot.2": "matmuls", "fusion.3": "attention", "while.4": None,
-        "add.5": "other",
+        "add.5": "other", "mul.6": "norms",
     }  # fmt: skip
     events = [
         Event("m", "while.4", 0, 100),
@@ -241,6 +242,9 @@ def test_breakdown_and_profile(tmp_path):
         assert phase["shares"]["matmuls"] > 0.02 * busy > 0
         assert phase["shares"]["attention"] > 0.02 * busy
     assert "matmuls" in report.breakdown_table(found)
+    plain = measure_apart(replace(work, options=ExecutionOptions(kernels="xla")), "breakdown")
+    for phase in plain["result"]["phases"].values():
+        assert phase["shares"]["norms"] > 0
     with pytest.raises(RequestError, match="--no-jit"):
         breakdown(replace(work, options=ExecutionOptions(jit=False)))
 

@@ -103,7 +103,10 @@ def instruction_parts(program: str) -> dict[str, str | None]:
         name = _OP_NAME.search(line)
         path = name.group(1).split("/") if name else []
         nameless = "matmuls" if match["opcode"] == "dot" and name is None else OTHER
-        part = next((piece for piece in path if piece in PARTS), nameless)
+        inside = [piece for piece in path if piece in PARTS]
+        if inside[:1] in (["matmuls"], ["experts"]) and "norms" in inside:  # a product's prologue
+            inside = ["norms"]
+        part = inside[0] if inside else nameless
         found[match["name"]] = None if match["opcode"] in CONTAINERS else part
     return found
 

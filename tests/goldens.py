@@ -86,6 +86,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": _GPT_OSS["rope_scaling"] | {"truncate": True, "attention_factor": 1.25}},
 }  # fmt: skip
 
+BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
+BEAM_TOKENS = 24
+BEAM_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"num_beams": 2, "length_penalty": 1.0, "early_stopping": False},
+    {"num_beams": 2, "length_penalty": 0.0, "early_stopping": "never"},
+    {"num_beams": 2, "length_penalty": 2.0, "early_stopping": True},
+    {"num_beams": 3, "length_penalty": 0.0, "early_stopping": True},
+    {"num_beams": 3, "length_penalty": 0.5, "early_stopping": False, "min_tokens": 8},
+    {"num_beams": 3, "length_penalty": 2.0, "early_stopping": "never", "repetition_penalty": 1.2},
+    {"num_beams": 5, "length_penalty": 0.0, "early_stopping": False},
+    {"num_beams": 5, "length_penalty": 0.5, "early_stopping": "never"},
+    {"num_beams": 5, "length_penalty": 1.0, "early_stopping": True},
+    {"num_beams": 5, "length_penalty": 2.0, "early_stopping": False, "repetition_penalty": 1.3},
+    {"num_beams": 5, "length_penalty": -0.25, "early_stopping": "never", "num_ends": 0},
+    {
+        "num_beams": 3, "length_penalty": 1.0, "early_stopping": True, "num_ends": 1,
+        "logit_bias": {7: 1.5, 30: -2.0}, "banned_token_ids": [11, 200],
+    },
+)  # fmt: skip
+"""SamplingParams' names; `num_ends` of the ids that `ends` gives end the text, by default all."""
+
 ROPE_SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -285,6 +306,54 @@ def greedy(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[
     return out[0, len(prompt) :].tolist()
 
 
+Beams = list[tuple[tuple[int, ...], float]]
+"""Texts with their scores, best first."""
+
+
+def ends(greedy: list[int], setting: Mapping[str, Any]) -> list[int]:
+    """Ids that end a beam's text under a setting: likely ones, so that beams end here and there."""
+    return [greedy[4], greedy[9], greedy[13] // 2][: setting.get("num_ends", 3)]
+
+
+def beams(model: Any, prompt: list[int], end_ids: list[int], setting: Mapping[str, Any]) -> Beams:
+    """transformers' beam search: every beam and its score."""
+    import torch
+
+    ids, theirs = torch.tensor([prompt]), {k: v for k, v in setting.items() if k != "num_ends"}
+    for ours, name in (("min_tokens", "min_new_tokens"), ("banned_token_ids", "suppress_tokens")):
+        theirs |= {name: theirs.pop(ours)} if ours in theirs else {}
+    if "logit_bias" in theirs:
+        theirs["sequence_bias"] = {(i,): x for i, x in theirs.pop("logit_bias").items()}
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=BEAM_TOKENS, do_sample=False,
+        num_return_sequences=setting["num_beams"], eos_token_id=end_ids or None, pad_token_id=0,
+        return_dict_in_generate=True, output_scores=True, **theirs,
+    )  # fmt: skip
+    texts = []
+    for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
+        text = row[len(prompt) :]
+        length = next((i + 1 for i, token in enumerate(text) if token in end_ids), BEAM_TOKENS)
+        texts.append((tuple(text[:length]), score))
+    return texts
+
+
+def live_beams(variant: str) -> list[list[Beams]]:
+    """Per prompt of `prompts()` and setting of BEAM_SETTINGS, what transformers says now."""
+    model = reference_model(variant)
+    model.generation_config.eos_token_id = None
+    texts = committed(variant).greedy.tolist()
+    return [
+        [beams(model, prompt, ends(text, setting), setting) for setting in BEAM_SETTINGS]
+        for prompt, text in zip(prompts(), texts, strict=True)
+    ]
+
+
+def committed_beams(variant: str) -> list[list[Beams]]:
+    """What transformers said of beams when the file was written."""
+    found = json.loads((FOLDER / "beams.json").read_text())[variant]
+    return [[[(tuple(t), s) for t, s in texts] for texts in row] for row in found]
+
+
 def live(variant: str) -> Reference:
     """What transformers says now."""
     import torch
@@ -337,13 +406,15 @@ def main() -> None:
             logits=found.logits[:, list(KEPT_POSITIONS)],
             greedy=found.greedy,
         )
+    texts = {variant: live_beams(variant) for variant in BEAM_VARIANTS}
+    (FOLDER / "beams.json").write_text(json.dumps(texts, separators=(",", ":")) + "\n")
     rope = {}
     for setting in ROPE_SETTINGS:
         frequencies, factor = rope_reference(setting)
         rope |= {f"{setting}.frequencies": frequencies, f"{setting}.factor": factor}
     np.savez_compressed(FOLDER / "rope.npz", **rope)
     size = sum(path.stat().st_size for path in FOLDER.iterdir())
-    print(f"wrote {len(VARIANTS) + 1} files, {size / 1000:.0f} KB, to {FOLDER}")
+    print(f"wrote {len(VARIANTS) + 2} files, {size / 1000:.0f} KB, to {FOLDER}")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,35 @@ def test_samples_of_one_prompt_differ_and_share_its_blocks(server, alone):
     assert again[0].num_cached_tokens == 0 and again[0].tokens == found[0].tokens
 
 
+def test_beams_run_among_others_and_may_be_cancelled(server, alone, monkeypatch):
+    params = SamplingParams(num_beams=3, n=2, max_tokens=10, ignore_eos=True)
+    asked = [(PROMPTS[1], params), (PROMPTS[0], GREEDY), (PROMPTS[3], params)]
+
+    async def at_once():
+        return await asyncio.gather(*(server.generate(*each) for each in asked))
+
+    with count_compilations() as counts:
+        found = asyncio.run(at_once())
+    assert counts.requests == 0
+    for (prompt, given), got in zip(asked, found, strict=True):
+        wanted = alone.generate([prompt], given)
+        assert [(c.index, c.tokens) for c in got] == [(c.index, c.tokens) for c in wanted]
+    settle(server)
+    with pytest.raises(RequestError, match="num_beams is 5 and max_num_seqs 4"):
+        asyncio.run(server.generate(PROMPTS[0], SamplingParams(num_beams=5)))
+    slowly(server, monkeypatch)
+
+    async def cancel():
+        task = asyncio.create_task(server.generate(PROMPTS[0], params))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    settle(server)
+
+
 def test_a_stop_string_ends_the_request_and_frees_it(server, alone):
     whole = alone.generate([PROMPTS[1]], LONG)[0]
     stop = next(c for c in whole.text[3:] if c != "�" and whole.text.index(c) > 1)

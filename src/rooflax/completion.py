@@ -23,10 +23,12 @@ class Completion:
         logprobs: per token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         timings: seconds and tokens per second, the keys of `generate --json`.
-        index: which of the `n` samples this is.
+        index: which of the `n` samples this is; of beams the best is 0.
         num_cached_tokens: of the prompt, taken from the prefix cache.
         num_draft_tokens, num_accepted_tokens: of speculative decoding.
         error: one sentence, if finish_reason is "error".
+        score: of a beam: the sum of the tokens' log-probabilities, after penalties and bias,
+            divided by their number to the power of length_penalty.
     """
 
     text: str
@@ -41,6 +43,7 @@ class Completion:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Sample:
             num_draft_tokens=sequence.num_draft_tokens,
             num_accepted_tokens=sequence.num_accepted_tokens,
             error=error,
+            score=sequence.score,
         )
 
     def _timings(self, load_s: float, compiled: CompileCounts) -> dict[str, float]:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.drafting import NGRAM, Drafting, check_speculate
+from rooflax.engine.beams import BeamGroup, check_beams, with_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine, check_ids, check_prompt
@@ -221,7 +222,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """As `generate`, piece by piece as the tokens come."""
+        """As `generate`, piece by piece as the tokens come; a beam search comes when it is over."""
         prompt_list = _as_prompts(prompts)
         param_list = _as_params(params, len(prompt_list))
         samples = []
@@ -234,6 +235,8 @@ class LLM:
         self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""
     ) -> list[Sample]:
         """A request's `n` sequences, checked, each with its way back to text.
+
+        With beams these are the first `n` of the group.
 
         Raises:
             RequestError: what this model cannot do.
@@ -252,14 +255,16 @@ class LLM:
             )
         room = self.max_model_len - len(ids)
         max_tokens = min(given.max_tokens or room, room)
+        sequences = [
+            EngineSequence(request_id, ids, given, max_tokens, stop, index, cache_salt=cache_salt)
+            for index in range(max(given.n, given.num_beams))
+        ]
+        if given.num_beams > 1:
+            check_beams(given, stop, vocab, self.max_num_seqs)
+            BeamGroup(sequences)
         return [
-            Sample(
-                EngineSequence(
-                    request_id, ids, given, max_tokens, stop, index, cache_salt=cache_salt
-                ),
-                IncrementalDecoder(self.tokenizer, ids),
-            )
-            for index in range(given.n)
+            Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
+            for sequence in sequences[: given.n]
         ]
 
     def _default_values(self) -> dict[str, Any]:
@@ -285,7 +290,10 @@ class LLM:
                 with count_compilations(compiled):
                     stepped = engine.step()
                 for output in stepped:
-                    delta = by_sequence[id(output.sequence)].take(output, self.load_s, compiled)
+                    sample = by_sequence.get(id(output.sequence))
+                    if sample is None:  # a beam that nobody asked for
+                        continue
+                    delta = sample.take(output, self.load_s, compiled)
                     if delta.completion is not None:
                         engine.abort(output.sequence)  # a stop string may have ended it
                     yield delta
@@ -295,7 +303,7 @@ class LLM:
 
     def engine_for(self, sequences: list[EngineSequence]) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
-        slots = min(bucket(len(sequences)), self.max_num_seqs)
+        slots = min(bucket(len(with_beams(sequences))), self.max_num_seqs)
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine

@@ -68,7 +68,8 @@ COMMANDS = {
         [TINY, "-n", "3"],
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--prompt": ["for x in"], "--samples": ["2"], "--logprobs": ["1"],
-           "--mesh": ["tensor=2"]},
+           "--num-beams": ["2"], "--length-penalty": (["2"], "is for beams"),
+           "--early-stopping": (["never"], "is for beams"), "--mesh": ["tensor=2"]},
     ),
     "chat": (
         [TINY, "-n", "3"],

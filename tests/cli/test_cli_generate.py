@@ -83,6 +83,19 @@ def test_log_probabilities_that_are_no_numbers_are_no_json(rooflax, tmp_path):
     assert len(ran.err.splitlines()) == 1
 
 
+def test_beams_come_best_first_with_their_scores(rooflax, llm):
+    flags = ("--num-beams", 3, "--length-penalty", 0.5, "--early-stopping", "true", "--samples", 2)
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 6, *flags, "--json")
+    given = SamplingParams(max_tokens=6, num_beams=3, n=2, length_penalty=0.5, early_stopping=True)
+    wanted = llm.generate(PROMPT, given)
+    samples = json.loads(ran.out)["samples"]
+    assert [tuple(sample["tokens"]) for sample in samples] == [c.tokens for c in wanted]
+    np.testing.assert_allclose([s["score"] for s in samples], [c.score for c in wanted], atol=1e-4)
+    assert samples[0]["score"] > samples[1]["score"]
+    refused = rooflax("generate", TINY, "-p", PROMPT, *flags, "--temp", 0.5)
+    assert refused.code == 2 and "temperature is 0.5 and num_beams 3" in refused.err
+
+
 def test_samples_are_told_apart(rooflax):
     flags = ("generate", TINY, "-p", PROMPT, "-n", 4, "--samples", 3, "--seed", 1)
     ran = rooflax(*flags)

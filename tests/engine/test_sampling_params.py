@@ -32,7 +32,12 @@ GOOD = {
     "prompt_logprobs": (0, MAX_LOGPROBS, None),
     "n": (1, 7, 1024),
     "ignore_eos": (True, False),
+    "num_beams": (1, 2, 10),
+    "length_penalty": (-10, 0, 0.5, 1.0, 10, None),
+    "early_stopping": (True, False, "never", None),
 }
+BESIDE = {"length_penalty": {"num_beams": 2}, "early_stopping": {"num_beams": 2}}
+"""What a field needs to have a meaning."""
 BAD = {
     "max_tokens": (0, -1, *NOT_WHOLE),
     "min_tokens": (-1, None, *NOT_WHOLE),
@@ -56,6 +61,9 @@ BAD = {
     "prompt_logprobs": (-1, MAX_LOGPROBS + 1, *NOT_WHOLE),
     "n": (0, -1, 1025, None, *NOT_WHOLE),
     "ignore_eos": (1, 0, None, "yes"),
+    "num_beams": (0, -1, 11, None, *NOT_WHOLE),
+    "length_penalty": (-10.1, 11, *NOT_NUMBERS),
+    "early_stopping": (1, 0, "yes", "true", 2.0, [True]),
 }  # fmt: skip
 
 
@@ -67,16 +75,60 @@ def test_the_tables_here_name_every_field():
 @pytest.mark.parametrize("name", list(GOOD))
 def test_values_in_range(name):
     for value in GOOD[name]:
-        params = SamplingParams(**{name: value})
-        assert hash(params) == hash(SamplingParams(**{name: value}))
-        assert params == SamplingParams(**{name: value})
+        given = BESIDE.get(name, {}) | {name: value}
+        params = SamplingParams(**given)
+        assert hash(params) == hash(SamplingParams(**given))
+        assert params == SamplingParams(**given)
 
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_values_out_of_range_are_refused_by_name(name):
     for value in BAD[name]:
         with pytest.raises(RequestError, match=name):
-            SamplingParams(**{name: value})
+            SamplingParams(**(BESIDE.get(name, {}) | {name: value}))
+
+
+WITH_BEAMS = {
+    "max_tokens": 5, "min_tokens": 2, "stop_token_ids": [3], "repetition_penalty": 1.5,
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0},
+    "allowed_token_ids": [1, 2, 3], "banned_token_ids": [3], "n": 3, "ignore_eos": True,
+    "length_penalty": 0.5, "early_stopping": "never",
+}  # fmt: skip
+WITHOUT_BEAMS = {
+    "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": "end",
+    "logprobs": 0, "prompt_logprobs": 0,
+}  # fmt: skip
+
+
+def test_beams_take_a_field_or_refuse_it():
+    """What is taken has its effect in tests/models/test_beam_parity.py and tests/test_beams.py."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {*WITH_BEAMS, *WITHOUT_BEAMS, "num_beams"} == names
+    for name, value in WITH_BEAMS.items():
+        params = SamplingParams(num_beams=3, **{name: value}).with_defaults({})
+        assert not params.is_plain
+    for name, value in WITHOUT_BEAMS.items():
+        with pytest.raises(RequestError, match=f"{name} is .* and num_beams 3"):
+            SamplingParams(num_beams=3, **{name: value})
+    with pytest.raises(RequestError, match="n is 4 and num_beams 3"):
+        SamplingParams(num_beams=3, n=4)
+
+
+@pytest.mark.parametrize("given", [{"length_penalty": 1.0}, {"early_stopping": False}])
+def test_what_is_for_beams_alone_is_refused_without(given):
+    with pytest.raises(RequestError, match="is for beams"):
+        SamplingParams(**given)
+
+
+def test_beams_take_nothing_about_draws_from_the_checkpoint():
+    drawn = {"temperature": 0.6, "top_k": 40, "top_p": 0.9, "min_p": 0.1}
+    merged = SamplingParams(num_beams=2).with_defaults(drawn | {"repetition_penalty": 1.1})
+    assert (merged.temperature, merged.top_k, merged.top_p, merged.min_p) == (0.0, 0, 1.0, 0.0)
+    assert (merged.length_penalty, merged.early_stopping) == (1.0, False)
+    assert (merged.repetition_penalty, merged.seed) == (1.1, 0)
+    given = SamplingParams(num_beams=2, temperature=0, length_penalty=0.0, early_stopping=True)
+    assert given.with_defaults(drawn).length_penalty == 0.0
+    assert given.with_defaults(drawn).early_stopping is True
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rooflax.engine.beams import BeamGroup, with_beams
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.sampling_params import SamplingParams
@@ -23,6 +25,21 @@ def sequence(prompt=3, max_tokens=5, request=0, stop_ids=(), salt="", tokens=Non
     return Sequence(
         request, ids, SamplingParams(), max_tokens, frozenset(stop_ids), cache_salt=salt
     )
+
+
+def beams(count, prompt=3, max_tokens=5, request=0, tokens=None, **given):
+    """The first beam of a group, which stands for all."""
+    ids = list(range(prompt)) if tokens is None else tokens
+    params = SamplingParams(num_beams=count, **given).with_defaults({})
+    members = [Sequence(request, ids, params, max_tokens, frozenset({7})) for _ in range(count)]
+    return BeamGroup(members).members[0]
+
+
+def candidates(seq):
+    """A model of ten tokens: log-probabilities that depend on every token before."""
+    past = bytes(seq.tokens)
+    scored = [(token, -3 * zlib.crc32(past + bytes([token])) / 2**32) for token in range(10)]
+    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.group.num_candidates])
 
 
 def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=1.0, **given):
@@ -44,8 +61,17 @@ class StubModel:
 
     def run(self, step, stop_early=None):
         num_steps = step.num_steps if stop_early is None else min(step.num_steps, stop_early)
+        before = [dict(held) for held in self.content]
+        for group, source, destination in step.copies:
+            for offset in range(BLOCK_SIZE):
+                held = before[group].get((source, offset))
+                self.content[group][destination, offset] = held
         for seq in step.decodes:
             self.compute(seq, 1)
+            if seq.group is not None:
+                assert step.num_steps == 1
+                seq.group.take(seq, candidates(seq))
+                continue
             for index in range(num_steps):
                 if index:
                     self.compute(seq, 1)
@@ -54,9 +80,13 @@ class StubModel:
                     break
         for seq, count in step.prefills:
             self.compute(seq, count)
-            if seq.num_uncomputed_tokens == 0:
+            if seq.num_uncomputed_tokens == 0 and seq.group is not None:
+                seq.group.take(seq, candidates(seq))
+            elif seq.num_uncomputed_tokens == 0:
                 seq.append(self.next_token(seq), 0.0)
         self.scheduler.finish_step(step)
+        for group in self.scheduler.ready_groups():
+            self.scheduler.advance(group, 0.0)
 
     def compute(self, seq, count):
         """Writes tokens into their slots, after checking that each query sees its own past."""
@@ -103,7 +133,8 @@ def check_blocks(scheduler):
 def check_step(scheduler, step):
     """Rows are running sequences, once each, within the budget; queues are in order of arrival."""
     rows = step.sequences
-    assert len({id(seq) for seq in rows}) == len(rows) > 0
+    assert len({id(seq) for seq in rows}) == len(rows)
+    assert rows or scheduler.ready_groups(), "a step must get somebody on"
     assert all(seq.status is SequenceStatus.RUNNING for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
     assert 1 <= step.num_steps <= scheduler.decode_steps
@@ -121,6 +152,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4), st.integers(1, 3)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("preempt"), st.just(0), st.just(0)),
+        st.tuples(st.just("beams"), st.integers(1, 20), st.integers(1, 10)),
     ),
     max_size=60,
 )
@@ -167,6 +199,13 @@ def test_random_requests_leak_nothing_and_mix_nothing(
             assert scheduler.can_ever_run(seq)
             everyone.append(seq)
             scheduler.add(seq)
+        elif action == "beams":
+            tokens = [(first * i) % alphabet for i in range(first)]
+            seq = beams(2 + first % 2, max_tokens=second, request=len(everyone), tokens=tokens)
+            if scheduler.can_ever_run(seq):
+                everyone.append(seq)
+                for member in with_beams([seq]):
+                    scheduler.add(member)
         elif action == "abort" and everyone:
             chosen = everyone[first % len(everyone)]
             before = chosen.finish_reason
@@ -180,9 +219,23 @@ def test_random_requests_leak_nothing_and_mix_nothing(
         if not step():
             break
     assert not scheduler.has_unfinished
-    assert all(seq.is_finished and seq.block_tables == [] for seq in everyone)
+    assert all(s.is_finished and s.block_tables == [] for s in with_beams(everyone))
+    for seq in everyone:
+        if seq.group is not None and seq.finish_reason != "abort":
+            assert [(m.tokens, m.score) for m in seq.members] == beams_alone(seq)
     assert scheduler.blocks.num_free == [p.num_blocks - 1 for p in scheduler.blocks.pools]
     assert scheduler.blocks.num_used == [0] * len(windows)
+
+
+def beams_alone(seq):
+    """What the group gives with nobody beside it and room for all."""
+    scheduler = make((None,), chunk=40, longest=40)
+    alone = beams(len(seq.members), max_tokens=seq.max_tokens, tokens=list(seq.prompt_tokens))
+    for member in alone.members:
+        scheduler.add(member)
+    run_all(scheduler, StubModel(scheduler))
+    assert scheduler.num_preemptions == 0
+    return [(m.tokens, m.score) for m in alone.members]
 
 
 def run_all(scheduler, stub):
@@ -320,6 +373,73 @@ def test_what_cannot_run_even_alone_is_known_before():
     assert not scheduler.can_ever_run(sequence(10, 11))
 
 
+def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
+    scheduler = make((None,), slots=4, chunk=40, longest=40)
+    stub = StubModel(scheduler)
+    first = beams(3, prompt=10, max_tokens=9)
+    for member in first.members:
+        scheduler.add(member)
+    step = scheduler.schedule()
+    assert (step.sequences, len(scheduler.running)) == ([first], 3)
+    stub.run(step)
+    prompt = list(first.block_tables[0])
+    assert [m.block_tables for m in first.members] == [[prompt]] * 3
+    assert scheduler.blocks.num_used == [3]
+    assert len({tuple(m.tokens) for m in first.members}) == 3
+    step = scheduler.schedule()
+    assert step.decodes == first.members
+    tables = [m.block_tables[0] for m in first.members]
+    assert [(c.source, c.destination) for c in step.copies] == [
+        (prompt[2], t[2]) for t in tables[:2]
+    ]
+    assert scheduler.blocks.num_used == [2 + 3]  # the last owner of the third block keeps it
+    assert [t[:2] for t in tables] == [prompt[:2]] * 3 and len({t[2] for t in tables}) == 3
+    stub.run(step)
+    run_all(scheduler, stub)
+    assert all(m.is_finished for m in first.members) and scheduler.blocks.num_used == [0]
+
+
+def test_beams_choose_as_the_rules_say():
+    """Worked by hand: two beams, 7 ends a text, the score is the sum over the length."""
+
+    def group(**given):
+        found = beams(2, prompt=2, max_tokens=4, **given).group
+        found.take(found.members[0], ((5, -1.0), (7, -1.5), (6, -2.0)))
+        going = found.choose()
+        assert going == {0: (-1.0, 0, 5), 1: (-2.0, 0, 6)}
+        assert found.finished == [(-1.5, (7,))]
+        found.go_on(going, 0.0)
+        assert found.members[0].tokens == [0, 1, 5] and found.members[1].tokens == [0, 1, 6]
+        return found
+
+    def second_step(found):
+        found.take(found.members[0], ((7, -0.5), (1, -0.75), (2, -9.0)))
+        found.take(found.members[1], ((3, -5.0), (4, -6.0), (7, -7.0)))
+        return found.choose()
+
+    found = group()
+    going = second_step(found)  # -1.75 / 2 could still beat -1.5
+    assert going == {0: (-1.75, 0, 1), 1: (-7.0, 1, 3)}
+    assert found.finished == [(-0.75, (5, 7)), (-1.5, (7,))]
+    assert second_step(group(early_stopping=True)) == {}
+    assert second_step(group(length_penalty=0.0)) == {}  # -1.75 is worse than -1.5 already
+    assert second_step(group(length_penalty=0.0, early_stopping="never")) == {}
+    found = group(early_stopping=True)
+    second_step(found)
+    found.end(1.0)
+    assert [(m.tokens, m.score, m.finish_reason) for m in found.members] == [
+        ([0, 1, 5, 7], -0.75, "stop"),
+        ([0, 1, 7], -1.5, "stop"),
+    ]
+    assert [len(m.token_times_s) for m in found.members] == [2, 1]
+
+
+def test_beams_that_cannot_run_together_are_known_before():
+    assert make((None,), slots=3, longest=20).can_ever_run(beams(3, 10, 10))
+    assert not make((None,), slots=2, longest=20).can_ever_run(beams(3, 10, 10))
+    assert not make((None,), slots=3, longest=20, share=0.7).can_ever_run(beams(3, 10, 10))
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("max_tokens", [100, 1024, 5000, 131072])
 @pytest.mark.parametrize("slots", [1, 3, 16, 64])
@@ -345,7 +465,8 @@ def test_prompts_run_together_where_that_is_cheaper():
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler", "block_manager", "sequence", "sampling_params", "buckets", "metrics"]
+    "module",
+    ["scheduler", "block_manager", "beams", "sequence", "sampling_params", "buckets", "metrics"],
 )
 def test_planning_needs_no_jax(module):
     code = f"import rooflax.engine.{module}, sys; sys.exit('jax' in sys.modules)"

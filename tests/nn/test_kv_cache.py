@@ -12,7 +12,7 @@ from rooflax.nn.kv_cache import (
     LayerGroups,
     allocate,
     bytes_per_token,
-    clear_blocks,
+    copy_blocks,
     pool_shapes,
     read,
     with_pools,
@@ -152,5 +152,32 @@ def test_int8_pools_have_the_same_verbs():
     step = np.abs(np.asarray(new[0])).max(axis=-1, keepdims=True) / 127
     assert (np.abs(np.asarray(k) - np.asarray(new[0])) <= step * 0.5001).all()
     assert not np.asarray(v).any()
-    cleared = clear_blocks(cache, (jnp.asarray([2], jnp.int32),))
+    zero, two = (jnp.asarray([block], jnp.int32) for block in (0, 2))
+    cleared = copy_blocks(cache, (zero,), (two,))
     assert not np.asarray(read(cleared, 0, [2, 4], 6)[0])[:4].any()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_copied_blocks_take_what_was_there_before(dtype, stacked):
+    """Two groups; in one of them a source is another copy's destination."""
+    groups = LayerGroups.from_windows((None, 4, None, 4))
+    num_blocks = (5, 4)
+    cache = allocate(groups, num_blocks, 3, 8, block_size=4, dtype=dtype, stacked=stacked)
+    state = np.random.RandomState(0)
+
+    def filled(pool):
+        return jnp.asarray(state.randint(1, 99, pool.shape).astype(pool.dtype))
+
+    cache = with_pools(cache, *jax.tree.map(filled, (list(cache.k), list(cache.v))))
+    sources = (jnp.asarray([1, 2, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32))
+    destinations = (jnp.asarray([2, 4, 0], jnp.int32), jnp.asarray([1, 0, 0], jnp.int32))
+    copied = copy_blocks(cache, sources, destinations)
+    from_ = {0: [0, 1, 1, 3, 2], 1: [0, 3, 2, 3]}
+    for index, group in enumerate(groups.of_layer[: len(cache.k)]):
+        repeats = np.arange(cache.num_repeats)[:, None] * num_blocks[group]
+        order = (repeats + np.array(from_[group])[None]).reshape(-1)
+        for name in ("k", "v"):
+            before, after = getattr(cache, name)[index], getattr(copied, name)[index]
+            for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+                np.testing.assert_array_equal(np.asarray(new), np.asarray(old)[order])

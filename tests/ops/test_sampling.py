@@ -23,10 +23,10 @@ assert VOCAB > NUM_CANDIDATES
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "num_logprobs": -1, "min_position": 0,
+    "num_logprobs": -1, "min_position": 0, "num_beams": 1,
 }  # fmt: skip
 DTYPES = {
-    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32",
+    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "num_beams": "int32",
     "seed": "uint32", "sample_index": "uint32",
 }  # fmt: skip
 

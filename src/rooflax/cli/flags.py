@@ -82,8 +82,23 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     )  # fmt: skip
     add("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
     if samples:
-        add("--samples", metavar="N", type=whole, default=1, help="answers to draw; default 1")
+        add("--samples", metavar="N", type=whole, default=1, help="answers to give; default 1")
         add("--logprobs", metavar="N", type=whole, help="show log-probabilities, and N others")
+        add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
+        add(
+            "--length-penalty",
+            metavar="X",
+            type=number,
+            help="of beams: above 0 favours long texts",
+        )
+        add(
+            "--early-stopping", metavar="HOW", type=_early_stopping,
+            help="of beams: false (default), true, never",
+        )  # fmt: skip
+
+
+def _early_stopping(text: str) -> bool | str:
+    return {"false": False, "true": True}.get(text, text)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -111,6 +126,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logprobs=getattr(args, "logprobs", None),
         n=getattr(args, "samples", 1),
         ignore_eos=args.ignore_eos,
+        num_beams=getattr(args, "num_beams", 1),
+        length_penalty=getattr(args, "length_penalty", None),
+        early_stopping=getattr(args, "early_stopping", None),
     )
 
 

@@ -163,6 +163,8 @@ def _sample(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
+    if completion.score is not None:
+        found["score"] = completion.score
     if completion.logprobs is not None:
         values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
         if not all(map(math.isfinite, values)):

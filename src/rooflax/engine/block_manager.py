@@ -12,9 +12,18 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from typing import NamedTuple
 
 from rooflax.engine.sequence import Sequence
 from rooflax.nn.layout import blocks_needed, ceil_div
+
+
+class BlockCopy(NamedTuple):
+    """A block of a layer group whose content another one is to have."""
+
+    group: int
+    source: int
+    destination: int
 
 
 class BlockPool:
@@ -82,13 +91,14 @@ class BlockManager:
         return [pool.num_blocks - 1 - len(pool.free) for pool in self.pools]
 
     def fits_at_all(self, sequence: Sequence, new_tokens: int) -> bool:
-        """Whether the sequence could run to its end if it were alone.
+        """Whether the sequence, with the other beams of its group, could run to its end alone.
 
         Args:
             new_tokens: the most tokens written between two calls of `let_go_behind`.
         """
         needed = self._most_blocks(sequence.longest, new_tokens)
-        return all(n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
+        beams = len(sequence.members)
+        return all(beams * n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
 
     def _most_blocks(self, num_tokens: int, new_tokens: int) -> list[int]:
         return [blocks_needed(w, num_tokens, new_tokens, self.block_size) for w in self.windows]
@@ -168,21 +178,59 @@ class BlockManager:
 
     def missing(self, sequence: Sequence, up_to: int) -> list[int]:
         """Per group, the blocks that the positions below `up_to` still lack."""
+        shared = [self._shared_tail(sequence, group) for group in range(len(self.pools))]
         return [
-            max(0, ceil_div(up_to - first, self.block_size) - len(table))
-            for first, table in zip(sequence.first_positions, sequence.block_tables, strict=True)
+            max(0, ceil_div(up_to - first, self.block_size) - len(table)) + (tail is not None)
+            for first, table, tail in zip(
+                sequence.first_positions, sequence.block_tables, shared, strict=True
+            )
         ]
+
+    def _shared_tail(self, sequence: Sequence, group: int) -> int | None:
+        """Where in the table the next token's block is, if that exists and others own it too."""
+        table, first = sequence.block_tables[group], sequence.first_positions[group]
+        index = (sequence.num_computed_tokens - first) // self.block_size
+        has_others = index < len(table) and self.pools[group].ref_count[table[index]] > 1
+        return index if has_others else None
 
     def can_allocate(self, missing: list[list[int]]) -> bool:
         """Whether all of these find free blocks together."""
         needed = [sum(group) for group in zip(*missing, strict=True)]
         return all(n <= len(pool.free) for n, pool in zip(needed, self.pools, strict=True))
 
-    def allocate(self, sequence: Sequence, up_to: int) -> None:
-        """Gives the sequence blocks for its tokens at positions below `up_to`."""
+    def allocate(self, sequence: Sequence, up_to: int) -> list[BlockCopy]:
+        """Gives the sequence blocks for its tokens at positions below `up_to`.
+
+        Returns:
+            What must be copied before the next token is written: the block that it goes into, of
+            each group in which others own that too.
+        """
+        copies = []
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+            tail = self._shared_tail(sequence, group)
+            if tail is not None:
+                source, table[tail] = table[tail], pool.take()
+                pool.release(source)
+                copies.append(BlockCopy(group, source, table[tail]))
         missing = self.missing(sequence, up_to)
         for pool, table, count in zip(self.pools, sequence.block_tables, missing, strict=True):
             table.extend(pool.take() for _ in range(count))
+        return copies
+
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """The child gives its blocks back and owns the parent's with it.
+
+        Neither writes into the last one while the other owns it: `allocate` gives copies out.
+        """
+        for pool, table in zip(self.pools, parent.block_tables, strict=True):
+            for block in table:
+                pool.share(block)
+        self.deallocate(child)
+        child.block_tables = [list(table) for table in parent.block_tables]
+        child.first_positions = list(parent.first_positions)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_published_blocks = parent.num_published_blocks
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the blocks that the last step filled known to other sequences."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from jax.sharding import Mesh
 
+from rooflax.engine.beams import with_beams
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
@@ -110,14 +111,21 @@ class Engine:
             RequestError: with the arithmetic.
         """
         for sequence in sequences:
+            beams = len(sequence.members)
+            if beams > self.num_slots:
+                raise RequestError(
+                    f"The request has {beams} beams, which run at the same time, and "
+                    f"{self.num_slots} sequences may; lower num_beams."
+                )
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
-                    f"The request may come to hold {sequence.longest} tokens, which the KV cache "
-                    f"of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower max_tokens."
+                    f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
+                    f"cache of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower "
+                    f"max_tokens."
                 )
 
     def add(self, sequences: Seq[Sequence], arrival_s: float | None = None) -> None:
-        """Queues sequences; they run as `step` is called.
+        """Queues sequences, with all beams of their groups; they run as `step` is called.
 
         Args:
             arrival_s: when they came; None is now.
@@ -126,22 +134,28 @@ class Engine:
             RequestError: one of them could not run even alone; none is queued.
         """
         self.check(sequences)
-        for sequence in sequences:
+        for sequence in with_beams(sequences):
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; one that has finished stays as it is."""
-        was_finished = sequence.is_finished
+        """Takes a sequence out with the other beams of its group, wherever they are; one that has
+        finished stays as it is."""
+        open_ = [member for member in sequence.members if not member.is_finished]
         self.scheduler.abort(sequence)
-        if sequence.is_finished and not was_finished:
-            self.metrics.finished(sequence, time.perf_counter())
+        self._count_finished(open_, time.perf_counter())
+
+    def _count_finished(self, sequences: list[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            if sequence.is_finished:
+                self.metrics.finished(sequence, now_s)
 
     def warm_up(self, sequences: Seq[Sequence]) -> None:
         """Compiles everything these sequences will need."""
         if self.speculation is not None:
             self.speculation.drafter.warm_up(sequences, self.speculation.longest)
         blocks = self.scheduler.blocks
+        sequences = [sequence for sequence in sequences if not sequence.is_dormant]
         self.runner.warm_up(sequences, [blocks.num_cached(s) for s in sequences])
 
     def seal(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
@@ -197,6 +211,8 @@ class Engine:
         if step is None:
             return []
         outputs: list[StepOutput] = []
+        if step.copies:
+            self.runner.copy(step.copies)
         start_s = time.perf_counter()
         drafts = self._drafts(step)
         if not drafts:
@@ -209,6 +225,7 @@ class Engine:
             outputs += self._take(call, result, now_s)
             start_s = now_s
         self.scheduler.finish_step(step)
+        outputs += self._step_beams(step)
         self._watch()
         return outputs
 
@@ -236,6 +253,23 @@ class Engine:
         self.speculation.verified(rows, num_drafts, num_accepted, seconds)
         self.metrics.num_draft_tokens += num_drafts
         self.metrics.num_accepted_tokens += num_accepted
+    def _step_beams(self, step: ScheduledStep) -> list[StepOutput]:
+        """Ends the groups of which a beam failed, and lets those go on of which all have run."""
+        now_s, outputs = time.perf_counter(), []
+        failed = {id(s.group): s.group for s in step.sequences if s.finish_reason == "error"}
+        for group in [*failed.values(), *self.scheduler.ready_groups()]:
+            if group is None:
+                continue
+            open_ = [member for member in group.members if not member.is_finished]
+            if id(group) in failed:
+                self.scheduler.fail(group)
+                outputs += [member.output_since(member.num_output_tokens) for member in open_]
+            else:
+                self.metrics.token(group.members[0], now_s)
+                self.scheduler.advance(group, now_s)
+                outputs += [member.output_since(0) for member in open_ if member.is_finished]
+            self._count_finished(open_, now_s)
+        return outputs
 
     def _set_pace(self, step_s: float) -> None:
         """Chooses the steps of the next dispatch, if the caller did not.
@@ -273,6 +307,10 @@ class Engine:
                 return
             if index:
                 sequence.num_computed_tokens += 1
+            if sequence.group is not None:
+                best = result.logprobs(index, row, sequence.group.num_candidates).top
+                sequence.group.take(sequence, best)
+                return
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(result.logprobs(index, row, sequence.params.logprobs))
             self.metrics.token(sequence, now_s)

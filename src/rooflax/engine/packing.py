@@ -38,7 +38,7 @@ _FLOATS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 _UNSIGNED = ("seed", "sample_index")
-_INTS = ("top_k", "num_logprobs", "min_position")
+_INTS = ("top_k", "num_logprobs", "min_position", "num_beams")
 _SCALARS = (*_FLOATS, *_UNSIGNED, *_INTS)
 _WIDTHS = (
     len(_FLOATS), len(_UNSIGNED), len(_INTS),
@@ -107,6 +107,8 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     given: dict[str, Any] = {name: getattr(params, name, None) for name in _SCALARS}
     given["sample_index"] = sequence.sample_index
     given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    if sequence.group is not None:
+        given["num_logprobs"] = sequence.group.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     floats, unsigned, ints, ids, values, allowed, stop = _split(row)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rooflax.engine import packing
+from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.packing import Layout, StepResult
@@ -248,7 +249,8 @@ class Runner:
         for sequence in sequences:
             slot = sequence.slot
             assert slot is not None
-            if self._seated[slot] is sequence:
+            forgets = sequence.group is not None and sequence.params.has_penalties
+            if self._seated[slot] is sequence and not forgets:  # a beam's past may be another's
                 continue
             self._seated[slot] = sequence
             before = self._params[slot].copy()
@@ -266,18 +268,28 @@ class Runner:
             seen[sequence.prompt_tokens] += 1
         _, self.counts = self.functions.seat(None, self.counts, np.int32(slot), seen)
 
-    def clear(self, sequence: Sequence | None) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
+        copies = []
+        for group, table in enumerate(sequence.block_tables):
+            shared = sequence.num_published_blocks
+            first = max(0, shared - sequence.first_positions[group] // BLOCK_SIZE)
+            copies += [BlockCopy(group, 0, block) for block in table[first:]]
+        for begin in range(0, len(copies), self.num_slots):
+            self.copy(copies[begin : begin + self.num_slots])
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        """Copies blocks, at most one per slot and layer group; block 0 is zero."""
         if self.cache is None:
             return
-        tables = tuple(np.zeros(length, np.int32) for length in self.longest_tables)
-        for group, table in enumerate(tables):
-            if sequence is not None:
-                shared = sequence.num_published_blocks
-                first = max(0, shared - sequence.first_positions[group] // BLOCK_SIZE)
-                own = sequence.block_tables[group][first:]
-                table[: len(own)] = own
-        _, self.cache = self.functions.clear(None, self.cache, tables)
+        sources, destinations = (
+            tuple(np.zeros(self.num_slots, np.int32) for _ in self.windows) for _ in range(2)
+        )
+        for group in range(len(self.windows)):
+            own = [copy for copy in copies if copy.group == group]
+            sources[group][: len(own)] = [copy.source for copy in own]
+            destinations[group][: len(own)] = [copy.destination for copy in own]
+        _, self.cache = self.functions.copy(None, self.cache, sources, destinations)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Every step that was warmed up, by name; for tools that look into programs."""
@@ -299,7 +311,7 @@ class Runner:
             for shape in [*buckets.shapes(), scored]
         }
         programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
-        programs["blocks to clear"] = lambda: self.clear(None)
+        programs["blocks to copy"] = lambda: self.copy([])
         manifest = []
         for name, compile_now in programs.items():
             started = time.perf_counter()
@@ -338,6 +350,8 @@ class Runner:
             self._warm_shape(scored)
         if any(s.params.has_penalties for s in sequences):
             self._seat_counts(self.num_slots, None)
+        if any(s.group is not None for s in sequences):
+            self.copy([])
 
     def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
         """Rows of the prefills to come; those that begin alike do not run together."""

@@ -11,7 +11,15 @@ from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOG
 
 MAX_SAMPLES = 1024
 MAX_TOP_K = 2**31 - 1
+MAX_BEAMS = 10
+MAX_LENGTH_PENALTY = 10.0
 MAX_FACTOR = 1e6  # of temperature and repetition_penalty; float32 overflows far above
+
+
+_UNDRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+"""What draws of a token, and what turns each off: beams have all of them off."""
+_UNSEEN = {"stop": (), "logprobs": None, "prompt_logprobs": None}
+"""What a beam search does not do."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,15 @@ class SamplingParams:
         banned_token_ids: ids that are never chosen.
         logprobs: log-probabilities of the chosen token and this many of the best, 0 to 20.
         prompt_logprobs: the same for every token of the prompt but the first.
-        n: samples per prompt, 1 to 1024.
+        n: samples per prompt, 1 to 1024; with beams the best texts to return, up to num_beams.
         ignore_eos: go on after end-of-sequence ids.
+        num_beams: 2 to 10 searches for the likeliest whole texts, as transformers does: nothing is
+            drawn, and penalties and bias act on log-probabilities; default 1, off.
+        length_penalty: of beams: a text's score is the sum of its log-probabilities divided by
+            its number of tokens to this power, in [-10, 10]; default 1.
+        early_stopping: of beams: true ends the search with num_beams finished texts; false goes on
+            while an open beam scores better as it stands, "never" while it could by the longest
+            text; default false.
     """
 
     max_tokens: int | None = None
@@ -61,6 +76,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    num_beams: int = 1
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
@@ -83,6 +101,9 @@ class SamplingParams:
         _whole("n", 0 if self.n is None else self.n, 1, MAX_SAMPLES)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
+        _whole("num_beams", 0 if self.num_beams is None else self.num_beams, 1, MAX_BEAMS)
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        self._check_beams()
         _check_stop(self.stop)
         _check_bias(self.logit_bias)
         self._check_sizes()
@@ -105,6 +126,27 @@ class SamplingParams:
                 f"{MAX_ALLOWED_IDS} fit."
             )
 
+    def _check_beams(self) -> None:
+        early = self.early_stopping
+        if not (early is None or isinstance(early, bool) or early == "never"):
+            raise RequestError(f'early_stopping is {early!r}; it must be true, false or "never".')
+        if self.num_beams == 1:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise RequestError(f"{name} is for beams; raise num_beams or leave it out.")
+            return
+        if self.n > self.num_beams:
+            raise RequestError(
+                f"n is {self.n} and num_beams {self.num_beams}; beams give at most as many texts."
+            )
+        for name, off in (_UNDRAWN | _UNSEEN).items():
+            if getattr(self, name) not in (None, off):
+                why = "beams are not drawn" if name in _UNDRAWN else "beams do not have it"
+                raise RequestError(
+                    f"{name} is {getattr(self, name)!r} and num_beams {self.num_beams}; {why}, "
+                    f"so leave one of them out."
+                )
+
     def __hash__(self) -> int:
         values = [getattr(self, f.name) for f in fields(self) if f.name != "logit_bias"]
         return hash((*values, *sorted(self.logit_bias.items())))
@@ -121,6 +163,7 @@ class SamplingParams:
             and not (self.logit_bias or self.allowed_token_ids or self.banned_token_ids)
             and self.min_tokens == 0
             and self.logprobs is None
+            and self.num_beams == 1
         )
 
     @property
@@ -133,12 +176,17 @@ class SamplingParams:
         )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Unset fields filled from `defaults`, then from the built-in ones."""
+        """Unset fields filled from `defaults`, then from the built-in ones.
+
+        Beams take nothing from `defaults` that is about drawing.
+        """
         builtin = {
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         }  # fmt: skip
         merged = builtin | {k: v for k, v in defaults.items() if v is not None}
+        if self.num_beams > 1:
+            merged |= _UNDRAWN | {"length_penalty": 1.0, "early_stopping": False}
         return replace(self, **{k: v for k, v in merged.items() if getattr(self, k) is None})
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rooflax.engine.block_manager import BlockManager
+from rooflax.engine.beams import BeamGroup
+from rooflax.engine.block_manager import BlockCopy, BlockManager
 from rooflax.engine.sequence import Sequence, SequenceStatus
 
 
@@ -18,12 +19,14 @@ class ScheduledStep:
         num_steps: decode steps; 1 while prompts run beside them.
         room: tokens per decoding sequence that its blocks hold, for steps or for drafts.
         prefills: sequences that run several of their tokens, with how many.
+        copies: of blocks, to be made before anything runs.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     num_steps: int = 1
     room: int = 1
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -34,7 +37,8 @@ class Scheduler:
     """First come, first served.
 
     `running` is in order of arrival, and whatever waits has arrived later: who comes last is the
-    first to lose its blocks, and the first to get them back.
+    first to lose its blocks, and the first to get them back. The beams of a group stand one behind
+    the other, and each waits for all the others before every token.
 
     Args:
         num_slots: sequences that run at once.
@@ -65,6 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._free_slots = list(reversed(range(num_slots)))
+        self._copies: dict[int, list[BlockCopy]] = {}  # of this step, by the sequence that writes
 
     @property
     def has_unfinished(self) -> bool:
@@ -76,27 +81,39 @@ class Scheduler:
         return max(self.prefill_chunk, self.decode_steps, 1 + self.draft_tokens)
 
     def can_ever_run(self, sequence: Sequence) -> bool:
-        return self.blocks.fits_at_all(sequence, self.new_tokens)
+        """Whether the sequence, with the other beams of its group, could run alone."""
+        has_slots = len(sequence.members) <= self.num_slots
+        return has_slots and self.blocks.fits_at_all(sequence, self.new_tokens)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forgets a sequence, waiting or running; one that has finished stays as it is."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-            sequence.finish("abort")
-        elif sequence in self.running:
-            sequence.finish("abort")
-            self._leave(sequence)
+        """Ends a sequence and the other beams of its group; who has finished stays as it is."""
+        self._end(sequence.members, "abort")
+
+    def _end(self, sequences: list[Sequence], reason: str, error: str | None = None) -> None:
+        for sequence in sequences:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                sequence.finish(reason, error)
+            elif sequence in self.running:
+                sequence.finish(reason, error)
+                self._leave(sequence)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None when nothing is left to do."""
+        """The next step; None when nothing is left to do.
+
+        A step that runs nothing let in the last beam of a group.
+        """
         preempted_before = self.num_preemptions
+        self._copies.clear()
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
-        budget = self.token_budget - sum(not s.is_prefill for s in self.running)
+        budget = self.token_budget - sum(s.num_uncomputed_tokens == 1 for s in self.running)
         for sequence in list(self.running):  # earlier ones take blocks from later ones
+            if sequence.num_uncomputed_tokens == 0:
+                continue  # a beam that waits for the others
             if not sequence.is_prefill:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)
@@ -106,10 +123,11 @@ class Scheduler:
         if self.num_preemptions == preempted_before:
             self._admit(budget, decodes, prefills)
         if not decodes and not prefills:
-            assert not self.has_unfinished, "nobody can run"
-            return None
+            assert not self.has_unfinished or self.ready_groups(), "nobody can run"
+            return ScheduledStep() if self.has_unfinished else None
         room = 1 if prefills else self._extend(decodes)
-        return ScheduledStep(decodes, min(room, self.pace), room, prefills)
+        copies = [copy for made in self._copies.values() for copy in made]
+        return ScheduledStep(decodes, min(room, self.pace), room, prefills, copies)
 
     def finish_step(self, step: ScheduledStep) -> None:
         """Shares what the step computed, and retires who has finished."""
@@ -121,6 +139,30 @@ class Scheduler:
             if sequence.is_finished:
                 self._leave(sequence)
 
+    def ready_groups(self) -> list[BeamGroup]:
+        """The groups of which every beam has run."""
+        firsts = [s for s in self.running if s.group is not None and s is s.members[0]]
+        return [s.group for s in firsts if s.group is not None and s.group.is_ready]
+
+    def advance(self, group: BeamGroup, now_s: float) -> None:
+        """Lets the beams of a ready group go on, each from the cache of the one it continues; or
+        ends the group."""
+        heirs = group.choose()
+        for child, found in heirs.items():
+            if child != found.parent:
+                self.blocks.fork(group.members[child], group.members[found.parent])
+        if heirs:
+            group.go_on(heirs, now_s)
+            return
+        group.end(now_s)
+        for member in group.members:
+            self._leave(member)
+
+    def fail(self, group: BeamGroup) -> None:
+        """Ends every beam as the first one that failed did."""
+        failed = next(m for m in group.members if m.finish_reason == "error")
+        self._end(group.members, "error", failed.error)
+
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return max(0, min(sequence.num_uncomputed_tokens, self.prefill_chunk, budget))
 
@@ -130,10 +172,8 @@ class Scheduler:
         """Lets in who waits, in order, while slots, blocks and tokens last."""
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
-            num_cached = self.blocks.num_cached(sequence)
-            if self._is_being_computed(sequence, num_cached):
-                return
-            if not self.blocks.can_admit(sequence, num_cached, self.new_tokens):
+            num_cached = 0 if sequence.is_dormant else self.blocks.num_cached(sequence)
+            if not sequence.is_dormant and not self._may_enter(sequence, num_cached):
                 return
             self.waiting.popleft()
             self.blocks.admit(sequence, num_cached)
@@ -142,6 +182,8 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
+            if sequence.is_dormant:
+                continue
             count = self._chunk(sequence, budget)
             self.blocks.allocate(sequence, num_cached + count)
             budget -= count
@@ -149,6 +191,12 @@ class Scheduler:
                 prefills.append((sequence, count))
             else:
                 decodes.append(sequence)
+
+    def _may_enter(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether there are blocks for it, and nobody is about to compute those that it lacks."""
+        if self._is_being_computed(sequence, num_cached):
+            return False
+        return self.blocks.can_admit(sequence, num_cached, self.new_tokens)
 
     def _is_being_computed(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether a running prompt is about to fill the next block that this sequence needs."""
@@ -179,13 +227,15 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self.blocks.allocate(sequence, up_to)
+        self._copies[id(sequence)] = self.blocks.allocate(sequence, up_to)
         return True
 
     def _extend(self, decodes: list[Sequence]) -> int:
         """Room for as many tokens as nobody has to give way for."""
         room = max(self.pace, 1 + self.draft_tokens)
         room = min(room, *(s.num_remaining_tokens for s in decodes))
+        if any(s.group is not None for s in decodes):
+            room = 1
 
         def missing() -> list[list[int]]:
             return [self.blocks.missing(s, s.num_computed_tokens + room) for s in decodes]
@@ -212,3 +262,4 @@ class Scheduler:
         assert sequence.slot is not None
         self._free_slots.append(sequence.slot)
         sequence.slot = None
+        self._copies.pop(id(sequence), None)

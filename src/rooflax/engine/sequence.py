@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from rooflax.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rooflax.engine.beams import BeamGroup
 
 
 class SequenceStatus(Enum):
@@ -65,6 +69,9 @@ class Sequence:
         logprobs: per generated token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
+        group: the beams that it is one of.
+        is_dormant: has nothing to compute until it takes over another beam's cache.
+        score: of a finished beam; see beams.Hypothesis.
     """
 
     request_id: int
@@ -92,6 +99,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
+    group: BeamGroup | None = None
+    is_dormant: bool = False
+    score: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
@@ -114,8 +124,16 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps must run; a decoding sequence has exactly one."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens that the next steps must run.
+
+        A decoding sequence has exactly one, and a beam that waits for the others none.
+        """
+        return 0 if self.is_dormant else self.num_tokens - self.num_computed_tokens
+
+    @property
+    def members(self) -> list[Sequence]:
+        """The beams of its group, or itself."""
+        return [self] if self.group is None else self.group.members
 
     @property
     def num_remaining_tokens(self) -> int:

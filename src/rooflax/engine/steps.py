@@ -19,7 +19,7 @@ from rooflax.engine.packing import Layout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.kv_cache import KVCache, clear_blocks
+from rooflax.nn.kv_cache import KVCache, copy_blocks
 from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
 from rooflax.nn.weights import assemble, slots
 from rooflax.ops.control import while_loop
@@ -195,16 +195,17 @@ def seat(
     return (), carry.replace(slot, (seen & 1) == 1, seen >> 1)
 
 
-def clear(
+def copy(
     model: None,
     carry: KVCache,
-    tables: tuple[Int[Array, " _"], ...],
+    sources: tuple[Int[Array, " _"], ...],
+    destinations: tuple[Int[Array, " _"], ...],
     *,
     options: ExecutionOptions,
     shards: Shards | None,
 ) -> tuple[tuple[()], KVCache]:
-    """Zeroes blocks, of each layer group the ones in its table."""
-    return (), clear_blocks(carry, tables)
+    """Copies blocks, of each layer group from the ones in one list to those in another."""
+    return (), copy_blocks(carry, sources, destinations)
 
 
 def score(
@@ -318,7 +319,7 @@ class StepFunctions:
         self.verify = _compiled(verify, options.jit, mesh, **static)
         self.scored = _compiled(scored, options.jit, mesh, **static)
         self.seat = _compiled(seat, options.jit, mesh, **static)
-        self.clear = _compiled(clear, options.jit, mesh, **static)
+        self.copy = _compiled(copy, options.jit, mesh, **static)
 
 
 _JITTED: dict[Any, Callable] = {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
+from rooflax.engine.beams import with_beams
 from rooflax.engine.compilation import CompileCounts, count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
@@ -67,7 +68,7 @@ class EngineThread:
             raise EngineError("The engine is shutting down and takes no more requests.")
 
     def submit(self, sequences: Seq[Sequence]) -> None:
-        """Queues sequences.
+        """Queues sequences, with all beams of their groups.
 
         Raises:
             QueueFull: too many wait already; none is queued.
@@ -75,6 +76,7 @@ class EngineThread:
             EngineError: the engine is shutting down, or has failed.
         """
         self.engine.check(sequences)
+        sequences = with_beams(sequences)
         now = time.perf_counter()
         with self._lock:
             self._check_alive()
@@ -86,15 +88,16 @@ class EngineThread:
             self._inbox.put(lambda: self.engine.add(sequences, now))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences wherever they are; nothing is delivered for them any more."""
+        """Ends sequences, and the other beams of their groups, wherever they are; nothing is
+        delivered for them any more."""
         mine = list(sequences)
         self._inbox.put(lambda: self._abort(mine))
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if not sequence.is_finished:
-                self.engine.abort(sequence)
-                self._close(1)
+        open_ = [sequence for sequence in with_beams(sequences) if not sequence.is_finished]
+        for sequence in open_:
+            self.engine.abort(sequence)
+        self._close(len(open_))
 
     def stop(self, *, drain: bool) -> None:
         """Takes no more requests, and ends when those at hand are done, or at once.

@@ -175,19 +175,26 @@ def read(
     return contiguous(cache.k[index]), contiguous(cache.v[index])
 
 
-def clear_blocks(cache: KVCache, tables: tuple[Int[Array, " _"], ...]) -> KVCache:
-    """Zeroes the blocks in `tables`, one table per layer group."""
+def copy_blocks(
+    cache: KVCache,
+    sources: tuple[Int[Array, " _"], ...],
+    destinations: tuple[Int[Array, " _"], ...],
+) -> KVCache:
+    """Gives blocks the content that others had before, one list of each per layer group.
 
-    def cleared(pool: Pool, index: int) -> Pool:
-        table = tables[cache.groups.of_layer[index]]
-        first = jnp.arange(cache.num_repeats, dtype=jnp.int32) * (
-            pool.shape[0] // cache.num_repeats
-        )
-        blocks = (first[:, None] + table[None]).reshape(-1)
-        return jax.tree.map(lambda array: array.at[blocks].set(0), pool)
+    Block 0 as a source zeroes a block, and from 0 to 0 nothing happens.
+    """
 
-    k = [cleared(pool, index) for index, pool in enumerate(cache.k)]
-    return with_pools(cache, k, [cleared(pool, index) for index, pool in enumerate(cache.v)])
+    def copied(pool: Pool, index: int) -> Pool:
+        group = cache.groups.of_layer[index]
+        repeats = jnp.arange(cache.num_repeats, dtype=jnp.int32)
+        first = (repeats * (pool.shape[0] // cache.num_repeats))[:, None]
+        source = (first + sources[group][None]).reshape(-1)
+        destination = (first + destinations[group][None]).reshape(-1)
+        return jax.tree.map(lambda array: array.at[destination].set(array[source]), pool)
+
+    k = [copied(pool, index) for index, pool in enumerate(cache.k)]
+    return with_pools(cache, k, [copied(pool, index) for index, pool in enumerate(cache.v)])
 
 
 def with_pools(cache: KVCache, k: list[Pool], v: list[Pool]) -> KVCache:

@@ -45,6 +45,8 @@ class Sampling:
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
         num_logprobs: how many log-probabilities the row wants; -1 is none.
+        num_beams: above 1 the row is a beam: adjustments act on its log-probabilities, and those
+            are what comes back.
         plain: the caller's word that every row takes the most likely token and nothing else is
             asked for: a program of its own, without what would only have to be compiled.
     """
@@ -64,6 +66,7 @@ class Sampling:
     stop_ids: Int[Array, "B num_stop"]
     min_position: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
+    num_beams: Int[Array, " B"]
     plain: bool = field(default=False, metadata={"static": True})
 
 
@@ -95,7 +98,8 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, raw log-probabilities (before any adjustment).
+    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; of beams
+    those after it.
 
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
@@ -139,6 +143,11 @@ def sample(
     if sampling.plain:
         return _without_logprobs(best, is_finite, logits.shape[1])
     too_early = positions < sampling.min_position
+    is_beam = sampling.num_beams > 1
+
+    def beams_as_logprobs() -> jax.Array:
+        return jnp.where(is_beam[:, None], jax.nn.log_softmax(logits, axis=-1), logits)
+
     adjusts = (
         jnp.any(sampling.repetition_penalty != 1)
         | jnp.any(sampling.presence_penalty != 0)
@@ -146,11 +155,13 @@ def sample(
         | jnp.any(sampling.bias_values != 0)
         | jnp.any(sampling.allowed_ids != NO_ID)
         | jnp.any(too_early)
+        | jnp.any(is_beam)
     )
 
     def adjust() -> jax.Array:
+        scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
         generated = _with_pending(counts.generated[slots], pending)
-        penalised = _adjust(logits, sampling, counts.in_prompt[slots], generated)
+        penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early)
 
     adjusted = cond(adjusts, adjust, lambda: logits)
@@ -160,7 +171,8 @@ def sample(
         lambda: cond(adjusts, lambda: argmax(adjusted), lambda: best),
     )
     chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
-    return _with_logprobs(logits, tokens, is_finite & jnp.isfinite(chosen), sampling)
+    is_finite = is_finite & jnp.isfinite(chosen)
+    return _with_logprobs(logits, adjusted, tokens, is_finite, sampling)
 
 
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -387,14 +399,20 @@ def _without_logprobs(
 
 def _with_logprobs(
     logits: Float[Array, "B V"],
+    adjusted: Float[Array, "B V"],
     tokens: Int[Array, " B"],
     is_finite: Bool[Array, " B"],
     sampling: Sampling,
 ) -> Sampled:
     empty = _without_logprobs(tokens, is_finite, logits.shape[1])
+    is_beam = (sampling.num_beams > 1)[:, None]
+
+    def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _best(jnp.where(is_beam, adjusted, jax.nn.log_softmax(logits, axis=-1)), tokens)
+
     chosen, ids, values = cond(
         jnp.any(sampling.num_logprobs >= 0),
-        lambda: logprobs_of(logits, tokens),
+        wanted,
         lambda: (empty.logprobs, empty.top_tokens, empty.top_logprobs),
     )
     return Sampled(tokens, is_finite, chosen, ids, values)
@@ -404,6 +422,11 @@ def logprobs_of(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B top"], Float[Array, "B top"]]:
     """Log-probabilities of the tokens, the most likely ids, and theirs."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    return _best(jax.nn.log_softmax(logits, axis=-1), tokens)
+
+
+def _best(
+    logprobs: Float[Array, "B V"], tokens: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Int[Array, "B top"], Float[Array, "B top"]]:
+    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
     return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], ids, values

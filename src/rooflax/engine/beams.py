@@ -1,0 +1,205 @@
+"""Beam search: which beams go on with which tokens, and which texts are done. Pure Python, no jax.
+
+A `BeamGroup` is `num_beams` sequences in lockstep. It chooses as transformers' `_beam_search` does;
+blocks and slots are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import Sequence
+from rooflax.errors import RequestError
+from rooflax.ops.sampling_limits import MAX_LOGPROBS
+
+Candidates = tuple[tuple[int, float], ...]
+"""Token ids with their log-probabilities after all adjustments, best first."""
+
+
+class Continuation(NamedTuple):
+    """One more token for a beam.
+
+    Attributes:
+        score: sum of the log-probabilities of all generated tokens, this one included.
+        parent: the beam's index.
+    """
+
+    score: float
+    parent: int
+    token: int
+
+
+class Hypothesis(NamedTuple):
+    """A finished text: its generated tokens, and the sum of their log-probabilities divided by
+    their number to the power of the length penalty."""
+
+    score: float
+    tokens: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class BeamGroup:
+    """The beams of one request.
+
+    At first only the first of them runs, over the prompt; the others are dormant until they take
+    over its cache. From then on every beam has the same number of tokens.
+
+    Attributes:
+        members: one sequence per beam, in no order of merit.
+        scores: per beam, the sum of the log-probabilities of its generated tokens.
+        finished: the best texts so far, best first, at most one per beam.
+    """
+
+    members: list[Sequence]
+    scores: list[float] = field(default_factory=list)
+    finished: list[Hypothesis] = field(default_factory=list)
+    _candidates: dict[int, Candidates] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scores = [0.0] * len(self.members)
+        for index, member in enumerate(self.members):
+            member.group, member.is_dormant = self, index > 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Of each beam: enough if the best of all are those that would end it."""
+        return len(self.members) + len(self.members[0].stop_ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every beam has its slot, and its candidates."""
+        return all(m.slot is not None and m.num_uncomputed_tokens == 0 for m in self.members)
+
+    def take(self, sequence: Sequence, candidates: Candidates) -> None:
+        """What may follow a beam's last token."""
+        self._candidates[id(sequence)] = candidates
+
+    def choose(self) -> dict[int, Continuation]:
+        """The best continuations, by the beam that takes each; none if the search is over.
+
+        The best `num_beams` of all candidates end there if their token ends the text or is the
+        last one; the best `num_beams` of the others go on. A beam's best continuation stays with
+        it, its others go to beams that have none.
+        """
+        count, first = len(self.members), self.members[0]
+        candidates = [
+            Continuation(self.scores[index] + logprob, index, token)
+            for index, member in enumerate(self.members)
+            if not member.is_dormant
+            for token, logprob in self._candidates[id(member)]
+        ]
+        best = sorted(candidates, key=lambda c: -c.score)
+        length = first.num_output_tokens + 1
+        is_last = length >= first.max_tokens
+        for found in best[:count]:
+            if is_last or found.token in first.stop_ids:
+                self._finish(found, length)
+        open_ = [found for found in best if found.token not in first.stop_ids][:count]
+        if is_last or self._is_over(open_[0].score, length):
+            return {}
+        return _heirs(open_, count)
+
+    def _finish(self, found: Continuation, length: int) -> None:
+        tokens = (*self.members[found.parent].output_tokens, found.token)
+        done = Hypothesis(self._penalised(found.score, length), tokens)
+        ranked = sorted([*self.finished, done], key=lambda h: -h.score)
+        self.finished = ranked[: len(self.members)]
+
+    def _penalised(self, score: float, length: int) -> float:
+        penalty = self.members[0].params.length_penalty
+        assert penalty is not None
+        return score / length**penalty
+
+    def _is_over(self, best: float, length: int) -> bool:
+        """Whether there are texts enough, and no open beam is held to become better.
+
+        Args:
+            best: sum of the log-probabilities of the best beam that could go on.
+            length: its generated tokens.
+        """
+        first = self.members[0]
+        params = first.params
+        assert params.length_penalty is not None
+        if len(self.finished) < len(self.members):
+            return False
+        if params.early_stopping is True:
+            return True
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = first.max_tokens
+        return self._penalised(best, length) <= self.finished[-1].score
+
+    def go_on(self, heirs: dict[int, Continuation], now_s: float) -> None:
+        """Gives every beam the tokens of its continuation."""
+        for index, found in heirs.items():
+            if found.parent != index:
+                self.members[index].tokens = list(self.members[found.parent].tokens)
+        for index, found in heirs.items():
+            self.members[index].tokens.append(found.token)
+            self.members[index].is_dormant, self.scores[index] = False, found.score
+        self.members[0].token_times_s.append(now_s)
+        self._candidates.clear()
+
+    def end(self, now_s: float) -> None:
+        """Makes the beams the finished texts, the best one first."""
+        times_s = [*self.members[0].token_times_s, now_s]
+        num_cached = self.members[0].num_cached_tokens
+        for member, done in zip(self.members, self.finished, strict=True):
+            member.tokens = [*member.prompt_tokens, *done.tokens]
+            member.token_times_s = times_s[: len(done.tokens)]
+            member.num_cached_tokens, member.score = num_cached, done.score
+            member.finish("stop" if done.tokens[-1] in member.stop_ids else "length")
+
+
+def _heirs(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
+    """Which of `count` beams takes which continuation."""
+    heirs: dict[int, Continuation] = {}
+    others = []
+    for found in chosen:
+        if found.parent in heirs:
+            others.append(found)
+        else:
+            heirs[found.parent] = found
+    idle = [index for index in range(count) if index not in heirs]
+    return heirs | dict(zip(idle, others, strict=True))
+
+
+def with_beams(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """The sequences, and with each the other beams of its group."""
+    found: dict[int, Sequence] = {}
+    for sequence in sequences:
+        found |= {id(member): member for member in sequence.members}
+    return list(found.values())
+
+
+def check_beams(
+    params: SamplingParams, stop_ids: frozenset[int], vocab_size: int, num_slots: int
+) -> None:
+    """Refuses a beam search that could not run.
+
+    Args:
+        num_slots: sequences that run at once.
+
+    Raises:
+        RequestError: with the numbers.
+    """
+    beams = params.num_beams
+    if beams > num_slots:
+        raise RequestError(
+            f"num_beams is {beams} and max_num_seqs {num_slots}; every beam runs at the same "
+            f"time, so raise the latter or lower the former."
+        )
+    if beams + len(stop_ids) > MAX_LOGPROBS:
+        raise RequestError(
+            f"num_beams is {beams} and {len(stop_ids)} ids end the text; together they may be "
+            f"{MAX_LOGPROBS}."
+        )
+    allowed = set(params.allowed_token_ids) or set(range(vocab_size))
+    num_open = len(allowed - set(params.banned_token_ids) - stop_ids)
+    if num_open < beams:
+        raise RequestError(
+            f"num_beams is {beams} and {num_open} ids may be chosen without ending the text; "
+            f"every beam needs one."
+        )

@@ -285,7 +285,7 @@ EFFECTS = {
     "seed": 4, "stop": None, "stop_token_ids": None, "repetition_penalty": 1.9,
     "presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {9: 100.0},
     "allowed_token_ids": [5, 6], "banned_token_ids": None, "logprobs": 2, "prompt_logprobs": 2,
-    "n": 2, "ignore_eos": None,
+    "n": 2, "ignore_eos": None, "num_beams": 3, "length_penalty": 3.0, "early_stopping": True,
 }  # fmt: skip
 
 
@@ -307,6 +307,10 @@ def test_every_sampling_field_has_its_effect(llm):
             "banned_token_ids": [middle],
         }.get(name, value)
         before = base | (drawn if name in ("top_k", "top_p", "min_p", "seed") else {})
+        if name in ("length_penalty", "early_stopping"):
+            before |= {"num_beams": 3, "n": 3, "stop_token_ids": list(tokens[:6])}
+        if name == "early_stopping":
+            before |= {"length_penalty": 3.0}
         if name == "min_tokens":
             before |= {"stop_token_ids": [middle]}
         if name == "ignore_eos":  # see test_ignore_eos below

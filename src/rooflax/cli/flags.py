@@ -85,12 +85,7 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         add("--samples", metavar="N", type=whole, default=1, help="answers to give; default 1")
         add("--logprobs", metavar="N", type=whole, help="show log-probabilities, and N others")
         add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
-        add(
-            "--length-penalty",
-            metavar="X",
-            type=number,
-            help="of beams: above 0 favours long texts",
-        )
+        add("--length-penalty", metavar="X", type=number, help="of beams: more favours long texts")
         add(
             "--early-stopping", metavar="HOW", type=_early_stopping,
             help="of beams: false (default), true, never",

@@ -99,7 +99,7 @@ BEAM_SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_beams": 5, "length_penalty": 0.5, "early_stopping": "never"},
     {"num_beams": 5, "length_penalty": 1.0, "early_stopping": True},
     {"num_beams": 5, "length_penalty": 2.0, "early_stopping": False, "repetition_penalty": 1.3},
-    {"num_beams": 5, "length_penalty": -0.25, "early_stopping": "never", "num_ends": 0},
+    {"num_beams": 5, "length_penalty": -0.1, "early_stopping": "never", "num_ends": 0},
     {
         "num_beams": 3, "length_penalty": 1.0, "early_stopping": True, "num_ends": 1,
         "logit_bias": {7: 1.5, 30: -2.0}, "banned_token_ids": [11, 200],

@@ -286,6 +286,7 @@ EFFECTS = {
     "presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {9: 100.0},
     "allowed_token_ids": [5, 6], "banned_token_ids": None, "logprobs": 2, "prompt_logprobs": 2,
     "n": 2, "ignore_eos": None, "num_beams": 3, "length_penalty": 3.0, "early_stopping": True,
+    "json_schema": {"type": "boolean"}, "regex": "a+b", "grammar": 'start: "a"',
 }  # fmt: skip
 
 

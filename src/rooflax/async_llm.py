@@ -123,9 +123,11 @@ class AsyncLLM:
             RequestError: the request cannot be done.
             EngineError: it failed.
         """
-        samples = self.llm.samples(
-            0, self.llm.encode(prompt), params or SamplingParams(), cache_salt
-        )
+        given, ids = params or SamplingParams(), self.llm.encode(prompt)
+        if given.form is None:
+            samples = self.llm.samples(0, ids, given, cache_salt)
+        else:  # compiling takes its time, and others' streams go on meanwhile
+            samples = await asyncio.to_thread(self.llm.samples, 0, ids, given, cache_salt)
         open_ = {id(sample.sequence): sample for sample in samples}
         inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
         self._inboxes |= dict.fromkeys(open_, inbox)

@@ -19,7 +19,8 @@ class Completion:
         text: without the stop string or the end-of-sequence token.
         tokens: generated ids, the one that ended it included.
         prompt_tokens: ids of the prompt.
-        finish_reason: "stop" (an id or a string ended it), "length", or "error".
+        finish_reason: "stop" (an id or a string ended it, or its form is complete), "length", or
+            "error".
         logprobs: per token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         timings: seconds and tokens per second, the keys of `generate --json`.
@@ -78,7 +79,7 @@ class Sample:
         for new, token in enumerate(output.tokens, start=1):
             is_last = reason is not None and new == len(output.tokens)
             self.tokens.append(token)
-            if not (is_last and reason == "stop"):
+            if token not in sequence.stop_ids or not (is_last and reason == "stop"):
                 self.text += self.decoder.push(token)
             if is_last:
                 self.text += self.decoder.flush()

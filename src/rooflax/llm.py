@@ -38,6 +38,7 @@ from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.ops import kernels
 from rooflax.ops.sampling_limits import MAX_STOP_IDS
+from rooflax.structured import Forms
 
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
@@ -110,6 +111,7 @@ class LLM:
         )
         self.tokenizer = self.about.tokenizer()
         self.defaults = self.about.generation_defaults()
+        self._forms = Forms(self.tokenizer, self.about.config.vocab_size, self.stop_ids)
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
         native_linear = kernels.chosen(options.kernels)["linear"] == "native"
@@ -239,7 +241,7 @@ class LLM:
         With beams these are the first `n` of the group.
 
         Raises:
-            RequestError: what this model cannot do.
+            RequestError: what this model cannot do, or a form that cannot be compiled.
         """
         given = given.with_defaults(self._default_values())
         vocab = self.about.config.vocab_size
@@ -255,8 +257,18 @@ class LLM:
             )
         room = self.max_model_len - len(ids)
         max_tokens = min(given.max_tokens or room, room)
+        guide = self._forms.guide(given, stop)
         sequences = [
-            EngineSequence(request_id, ids, given, max_tokens, stop, index, cache_salt=cache_salt)
+            EngineSequence(
+                request_id,
+                ids,
+                given,
+                max_tokens,
+                stop,
+                index,
+                cache_salt=cache_salt,
+                guide=guide.copy() if guide and index else guide,
+            )
             for index in range(max(given.n, given.num_beams))
         ]
         if given.num_beams > 1:

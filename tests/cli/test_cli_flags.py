@@ -57,6 +57,7 @@ LAYERS = {
 }
 EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]}
 PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
+DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "nobody drafts")}
 QUANTIZE = {"--quantize": ["int8"]}
 DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
@@ -69,13 +70,16 @@ COMMANDS = {
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--prompt": ["for x in"], "--samples": ["2"], "--logprobs": ["1"],
            "--num-beams": ["2"], "--length-penalty": (["2"], "is for beams"),
-           "--early-stopping": (["never"], "is for beams"), "--mesh": ["tensor=2"]},
+           "--early-stopping": (["never"], "is for beams"),
+           "--json-schema": ['{"type": "boolean"}'], "--regex": ["[ab]+"],
+           "--grammar": ['start: "ab"'],
+           "--mesh": ["tensor=2"]} | DRAFTS,
     ),
     "chat": (
         [TINY, "-n", "3"],
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
-           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None},
+           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None} | DRAFTS,
     ),
     "train": (
         [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",

@@ -107,6 +107,22 @@ def test_samples_are_told_apart(rooflax):
     assert "decode   12 tokens in 3 samples" in ran.err
 
 
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+
+
+def test_a_form_is_given_as_text_or_as_a_file(rooflax, tmp_path):
+    base = ("generate", TINY, "-p", PROMPT, "-n", 40, "--quiet")
+    (tmp_path / "schema.json").write_text(SCHEMA)
+    (tmp_path / "rules.lark").write_text('start: "yes" | "no"')
+    closed = SCHEMA[:-1] + ', "additionalProperties": false}'
+    assert json.loads(rooflax(*base, "--json-schema", closed).out)["a"] in (1, 2)
+    ran = rooflax(*base, "--json-schema", tmp_path / "schema.json", "--temp", 0)
+    assert ran.code == 0 and ran.out == rooflax(*base, "--json-schema", SCHEMA, "--temp", 0).out
+    for rules in (tmp_path / "rules.lark", 'start: "yes" | "no"'):
+        assert rooflax(*base, "--grammar", rules).out in ("yes", "no")
+    assert set(rooflax(*base, "--regex", "[ab]{5}").out) <= set("ab")
+
+
 def test_logprobs_are_a_table_on_stderr(rooflax):
     ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 3, "--temp", 0, "--logprobs", 2, "--quiet")
     head, *rows = ran.err.splitlines()
@@ -143,6 +159,12 @@ def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--platform", "abacus"), "--platform is 'abacus'"),
         (("-t", "0"), "0 is below 1"),
+        (("--regex", "(a"), "regex cannot be used: unclosed group"),
+        (("--json-schema", "none.json"), "--json-schema none.json cannot be read: No such file"),
+        (("--json-schema", '{"a"'), "json_schema is not JSON"),
+        (("--grammar", "none.lark"), "--grammar none.lark cannot be read: No such file"),
+        (("--grammar", "start: foo"), "unknown name"),
+        (("--grammar", 'start: "a"', "--regex", "a"), "regex and grammar are given"),
     ],
 )
 def test_wrong_values_are_one_sentence(rooflax, flags, said):

@@ -35,6 +35,9 @@ GOOD = {
     "num_beams": (1, 2, 10),
     "length_penalty": (-10, 0, 0.5, 1.0, 10, None),
     "early_stopping": (True, False, "never", None),
+    "json_schema": (None, {}, {"type": "object"}, '{"type": "string"}'),
+    "regex": (None, "a+", "a" * 65536),
+    "grammar": (None, 'start: "a"'),
 }
 BESIDE = {"length_penalty": {"num_beams": 2}, "early_stopping": {"num_beams": 2}}
 """What a field needs to have a meaning."""
@@ -64,6 +67,12 @@ BAD = {
     "num_beams": (0, -1, 11, None, *NOT_WHOLE),
     "length_penalty": (-10.1, 11, *NOT_NUMBERS),
     "early_stopping": (1, 0, "yes", "true", 2.0, [True]),
+    "json_schema": (
+        "", "x", "{", "[]", "3", [], 3, True, b"{}", {"a": math.nan}, {"a": {1}},
+        {"a": "x" * 65536},
+    ),
+    "regex": ("", 3, b"a", ["a"], True, "a" * 65537, "\ud800"),
+    "grammar": ("", 3, b"a", {"start": "a"}, "a" * 65537),
 }  # fmt: skip
 
 

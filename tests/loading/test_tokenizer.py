@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]
@@ -221,3 +223,22 @@ def test_chat_templates_and_special_tokens_from_each_place(write_folder, tmp_pat
     legacy = {"eos_token": {"content": "<|endoftext|>"}}
     (folder / "special_tokens_map.json").write_text(json.dumps(legacy))
     assert Tokenizer(folder).special_tokens == {"eos_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_the_tokens_are_the_text(loaded, kind):
+    spelled = spelled_bytes(loaded[kind])
+    assert len(spelled) == loaded[kind].vocab_size
+    before = b" " if kind == "llama2" else b""  # sentencepiece begins a text with a space
+    for text in ("Hello world", "two  spaces ", "naïve 日本語 😀 \n\n\t x", "{}[]"):
+        ids = loaded[kind].encode_plain(text)
+        assert b"".join([spelled[i] for i in ids]) == before + text.encode()
+
+
+def test_tokens_whose_bytes_are_not_known_are_refused(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
+    for decoder, named in ((tokenizers.decoders.WordPiece(), "WordPiece"), (None, "nothing")):
+        backend.decoder = decoder
+        backend.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(UnsupportedModelError, match=f"made of {named}"):
+            spelled_bytes(Tokenizer(tmp_path))

@@ -23,10 +23,11 @@ assert VOCAB > NUM_CANDIDATES
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "num_logprobs": -1, "min_position": 0, "num_beams": 1,
+    "num_logprobs": -1, "min_position": 0, "num_beams": 1, "is_guided": 0,
 }  # fmt: skip
 DTYPES = {
     "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "num_beams": "int32",
+    "is_guided": "int32",
     "seed": "uint32", "sample_index": "uint32",
 }  # fmt: skip
 
@@ -472,8 +473,10 @@ def test_a_row_that_is_not_finite_says_so_alone(temperature, bad):
     assert [got.tokens.tolist()[i] for i in (0, 2)] == [wanted[0], wanted[2]]
     plain = dataclasses.replace(settings(3, temperature=0.0), plain=True)
     assert draw(logits, plain).is_finite.tolist() == [True, False, True]
+    assert got.is_allowed.tolist() == [True, True, True]
     nothing_left = settings(3, temperature=temperature, allowed=[4], bias={4: -np.inf})
-    assert draw(normal(3, VOCAB), nothing_left).is_finite.tolist() == [False] * 3
+    got = draw(normal(3, VOCAB), nothing_left)
+    assert got.is_finite.tolist() == [True] * 3 and got.is_allowed.tolist() == [False] * 3
 
 
 def primitives(jaxpr, inside=False):
@@ -520,3 +523,40 @@ def test_branches_survive_compilation():
     entry = text[text.index("ENTRY") :]
     assert "conditional(" in entry
     assert "sort(" in text and not re.search(r"\b(sort|topk)\(", entry, re.I)
+
+
+def test_bits_are_read_from_the_lowest_of_each_word_on():
+    words = np.random.RandomState(0).randint(-(2**31), 2**31, (3, 10)).astype(np.int32)
+    wanted = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    for count in (1, 31, 32, 33, VOCAB, 320):
+        got = np.asarray(lib.unpack_bits(jnp.asarray(words), count))
+        np.testing.assert_array_equal(got, wanted[:, :count].astype(bool))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 9, "top_p": 0.8}],
+    ids=str,
+)
+def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given):
+    """Masks belong to slots; rows without a guide pass over what is there."""
+    rows = 8
+    logits, state = normal(rows, VOCAB), np.random.RandomState(1)
+    slots = state.permutation(rows)
+    is_guided = (np.arange(rows) % 4 != 3).astype(np.int32)
+    allowed = state.rand(rows, 320) < 0.05
+    masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    banned = np.where(allowed[slots, :VOCAB] | (is_guided == 0)[:, None], logits, -np.inf)
+    wanted = draw(banned.astype(np.float32), settings(rows, **given))
+    got = compiled()(
+        jnp.asarray(logits),
+        settings(rows, is_guided=is_guided, **given),
+        jnp.arange(rows, dtype=jnp.int32),
+        no_counts(rows),
+        jnp.asarray(slots, jnp.int32),
+        jnp.asarray(masks),
+    )
+    tokens = np.asarray(got.tokens)
+    np.testing.assert_array_equal(tokens, np.asarray(wanted.tokens))
+    assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_guided[r])
+    assert np.asarray(got.is_allowed).all()

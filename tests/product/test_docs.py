@@ -40,7 +40,7 @@ def test_pitfalls_are_as_described() -> None:
 
 
 def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all("README.md") == 2
+    assert run_all("README.md") == 3
     out = capsys.readouterr().out
     assert "def add(a, b):" in out
 

@@ -7,6 +7,7 @@ that a wrong value is refused at once.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
@@ -90,10 +91,45 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
             "--early-stopping", metavar="HOW", type=_early_stopping,
             help="of beams: false (default), true, never",
         )  # fmt: skip
+        add(
+            "--json-schema", metavar="FILE_OR_JSON", type=_schema,
+            help="answer in JSON that this schema accepts",
+        )  # fmt: skip
+        add("--regex", metavar="REGEX", help="answer with text that matches as a whole")
+        add(
+            "--grammar", metavar="FILE_OR_TEXT", type=_grammar,
+            help="answer with text of this Lark grammar",
+        )  # fmt: skip
 
 
 def _early_stopping(text: str) -> bool | str:
     return {"false": False, "true": True}.get(text, text)
+
+
+def _schema(given: str) -> str:
+    if given.lstrip().startswith("{"):
+        return given
+    return _read("--json-schema", given, "JSON that begins with {")
+
+
+def _grammar(given: str) -> str:
+    if ":" in given and not Path(given[:255]).is_file():
+        return given
+    return _read("--grammar", given, 'rules such as start: "yes" | "no"')
+
+
+def _read(flag: str, path: str, otherwise: str) -> str:
+    """
+    Raises:
+        RequestError: no file that can be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RequestError(
+            f"{flag} {path[:80]} cannot be read: {why}; give a file, or {otherwise}."
+        ) from None
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -124,6 +160,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         num_beams=getattr(args, "num_beams", 1),
         length_penalty=getattr(args, "length_penalty", None),
         early_stopping=getattr(args, "early_stopping", None),
+        json_schema=getattr(args, "json_schema", None),
+        regex=getattr(args, "regex", None),
+        grammar=getattr(args, "grammar", None),
     )
 
 

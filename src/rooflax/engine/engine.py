@@ -33,6 +33,10 @@ NOT_FINITE = (
     "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
     "with --check."
 )
+NOT_ALLOWED = (
+    "No token was left to choose, so the request was ended; loosen what it bans or allows, or the "
+    "form that it asks for."
+)
 
 
 class Engine:
@@ -135,6 +139,7 @@ class Engine:
         """
         self.check(sequences)
         for sequence in with_beams(sequences):
+            assert sequence.guide is not None or sequence.params.form is None
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
@@ -253,6 +258,7 @@ class Engine:
         self.speculation.verified(rows, num_drafts, num_accepted, seconds)
         self.metrics.num_draft_tokens += num_drafts
         self.metrics.num_accepted_tokens += num_accepted
+
     def _step_beams(self, step: ScheduledStep) -> list[StepOutput]:
         """Ends the groups of which a beam failed, and lets those go on of which all have run."""
         now_s, outputs = time.perf_counter(), []
@@ -304,6 +310,9 @@ class Engine:
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
                 self.runner.clear(sequence)
+                return
+            if not result.is_allowed(index, row):
+                sequence.finish("error", NOT_ALLOWED)
                 return
             if index:
                 sequence.num_computed_tokens += 1

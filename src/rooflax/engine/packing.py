@@ -30,7 +30,7 @@ SLOT, START, QUERY_LEN, SAMPLES, NUM_STEPS, NEXT, FIRST = range(7)
 them, where the sequence has one."""
 TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
-RAN, FINITE = 1, 2
+RAN, FINITE, ALLOWED = 1, 2, 4
 """Bits of STATE."""
 
 _FLOATS = (
@@ -38,7 +38,7 @@ _FLOATS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 _UNSIGNED = ("seed", "sample_index")
-_INTS = ("top_k", "num_logprobs", "min_position", "num_beams")
+_INTS = ("top_k", "num_logprobs", "min_position", "num_beams", "is_guided")
 _SCALARS = (*_FLOATS, *_UNSIGNED, *_INTS)
 _WIDTHS = (
     len(_FLOATS), len(_UNSIGNED), len(_INTS),
@@ -110,6 +110,7 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     if sequence.group is not None:
         given["num_logprobs"] = sequence.group.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
+    given["is_guided"] = sequence.guide is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     floats, unsigned, ints, ids, values, allowed, stop = _split(row)
     floats.view(np.float32)[:] = [given[name] for name in _FLOATS]
@@ -172,6 +173,7 @@ def pack_sampled(
         ran: rows whose choice counts; None is all.
     """
     state = RAN + FINITE * is_finite.astype(jnp.int32)
+    state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
     state = state if ran is None else jnp.where(ran, state, 0)
     columns = [sampled.tokens[:, None], state[:, None]]
     if not plain:
@@ -226,6 +228,10 @@ class StepResult:
 
     def is_finite(self, step: int, row: int) -> bool:
         return bool(self.packed[step, row, STATE] & FINITE)
+
+    def is_allowed(self, step: int, row: int) -> bool:
+        """Whether there was a token that the row may have."""
+        return bool(self.packed[step, row, STATE] & ALLOWED)
 
     def logprobs(self, step: int, row: int, count: int) -> TokenLogprobs:
         return unpack_logprobs(self.packed[step, row, STATE + 1 :], count)

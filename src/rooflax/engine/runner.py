@@ -105,6 +105,9 @@ class Runner:
         self._seated: list[Sequence | None] = [None] * self.num_slots
         self._params = packing.empty_params(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
+        words = ceil_div(self.model.config.vocab_size, 32)
+        self._masks = np.full((self.num_slots + 1, words), -1, np.int32)
+        self._device_masks = self._put(self._masks.copy())
 
     def _allocate_cache(self) -> Any:
         config = self.model.config
@@ -203,6 +206,7 @@ class Runner:
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._seat(call.sequences)
+        self._guide(call)
         return self._dispatch(call, num_steps)
 
     def _dispatch(self, call: Call, num_steps: int = 1) -> StepResult:
@@ -229,7 +233,8 @@ class Runner:
             layout.write(packed[row], sequence, start, end - start)
             if call.drafts:
                 layout.add_drafts(packed[row], call.drafts[row])
-        return StepInput(packed, self._device_params, layout, self._plain)  # type: ignore[arg-type]
+        masks = None if self._plain else self._device_masks
+        return StepInput(packed, self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
 
     def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
         if not self.options.use_cache:
@@ -260,6 +265,18 @@ class Runner:
                 self._seat_counts(slot, sequence)
         if changed:
             self._device_params = self._put(self._params.copy())
+
+    def _guide(self, call: Call) -> None:
+        """Tells the device what the rows with a guide may choose after this call."""
+        changed = False
+        for sequence, count in zip(call.sequences, call.counts, strict=True):
+            if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
+                mask, row = sequence.guide.mask, self._masks[sequence.slot]
+                row[:] = 0
+                row[: mask.size] = mask
+                changed = True
+        if changed:
+            self._device_masks = self._put(self._masks.copy())
 
     def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
         seen = np.zeros(self.model.config.vocab_size, np.int32)

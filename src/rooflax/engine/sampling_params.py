@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,12 +14,18 @@ MAX_SAMPLES = 1024
 MAX_TOP_K = 2**31 - 1
 MAX_BEAMS = 10
 MAX_LENGTH_PENALTY = 10.0
+MAX_FORM_BYTES = 64 * 1024
+"""Of a JSON schema, a regex or a grammar."""
+FORMS = ("json_schema", "regex", "grammar")
 MAX_FACTOR = 1e6  # of temperature and repetition_penalty; float32 overflows far above
 
 
 _UNDRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 """What draws of a token, and what turns each off: beams have all of them off."""
-_UNSEEN = {"stop": (), "logprobs": None, "prompt_logprobs": None}
+_UNSEEN = {
+    "stop": (), "logprobs": None, "prompt_logprobs": None,
+    "json_schema": None, "regex": None, "grammar": None,
+}  # fmt: skip
 """What a beam search does not do."""
 
 
@@ -55,6 +62,11 @@ class SamplingParams:
         early_stopping: of beams: true ends the search with num_beams finished texts; false goes on
             while an open beam scores better as it stands, "never" while it could by the longest
             text; default false.
+        json_schema: the text shall be JSON that this schema (a mapping, or its JSON) accepts, with
+            at most one space between its parts.
+        regex: the text shall match this regular expression as a whole.
+        grammar: the text shall follow this Lark grammar. Of the three at most one, of up to 64 KiB;
+            a text that max_tokens or `stop` cuts is the beginning of one that fits.
     """
 
     max_tokens: int | None = None
@@ -79,6 +91,9 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
@@ -104,6 +119,8 @@ class SamplingParams:
         _whole("num_beams", 0 if self.num_beams is None else self.num_beams, 1, MAX_BEAMS)
         _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         self._check_beams()
+        object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        _check_forms({name: getattr(self, name) for name in FORMS})
         _check_stop(self.stop)
         _check_bias(self.logit_bias)
         self._check_sizes()
@@ -164,7 +181,14 @@ class SamplingParams:
             and self.min_tokens == 0
             and self.logprobs is None
             and self.num_beams == 1
+            and self.form is None
         )
+
+    @property
+    def form(self) -> tuple[str, str] | None:
+        """The field that says what the text shall look like, and its value."""
+        given = ((name, getattr(self, name)) for name in FORMS)
+        return next((pair for pair in given if pair[1] is not None), None)
 
     @property
     def has_penalties(self) -> bool:
@@ -230,6 +254,42 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     for item in ids:
         _whole(name, -1 if item is None else item, 0)
     return ids
+
+
+def _schema(value: Any) -> str | None:
+    """The schema as JSON, its keys in the order that they came in: the text will keep it."""
+    if value is None:
+        return None
+    try:
+        read = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(read, allow_nan=False) if isinstance(read, Mapping) else None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"json_schema is not JSON: {error}.") from None
+    if text is None:
+        raise RequestError(f"json_schema is {_start(value)}; it must be a JSON object.")
+    return text
+
+
+def _check_forms(forms: Mapping[str, Any]) -> None:
+    given = {name: text for name, text in forms.items() if text is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are given; a text can have one form, drop one.")
+    for name, text in given.items():
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} is {_start(text)}; it must be text that is not empty.")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError(f"{name} holds half a surrogate pair, which is no text.") from None
+        if size > MAX_FORM_BYTES:
+            raise RequestError(
+                f"{name} has {size} bytes and may have {MAX_FORM_BYTES}; make it smaller."
+            )
+
+
+def _start(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

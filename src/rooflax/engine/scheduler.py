@@ -234,7 +234,7 @@ class Scheduler:
         """Room for as many tokens as nobody has to give way for."""
         room = max(self.pace, 1 + self.draft_tokens)
         room = min(room, *(s.num_remaining_tokens for s in decodes))
-        if any(s.group is not None for s in decodes):
+        if any(s.needs_host for s in decodes):
             room = 1
 
         def missing() -> list[list[int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rooflax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rooflax.engine.beams import BeamGroup
 
 
@@ -27,6 +29,32 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class Guide(Protocol):
+    """Says which tokens may come next, so that a text keeps the form that was asked for.
+
+    Belongs to one sequence and follows it token by token, whatever happens to its blocks.
+    """
+
+    @property
+    def mask(self) -> np.ndarray:
+        """int32 words; token i may come next if bit i % 32 of word i // 32 is set."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end can follow."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Goes on by one token of the mask that does not end the sequence."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +96,7 @@ class Sequence:
         slot: the row of per-sequence device state; None while waiting.
         logprobs: per generated token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
+        guide: what its text must look like; None is anything.
         arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
         group: the beams that it is one of.
         is_dormant: has nothing to compute until it takes over another beam's cache.
@@ -97,6 +126,7 @@ class Sequence:
     slot: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    guide: Guide | None = None
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
     group: BeamGroup | None = None
@@ -157,6 +187,11 @@ class Sequence:
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
+    def needs_host(self) -> bool:
+        """Whether the host must see each token before the next one can be chosen."""
+        return self.guide is not None or self.group is not None
+
+    @property
     def may_share(self) -> bool:
         """Whether its first tokens may be taken from the prefix cache: not if all are scored."""
         return self.params.prompt_logprobs is None
@@ -182,8 +217,24 @@ class Sequence:
         self.token_times_s.append(now_s)
         if token in self.stop_ids:
             self.finish("stop")
-        elif self.num_remaining_tokens <= 0:
+            return
+        if self.num_remaining_tokens <= 0:
             self.finish("length")
+        if self.guide is not None:
+            self._follow(self.guide, token)
+
+    def _follow(self, guide: Guide, token: int) -> None:
+        guide.accept(token)
+        if guide.error is not None:
+            self.finish("error", guide.error)
+        elif guide.is_complete and self.num_output_tokens < self.params.min_tokens:
+            self.finish(
+                "error",
+                f"The form that was asked for is complete after {self.num_output_tokens} tokens "
+                f"and min_tokens is {self.params.min_tokens}; lower it.",
+            )
+        elif guide.is_complete:
+            self.finish("stop")
 
     def finish(self, reason: str, error: str | None = None) -> None:
         self.status = SequenceStatus.FINISHED

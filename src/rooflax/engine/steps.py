@@ -34,11 +34,13 @@ class StepInput:
     Attributes:
         rows: a row per sequence, in the columns of `layout`.
         params: a row per slot: what its request wants of the sampler. Stays on the device.
+        masks: a row per slot: bits of the tokens that a row with a guide may choose; None if plain.
         plain: `Sampling.plain`.
     """
 
     rows: Int[Array, "B width"]
     params: Int[Array, "slots params_width"]
+    masks: Int[Array, "slots words"] | None
     layout: Layout = field(metadata={"static": True})
     plain: bool = field(default=False, metadata={"static": True})
 
@@ -153,6 +155,7 @@ def verify(
         batch.positions.reshape(-1) + 1,
         counts,
         every_slot,
+        step.masks,
         pending=_drafts_before(batch.tokens).reshape(rows * seq, seq),
         implementation=options.kernels,
     )
@@ -259,6 +262,7 @@ def _choose(
         batch.context_lens,
         counts,
         step.slots,
+        step.masks,
         implementation=options.kernels,
     )
     if not step.plain:

@@ -12,7 +12,9 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rooflax.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
@@ -142,13 +144,43 @@ class _WindowDecoder:
         return piece
 
 
+def spelled_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """What each id stands for within a text; nothing for an id without a token.
+
+    Raises:
+        UnsupportedModelError: the tokenizer is neither byte-level nor of sentencepiece's kind.
+    """
+    pieces = [tokenizer.id_to_token(token_id) or "" for token_id in range(tokenizer.vocab_size)]
+    if _is_byte_level(tokenizer):
+        return [_token_bytes(piece) for piece in pieces]
+    kinds = {part.get("type") for part in _decoder_parts(tokenizer)}
+    if not kinds & {"Metaspace", "Replace"} or not kinds <= _SENTENCEPIECE_PARTS:
+        raise UnsupportedModelError(
+            f"What each token of {tokenizer.folder} spells is not known: its decoder is made of "
+            f"{', '.join(map(str, sorted(kinds, key=str))) or 'nothing'}; byte-level and "
+            f"sentencepiece tokenizers are read."
+        )
+    return [
+        bytes([int(piece[3:5], 16)])
+        if _BYTE_TOKEN.fullmatch(piece)
+        else piece.replace("▁", " ").encode("utf-8", "replace")
+        for piece in pieces
+    ]
+
+
+_SENTENCEPIECE_PARTS = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+
+
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    return [part.get("type") for part in _decoder_parts(tokenizer)] == ["ByteLevel"]
+
+
+def _decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     decoder = tokenizer.backend.decoder
     if decoder is None:
-        return False
+        return []
     state = json.loads(decoder.__getstate__())
-    parts = state.get("decoders", []) if state.get("type") == "Sequence" else [state]
-    return [part.get("type") for part in parts] == ["ByteLevel"]
+    return state.get("decoders", []) if state.get("type") == "Sequence" else [state]
 
 
 @lru_cache(maxsize=1)

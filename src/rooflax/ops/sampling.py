@@ -44,6 +44,7 @@ class Sampling:
         allowed_ids: if there are any, all others are banned; the padding is NO_ID.
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
+        is_guided: 1 where the row may only choose what its mask allows, else 0.
         num_logprobs: how many log-probabilities the row wants; -1 is none.
         num_beams: above 1 the row is a beam: adjustments act on its log-probabilities, and those
             are what comes back.
@@ -65,6 +66,7 @@ class Sampling:
     allowed_ids: Int[Array, "B num_allowed"]
     stop_ids: Int[Array, "B num_stop"]
     min_position: Int[Array, " B"]
+    is_guided: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
     num_beams: Int[Array, " B"]
     plain: bool = field(default=False, metadata={"static": True})
@@ -104,10 +106,12 @@ class Sampled:
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
             nothing.
+        is_allowed: false where every token is banned; the same holds.
     """
 
     tokens: Int[Array, " B"]
     is_finite: Bool[Array, " B"]
+    is_allowed: Bool[Array, " B"]
     logprobs: Float[Array, " B"]
     top_tokens: Int[Array, "B top"]
     top_logprobs: Float[Array, "B top"]
@@ -120,6 +124,7 @@ def sample(
     positions: Int[Array, " B"],
     counts: TokenCounts,
     slots: Int[Array, " B"],
+    masks: Int[Array, "slots words"] | None = None,
     *,
     pending: Int[Array, "B P"] | None = None,
     implementation: str | None = None,
@@ -134,6 +139,7 @@ def sample(
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.
+        masks: of each slot, bit i % 32 of word i // 32 is whether a guided row may choose token i.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
         implementation: of finding the largest; None for the platform's best.
     """
@@ -156,13 +162,14 @@ def sample(
         | jnp.any(sampling.allowed_ids != NO_ID)
         | jnp.any(too_early)
         | jnp.any(is_beam)
+        | jnp.any(sampling.is_guided > 0)
     )
 
     def adjust() -> jax.Array:
         scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
         generated = _with_pending(counts.generated[slots], pending)
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
-        return _ban(penalised, sampling, too_early)
+        return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
 
     adjusted = cond(adjusts, adjust, lambda: logits)
     tokens = cond(
@@ -171,8 +178,9 @@ def sample(
         lambda: cond(adjusts, lambda: argmax(adjusted), lambda: best),
     )
     chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
-    is_finite = is_finite & jnp.isfinite(chosen)
-    return _with_logprobs(logits, adjusted, tokens, is_finite, sampling)
+    is_allowed = ~jnp.isneginf(chosen)
+    is_finite = is_finite & (jnp.isfinite(chosen) | ~is_allowed)
+    return _with_logprobs(logits, adjusted, tokens, is_finite, is_allowed, sampling)
 
 
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -230,7 +238,10 @@ def _adjust(
 
 
 def _ban(
-    logits: Float[Array, "B V"], sampling: Sampling, too_early: Bool[Array, " B"]
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    too_early: Bool[Array, " B"],
+    masks: Int[Array, "B words"] | None,
 ) -> Float[Array, "B V"]:
     """-inf for what a row may not choose."""
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
@@ -242,7 +253,20 @@ def _ban(
     limited = jnp.any(sampling.allowed_ids != NO_ID, axis=1)[:, None]
     banned = limited & ~among(sampling.allowed_ids)
     banned |= too_early[:, None] & among(sampling.stop_ids)
+    if masks is not None:
+        guided = sampling.is_guided > 0
+        banned = cond(
+            jnp.any(guided),
+            lambda: banned | guided[:, None] & ~unpack_bits(masks, logits.shape[1]),
+            lambda: banned,
+        )
     return jnp.where(banned, -jnp.inf, logits)
+
+
+def unpack_bits(words: Int[Array, "B words"], count: int) -> Bool[Array, "B count"]:
+    """Bit i % 32 of word i // 32, for the first `count` i."""
+    index = jnp.arange(count, dtype=jnp.int32)
+    return (words[:, index // 32] >> (index % 32)[None] & 1) == 1
 
 
 def _draw(
@@ -394,7 +418,9 @@ def _without_logprobs(
 ) -> Sampled:
     rows, top = tokens.shape[0], min(MAX_LOGPROBS, vocab)
     zeros = jnp.zeros((rows, top), jnp.float32)
-    return Sampled(tokens, is_finite, jnp.zeros(rows, jnp.float32), zeros.astype(jnp.int32), zeros)
+    nothing = jnp.zeros(rows, jnp.float32)
+    allowed = jnp.ones(rows, bool)
+    return Sampled(tokens, is_finite, allowed, nothing, zeros.astype(jnp.int32), zeros)
 
 
 def _with_logprobs(
@@ -402,6 +428,7 @@ def _with_logprobs(
     adjusted: Float[Array, "B V"],
     tokens: Int[Array, " B"],
     is_finite: Bool[Array, " B"],
+    is_allowed: Bool[Array, " B"],
     sampling: Sampling,
 ) -> Sampled:
     empty = _without_logprobs(tokens, is_finite, logits.shape[1])
@@ -415,7 +442,7 @@ def _with_logprobs(
         wanted,
         lambda: (empty.logprobs, empty.top_tokens, empty.top_logprobs),
     )
-    return Sampled(tokens, is_finite, chosen, ids, values)
+    return Sampled(tokens, is_finite, is_allowed, chosen, ids, values)
 
 
 def logprobs_of(

@@ -1,0 +1,113 @@
+"""Compiles a JSON schema, a regex or a Lark grammar; as a program, to see whether that goes well.
+
+A grammar of a kilobyte can ask for minutes, gigabytes or a deeper stack than there is, and nothing
+can end a thread. So `structured` has a process of its own try it first, and ends that. It knows no
+tokenizer: the process uses one of 256 bytes. Imports nothing of rooflax, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import llguidance
+
+MOST_BYTES = 2 << 30
+"""Address space of the process."""
+STACK_BYTES = 4 << 20
+"""Of the thread that compiles; `structured` compiles with twice as much."""
+WORK_STACK_BYTES = 256 << 10
+"""Of the thread that makes a mask, less than any thread of an engine has."""
+WHITESPACE = " "
+"""Between the parts of JSON, at most once: small models go on with white space for ever. A schema's
+own "x-guidance": {"whitespace_pattern": ...} wins."""
+MAX_LEXER_STATES = 25_000
+"""About 2 kB each."""
+
+
+def compile_form(tokenizer: Any, kind: str, text: str) -> Any:
+    """An `llguidance.LLMatcher` at the beginning of a text; its `get_error()` says what is wrong.
+
+    Args:
+        tokenizer: an `llguidance.LLTokenizer`.
+        kind: a field of SamplingParams: "json_schema", "regex" or "grammar".
+    """
+    matcher = llguidance.LLMatcher
+    limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    if kind == "json_schema":
+        options: Any = {"whitespace_pattern": WHITESPACE}
+        source = matcher.grammar_from_json_schema(text, defaults=options)
+    elif kind == "regex":
+        source = matcher.grammar_from_regex(text)
+    else:
+        source = matcher.grammar_from_lark(text)
+    return matcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def with_stack(size: int, work: Callable[[], Any]) -> Any:
+    """What `work` returns, from a thread with a stack of its own; raises what it raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((work(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    before = threading.stack_size(size)
+    try:
+        thread = threading.Thread(target=run, name="rooflax-grammar")
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result
+
+
+class _Bytes:
+    """A vocabulary of every byte, and an end."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+    special_token_ids = (256,)
+    is_tokenizer_wrapper = True
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _first_mask(matcher: Any) -> None:
+    words = (ctypes.c_int32 * 9)()
+    matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), ctypes.sizeof(words))
+
+
+def main() -> None:
+    """Reads {"kind", "text"} from stdin; writes what is wrong with it, or nothing."""
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    given = json.load(sys.stdin)
+    tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
+    work = partial(compile_form, tokenizer, given["kind"], given["text"])
+    try:
+        matcher = with_stack(STACK_BYTES, work)
+    except ValueError as error:  # JSON that Python reads and llguidance does not
+        sys.stdout.write(str(error))
+        return
+    if not matcher.is_error():
+        with_stack(WORK_STACK_BYTES, lambda: _first_mask(matcher))
+    sys.stdout.write(matcher.get_error())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Structured output: from a JSON schema, a regex or a Lark grammar to the tokens that may follow.
+
+llguidance, an extra, does the parsing; here it meets the tokenizer. The engine sees `Guide`s only,
+which hold a mask over the vocabulary and are told what was chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import RequestError
+from rooflax.loading.incremental import spelled_bytes
+
+if TYPE_CHECKING:
+    from rooflax.loading.tokenizer import Tokenizer
+
+COMPILE_S = 10.0
+"""The most that compiling may take."""
+KEPT = 16
+"""Compiled forms that are kept, because requests often share one."""
+MISSING = (
+    "{kind} needs the package llguidance, which is not installed; say "
+    '`pip install "rooflax[structured]"`.'
+)
+
+
+class FormGuide:
+    """The tokens that may come next, as an `engine.sequence.Guide`.
+
+    Args:
+        matcher: an `llguidance.LLMatcher` of its own, at the beginning of a text.
+        forms: what it was compiled by.
+        ends: ids that end a sequence.
+    """
+
+    def __init__(self, matcher: Any, forms: Forms, ends: frozenset[int]):
+        self._matcher, self._forms = matcher, forms
+        self._ends = np.array(sorted(end for end in ends if end < forms.vocab_size), np.int64)
+        self._is_complete, self._error = False, None
+        self._words = np.zeros(forms.num_words, np.int32)
+        self._look()
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self._words[: (self._forms.vocab_size + 31) // 32]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_complete
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    def copy(self) -> FormGuide:
+        """Another that stands at the same place."""
+        return FormGuide(self._matcher.deep_copy(), self._forms, frozenset(self._ends.tolist()))
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._look()
+
+    def _look(self) -> None:
+        """The mask of what comes next; where that is the end alone, the text is complete."""
+        words, matcher = self._words, self._matcher
+        may_end = matcher.is_accepting()
+        self._is_complete = may_end and matcher.is_stopped()
+        if self._is_complete:
+            words[:] = 0
+        elif not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            words[:] = 0
+            self._error = f"The form that was asked for cannot go on: {reason(matcher)}."
+            return
+        words &= self._forms.known
+        if not words.any():
+            self._is_complete = may_end
+            if not may_end:
+                self._error = "The form that was asked for cannot go on: no token fits."
+        if may_end:
+            np.bitwise_or.at(words.view(np.uint32), self._ends // 32, _bit(self._ends))
+
+
+class Forms:
+    """Compiles what requests to one model ask for; safe on any thread.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: the model's; ids beyond it are never allowed.
+        eos_ids: ids that end every text, and so are never a part of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]):
+        self.vocab_size = vocab_size
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._end = max(vocab_size, tokenizer.vocab_size)  # an id of our own, where texts may end
+        self.num_words = (self._end + 32) // 32
+        known = np.ones(self.num_words * 32, bool)
+        known[vocab_size:] = False
+        known[[token for token in eos_ids if token < vocab_size]] = False
+        self.known = np.packbits(known, bitorder="little").view(np.int32)
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def guide(self, params: SamplingParams, ends: frozenset[int]) -> FormGuide | None:
+        """What follows the form that `params` ask for; None if they ask for none.
+
+        Args:
+            ends: ids that end the sequence; allowed where the form may end.
+
+        Raises:
+            RequestError: it cannot be compiled, or not within the limits; llguidance is missing.
+        """
+        form = params.form
+        if form is None:
+            return None
+        matcher = self._begin(form)
+        if matcher is None:
+            with self._compiling:  # one at a time, while what is compiled can be had
+                matcher = self._begin(form)
+                if matcher is None:
+                    self._keep(form, self._compile(*form))
+                    matcher = self._begin(form)
+        guide = FormGuide(matcher, self, ends)
+        if guide.error is not None:
+            raise RequestError(f"{form[0]} lets nothing begin. {guide.error}")
+        if guide.is_complete:
+            raise RequestError(f"{form[0]} allows no text but the empty one; ask for another.")
+        return guide
+
+    def _begin(self, form: tuple[str, str]) -> Any:
+        """A matcher of one's own; None if the form is not compiled yet."""
+        with self._lock:
+            if form not in self._compiled:
+                return None
+            self._compiled.move_to_end(form)
+            return self._compiled[form].deep_copy()
+
+    def _keep(self, form: tuple[str, str], matcher: Any) -> None:
+        with self._lock:
+            self._compiled[form] = matcher
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+
+    def _compile(self, kind: str, text: str) -> Any:
+        try:
+            from rooflax import grammar_probe
+        except ImportError:
+            raise RequestError(MISSING.format(kind=kind)) from None
+        _try_apart(Path(grammar_probe.__file__), kind, text)
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        compiled = grammar_probe.with_stack(
+            2 * grammar_probe.STACK_BYTES,
+            lambda: grammar_probe.compile_form(self._vocabulary, kind, text),
+        )
+        if compiled.is_error():
+            raise RequestError(f"{kind} cannot be used: {reason(compiled)}.")
+        return compiled
+
+    def _read_vocabulary(self) -> Any:
+        import llguidance
+
+        return llguidance.LLTokenizer(_Vocabulary(self._tokenizer, self._end))  # type: ignore[arg-type]
+
+
+MARK = "\x02"
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance's TokenizerWrapper wants it.
+
+    Called, it cuts text that the form forces as the tokenizer would cut it within a text.
+    """
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, end: int):
+        spelled = spelled_bytes(tokenizer)
+        self.tokens = [*spelled, *[b""] * (end - len(spelled)), b"<end>"]
+        self.special_token_ids = [*sorted(tokenizer.special_token_ids), end]
+        self.eos_token_id = end
+        self._encode, self._marks = tokenizer.encode_plain, len(tokenizer.encode_plain(MARK))
+        ordinary = set(range(end)) - tokenizer.special_token_ids
+        self._ids = {self.tokens[i]: i for i in sorted(ordinary, reverse=True) if self.tokens[i]}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        # Sentencepiece puts a space before a text, and not where something stands before it.
+        for ids in (self._encode(text), self._encode(MARK + text)[self._marks :]):
+            if b"".join([self.tokens[i] for i in ids]) == text.encode():
+                return ids
+        return self._cut(text.encode())
+
+    def _cut(self, text: bytes) -> list[int]:
+        """The longest token that fits, again and again; for text that the tokenizer rewrites."""
+        found, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((n for n in sizes if text[at : at + n] in self._ids), None)
+            if size is None:
+                break
+            found.append(self._ids[text[at : at + size]])
+            at += size
+        return found
+
+
+def _try_apart(program: Path, kind: str, text: str) -> None:
+    """
+    Raises:
+        RequestError: compiling fails, or goes beyond its limits of time, memory and depth.
+    """
+    command = [sys.executable, "-P", str(program)]
+    given = json.dumps({"kind": kind, "text": text})
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, encoding="utf-8", timeout=COMPILE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RequestError(
+            f"{kind} takes more than {COMPILE_S:g} s to compile; make it simpler."
+        ) from None
+    if done.returncode != 0:
+        raise RequestError(
+            f"{kind} is too large or nested too deeply to be compiled; make it simpler."
+        )
+    if done.stdout:
+        raise RequestError(f"{kind} cannot be used: {_sentence(done.stdout)}.")
+
+
+def reason(matcher: Any) -> str:
+    """Why an `llguidance.LLMatcher` is in error, in a line."""
+    return _sentence(matcher.get_error())
+
+
+def _sentence(message: str) -> str:
+    """A parser's message without its picture of the place: the last line that says "error"."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    text = (errors or lines or ["no reason was given"])[-1 if errors else 0].rstrip(".:")
+    if text.startswith("NoExtension"):
+        return "no text fits it"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _bit(ids: np.ndarray) -> np.ndarray:
+    return np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))

@@ -1,0 +1,470 @@
+"""Structured output: the text has the form that was asked for, whatever else goes on."""
+
+import asyncio
+import json
+import re
+import sys
+
+import jax
+import jsonschema
+import numpy as np
+import pytest
+
+from rooflax import (
+    LLM,
+    AsyncLLM,
+    EngineError,
+    ExecutionOptions,
+    RequestError,
+    SamplingParams,
+    structured,
+)
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.sampling_params import MAX_FORM_BYTES
+from rooflax.engine.sequence import Sequence
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.structured import Forms
+from tests import goldens
+from tests.engine.load import random_requests, run_alone, run_load
+from tests.engine.test_same_tokens import small_engine
+from tests.gguf_cases import gguf
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": -9, "maximum": 99},
+        "kinds": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+REGEX = r"(def|class) [a-zé]{2,9}\(([a-z]{1,3}, ){0,2}\):"
+GRAMMAR = 'start: sum ";"\nsum: NUM (("+" | "-") NUM)~1..3\nNUM: /[1-9][0-9]{0,2}/'
+FORMS = {"json_schema": SCHEMA, "regex": REGEX, "grammar": GRAMMAR}
+PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250]]
+
+
+def fits(kind, text):
+    if kind == "json_schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return True
+    pattern = REGEX if kind == "regex" else r"[1-9]\d{0,2}([+-][1-9]\d{0,2}){1,3};"
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("structured")
+    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return LLM()
+
+
+def params(kind, **given):
+    return SamplingParams(**{"max_tokens": 110, kind: FORMS[kind]} | given)
+
+
+def bits(guide, count):
+    return np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:count].astype(bool)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("kind", FORMS)
+def test_random_weights_keep_the_form(llm, kind, temperature):
+    given = params(kind, temperature=temperature, seed=5, n=3)
+    found = llm.generate(PROMPTS, given)
+    assert len(found) == 9
+    for completion in found:
+        assert completion.finish_reason == "stop", completion
+        assert fits(kind, completion.text), completion.text
+    assert len({c.text for c in found}) > (3 if temperature else 1)
+    for start in range(0, 9, 3):
+        alone = llm.generate(PROMPTS[start // 3], given)
+        assert [c.tokens for c in alone] == [c.tokens for c in found[start : start + 3]]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_trained_model_keeps_the_form(embedded, kind):
+    prompt = "def area(width, height):\n"
+    for temperature in (0.0, 1.5):
+        given = params(kind, temperature=temperature, n=2, seed=3)
+        for completion in embedded.generate(prompt, given):
+            assert completion.finish_reason == "stop" and fits(kind, completion.text)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_chosen_token_was_allowed_when_it_was_chosen(llm, kind):
+    given = params(kind, temperature=1.5, seed=11).with_defaults({})
+    (completion,) = llm.generate(PROMPTS[0], given)
+    guide = llm._forms.guide(given, llm.stop_ids)
+    for token in completion.tokens:
+        assert not guide.is_complete and bits(guide, goldens.VOCAB)[token]
+        guide.accept(token)
+    assert guide.error is None and guide.is_complete
+    assert not bits(guide, goldens.VOCAB)[list(set(range(goldens.VOCAB)) - llm.stop_ids)].any()
+
+
+def test_the_mask_holds_the_tokens_after_which_the_pattern_can_still_match(llm):
+    """Against every token tried by hand: `ab` once or twice, then an end."""
+    whole = {"ab", "abab"}
+    ends = frozenset({7})
+    forms = Forms(llm.tokenizer, goldens.VOCAB, ends)
+    spelled = {token: llm.tokenizer.decode([token]) for token in range(goldens.VOCAB)}
+    pending = [("", forms.guide(SamplingParams(regex="(ab){1,2}"), ends))]
+    seen = set()
+    while pending:
+        text, guide = pending.pop()
+        seen.add(text)
+        wanted = {
+            token
+            for token, piece in spelled.items()
+            if piece and token not in ends and any(w.startswith(text + piece) for w in whole)
+        }
+        wanted |= ends if text in whole else frozenset()
+        assert set(np.flatnonzero(bits(guide, goldens.VOCAB))) == wanted, text
+        assert guide.is_complete == (text == "abab")
+        for token in wanted - ends:
+            after = forms.guide(SamplingParams(regex="(ab){1,2}"), ends)
+            for character in text:
+                after.accept(llm.encode(character)[0])
+            after.accept(token)
+            pending.append((text + spelled[token], after))
+    assert seen >= {"", "a", "ab", "aba", "abab"}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_stream_adds_up_to_what_generate_gives(llm, kind):
+    given = params(kind, temperature=1.5, seed=2)
+    (whole,) = llm.generate(PROMPTS[1], given)
+    deltas = list(llm.stream(PROMPTS[1], given))
+    assert "".join(d.text for d in deltas) == whole.text == deltas[-1].completion.text
+    assert tuple(t for d in deltas for t in d.tokens) == whole.tokens
+    assert len(deltas) == len(whole.tokens) > 4  # the host sees every token
+
+
+def test_forms_beside_other_requests_change_nothing_for_them(llm):
+    free = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    each = [free, params("regex", temperature=0.0), free]
+    together = llm.generate(PROMPTS, each)
+    for prompt, given, completion in zip(PROMPTS, each, together, strict=True):
+        assert completion.tokens == llm.generate(prompt, given)[0].tokens
+    assert fits("regex", together[1].text)
+
+
+def test_penalties_biases_and_log_probabilities_go_with_a_form(llm):
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.7}
+    bias = dict.fromkeys(llm.encode("z"), 30.0)
+    given = {"temperature": 1.2, "seed": 4, "logprobs": 3}
+    found = [
+        llm.generate(PROMPTS[0], params("regex", **given, **more))[0]
+        for more in ({}, penalties, {"logit_bias": bias}, {"banned_token_ids": llm.encode("d")})
+    ]
+    assert all(fits("regex", completion.text) for completion in found)
+    assert "z" in found[2].text and found[3].text.startswith("class")
+    for completion in found:
+        scores = llm.score([[*PROMPTS[0], *completion.tokens]])[0][len(PROMPTS[0]) - 1 :]
+        logged = [entry.logprob for entry in completion.logprobs]
+        np.testing.assert_allclose(logged, scores, atol=1e-4)  # raw: before the form
+
+
+def test_max_tokens_and_stop_strings_cut_a_text_that_could_have_fitted(llm):
+    whole = llm.generate(PROMPTS[0], params("json_schema", temperature=0.0))[0]
+    cut = llm.generate(PROMPTS[0], params("json_schema", temperature=0.0, max_tokens=5))[0]
+    assert (cut.finish_reason, cut.tokens) == ("length", whole.tokens[:5])
+    exact = params("json_schema", temperature=0.0, max_tokens=len(whole.tokens))
+    assert llm.generate(PROMPTS[0], exact)[0].finish_reason == "stop"
+    ended = llm.generate(PROMPTS[0], params("json_schema", temperature=0.0, stop='":'))[0]
+    assert ended.text == whole.text[: whole.text.index('":')] and ended.finish_reason == "stop"
+
+
+def test_a_text_may_end_where_the_form_may_and_nowhere_else(llm):
+    end = llm.encode("Q")[0]
+    eager = {"stop_token_ids": [end], "logit_bias": {end: 100.0}, "temperature": 0.0}
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(regex="(ab)+", max_tokens=40, **eager))
+    assert (found.text, found.finish_reason, found.tokens[-1]) == ("ab", "stop", end)
+    later = SamplingParams(regex="(ab)+", max_tokens=40, min_tokens=6, **eager)
+    (found,) = llm.generate(PROMPTS[0], later)
+    assert re.fullmatch("(ab)+", found.text) and len(found.tokens) >= 7
+    assert found.finish_reason == "stop"
+    endless = SamplingParams(regex="(ab)+", max_tokens=9, temperature=0.0, ignore_eos=True)
+    (found,) = llm.generate(PROMPTS[0], endless)
+    assert found.finish_reason == "length" and len(found.tokens) == 9
+
+
+def test_end_of_sequence_ids_are_no_part_of_a_text(folder, tmp_path):
+    """The id that ends every text spells a letter here, and the pattern wants that letter."""
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    end = LLM(folder).encode("b")[0]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
+    llm = LLM(tmp_path / "m")
+    assert end in llm.stop_ids
+    given = {"temperature": 0.0, "max_tokens": 20}
+    with pytest.raises(RequestError, match="regex lets nothing begin.*no token fits"):
+        llm.generate(PROMPTS[0], SamplingParams(regex="b", **given))
+    bias = {end: 100.0}
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(regex="[abc]{2,}", logit_bias=bias, **given))
+    assert re.fullmatch("[ac]{2}", found.text) and found.tokens[-1] == end
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(regex="[abc]{2,}", ignore_eos=True, **given))
+    assert re.fullmatch("[ac]{20}", found.text) and found.finish_reason == "length"
+
+
+def test_a_form_that_ends_before_min_tokens_is_an_error_of_its_own(llm):
+    given = SamplingParams(regex="ab", min_tokens=9, max_tokens=20, temperature=0.0)
+    (found,) = llm.generate(PROMPTS[0], given)
+    assert found.finish_reason == "error"
+    assert "complete after 2 tokens and min_tokens is 9" in found.error
+
+
+def test_nothing_left_to_choose_is_not_taken_for_nan(llm):
+    free = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    blocked = params("regex", allowed_token_ids=llm.encode("d"), temperature=0.0)
+    found = llm.generate(PROMPTS[:2], [blocked, free])
+    assert found[0].finish_reason == "error" and "No token was left" in found[0].error
+    assert len(found[0].tokens) == 1
+    assert found[1].tokens == llm.generate(PROMPTS[1], free)[0].tokens
+    everything = SamplingParams(allowed_token_ids=[4], banned_token_ids=[4], max_tokens=3)
+    assert "No token was left" in llm.generate(PROMPTS[0], everything)[0].error
+
+
+class Fails:
+    """A guide that allows everything, and gives up after three tokens."""
+
+    def __init__(self):
+        self.mask = np.full((goldens.VOCAB + 31) // 32, -1, np.int32)
+        self.is_complete, self.error, self.seen = False, None, []
+
+    def accept(self, token):
+        self.seen.append(token)
+        if len(self.seen) == 3:
+            self.error = "It cannot go on."
+
+
+def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
+    free = SamplingParams(temperature=0.0, max_tokens=12).with_defaults({})
+    alone = llm.generate(PROMPTS[1], free)[0].tokens
+    samples = [llm.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])]
+    guide = samples[0].sequence.guide = Fails()
+    deltas = list(llm._run(samples))
+    done = {d.prompt: d.completion for d in deltas if d.completion}
+    assert (done[0].finish_reason, done[0].error) == ("error", "It cannot go on.")
+    assert list(done[0].tokens) == guide.seen and len(guide.seen) == 3
+    assert done[1].tokens == alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ExecutionOptions(use_cache=False),
+        ExecutionOptions(jit=False),
+        ExecutionOptions(layers="scan", decode_steps=8),
+        ExecutionOptions(kernels="reference", decode_steps=1),
+    ],
+    ids=["no cache", "no jit", "scan", "reference"],
+)
+def test_no_setting_changes_the_text(folder, llm, options):
+    other = LLM(folder, options=options)
+    given = params("grammar", temperature=1.5, seed=8)
+    assert other.generate(PROMPTS[0], given)[0].tokens == llm.generate(PROMPTS[0], given)[0].tokens
+
+
+def test_two_devices_give_what_one_gives(tmp_path):
+    """The vocabulary of 263 does not divide by two."""
+    name = "llama_bias"
+    folder = goldens.write_checkpoint(tmp_path / "m", name, goldens.committed(name))
+    given = params("regex", temperature=1.5, seed=8)
+    mesh = jax.make_mesh((2,), ("tensor",))
+    one, two = (LLM(folder, mesh=where).generate(PROMPTS, given) for where in (None, mesh))
+    assert [c.tokens for c in one] == [c.tokens for c in two]
+    assert all(fits("regex", completion.text) for completion in two)
+
+
+@pytest.mark.parametrize("vocab_size", [263, 256, 97, 300])
+def test_a_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(llm, vocab_size):
+    """Padding of an embedding is never allowed, nor are ids that the model does not have."""
+    wanted = bits(llm._forms.guide(SamplingParams(regex=".+"), frozenset()), 263)
+    forms = Forms(llm.tokenizer, vocab_size, ())
+    guide = forms.guide(SamplingParams(regex=".+"), frozenset({vocab_size, vocab_size - 1}))
+    assert guide.mask.shape == ((vocab_size + 31) // 32,)
+    mask = bits(guide, guide.mask.size * 32)
+    expected = np.zeros(mask.size, bool)
+    expected[: min(263, vocab_size)] = wanted[:vocab_size]
+    np.testing.assert_array_equal(mask, expected)
+    assert mask.sum() > 50
+
+
+@pytest.mark.parametrize("text", ["{", " {", '"é日": [', "  x", "a\u0301"])
+def test_forced_text_is_cut_into_tokens_that_spell_it(llm, text):
+    for tokenizer in (llm.tokenizer, Tokenizer(gguf("llama2", "f32"))):
+        vocabulary = structured._Vocabulary(tokenizer, tokenizer.vocab_size)
+        for ids in (vocabulary(text), vocabulary._cut(text.encode())):
+            assert b"".join(vocabulary.tokens[i] for i in ids) == text.encode()
+
+
+def test_a_sentencepiece_vocabulary_out_of_a_gguf_file():
+    llm = LLM(gguf("llama2", "f32"))
+    for kind in FORMS:
+        given = params(kind, temperature=1.5, seed=1, n=2, max_tokens=90)
+        for completion in llm.generate("the", given):
+            assert completion.finish_reason == "stop" and fits(kind, completion.text)
+
+
+def guided_requests(forms):
+    """A random load, two thirds of it with a form."""
+    names = list(FORMS)
+    for index, request in enumerate(random_requests(6, 18)):
+        kind = names[index % 3] if index % 3 != 1 else None
+        sampled = {"temperature": 1.4, "seed": index} if index % 2 else {"temperature": 0.0}
+        form = {kind: FORMS[kind], "frequency_penalty": 0.1 * (index % 4)} if kind else {}
+        given = SamplingParams(max_tokens=60 if kind else 20, **sampled, **form).with_defaults({})
+        yield Guided(forms, request.prompt, given, request.arrives, request.aborts)
+
+
+class Guided:
+    def __init__(self, forms, prompt, params, arrives, aborts):
+        self.forms, self.prompt, self.params = forms, prompt, params
+        self.arrives, self.aborts = arrives, aborts
+
+    def sequence(self, request_id):
+        guide = self.forms.guide(self.params, frozenset())
+        tokens = self.params.max_tokens
+        return Sequence(request_id, self.prompt, self.params, tokens, frozenset(), guide=guide)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "cache"), [(16, True), pytest.param(64, False, marks=pytest.mark.slow)]
+)
+def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache):
+    requests = list(guided_requests(Forms(llm.tokenizer, goldens.VOCAB, ())))
+    lonely = small_engine(llm.model, chunk=131, steps=8, cache=False, slots=1, roomy=True)
+    alone = run_alone(lonely, requests)
+    crowd = small_engine(llm.model, chunk=chunk, steps=8, cache=cache)
+    with count_compilations() as counts:
+        run = run_load(crowd, requests)
+    assert counts.requests == 0, "something compiled after warm-up"
+    assert crowd.scheduler.num_preemptions > 0
+    assert any(s.num_preemptions and s.guide is not None for s in run.sequences)
+    for sequence, wanted in zip(run.sequences, alone, strict=True):
+        if sequence.finish_reason == "abort":
+            wanted = wanted[: sequence.num_output_tokens]
+        assert sequence.output_tokens == wanted
+        form = sequence.params.form
+        if form is not None and sequence.finish_reason == "stop":
+            assert fits(form[0], llm.tokenizer.decode(sequence.output_tokens))
+    assert sum(s.finish_reason == "stop" for s in run.sequences) >= 8
+
+
+def test_many_callers_at_once(folder, llm):
+    server = AsyncLLM(folder, max_num_seqs=4, options=ExecutionOptions(decode_steps=4))
+    wanted = [
+        (prompt, params(kind, temperature=temperature, seed=9))
+        for prompt in PROMPTS
+        for kind in FORMS
+        for temperature in (0.0, 1.5)
+    ]
+    wrong = params("regex", allowed_token_ids=llm.encode("d"))
+
+    async def all_at_once():
+        asked = [server.generate(prompt, given) for prompt, given in wanted]
+        found = await asyncio.gather(*asked, return_exceptions=False)
+        with pytest.raises(EngineError, match="No token was left"):
+            await server.generate(PROMPTS[0], wrong)
+        with pytest.raises(RequestError, match="regex cannot be used: unclosed group"):
+            await server.generate(PROMPTS[0], SamplingParams(regex="(a"))
+        stream = server.stream(PROMPTS[0], wanted[0][1])
+        await anext(stream)
+        await stream.aclose()
+        return found
+
+    with count_compilations() as counts:
+        found = asyncio.run(all_at_once())
+    assert counts.requests == 0
+    assert len(server.manifest) <= 12
+    for (prompt, given), (completion,) in zip(wanted, found, strict=True):
+        alone = llm.generate(prompt, given)[0]
+        assert (completion.tokens, completion.text) == (alone.tokens, alone.text)
+        assert fits(given.form[0], completion.text)
+    asyncio.run(server.shutdown())
+
+
+CHAIN = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(4000)) + '\na4000: "x"'
+SLOW = "start: A\nA: " + " & ".join(f"/(.*[a-z]){{{i}}}.*{i}.*/" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"regex": "(ab"}, "regex cannot be used: unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "no text fits it"),
+        ({"regex": "()"}, "no text but the empty one"),
+        ({"json_schema": {"type": "objct"}}, "json_schema cannot be used: Invalid type: objct"),
+        ({"json_schema": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
+        ({"json_schema": {"enum": []}}, "Unsatisfiable"),
+        ({"grammar": "start: foo"}, 'grammar cannot be used: .*unknown name: "foo"'),
+        ({"grammar": "start: start"}, "no text fits it"),
+        ({"grammar": CHAIN}, "too large or nested too deeply"),
+        ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "recursion limit"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_compiled_is_refused_in_a_sentence(llm, form, why):
+    with pytest.raises(RequestError, match=why) as caught:
+        llm.generate(PROMPTS[0], SamplingParams(**form))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_compiling_has_its_time(llm, monkeypatch):
+    monkeypatch.setattr(structured, "COMPILE_S", 1.0)
+    with pytest.raises(RequestError, match="grammar takes more than 1 s to compile"):
+        llm.generate(PROMPTS[0], SamplingParams(grammar=SLOW))
+
+
+def test_forms_have_a_size_and_there_is_one_of_them():
+    for kind, text in (("regex", "a"), ("grammar", "a"), ("json_schema", '{"a": "%s"}')):
+        big = text * (MAX_FORM_BYTES + 1) if "%s" not in text else text % ("a" * MAX_FORM_BYTES)
+        with pytest.raises(RequestError, match=f"{kind} has .* bytes and may have 65536"):
+            SamplingParams(**{kind: big})
+    with pytest.raises(RequestError, match="regex and grammar are given"):
+        SamplingParams(regex="a", grammar="start: A")
+
+
+def test_a_schema_is_kept_as_it_came_and_params_can_be_compared():
+    schema = {"properties": {"b": {}, "a": {}}, "type": "object"}
+    given = SamplingParams(json_schema=schema)
+    assert given.json_schema == json.dumps(schema)
+    assert given == SamplingParams(json_schema=json.dumps(schema, indent=2))
+    schema["type"] = "array"
+    assert "object" in given.json_schema
+    assert given.with_defaults({}).form == ("json_schema", given.json_schema)
+    assert SamplingParams(temperature=0.0).with_defaults({}).is_plain
+    assert not SamplingParams(temperature=0.0, regex="a").with_defaults({}).is_plain
+
+
+def test_compiled_forms_are_kept_and_the_oldest_is_dropped(llm, monkeypatch):
+    tried = []
+    monkeypatch.setattr(structured, "_try_apart", lambda *given: tried.append(given[2]))
+    monkeypatch.setattr(structured, "KEPT", 2)
+    forms = Forms(llm.tokenizer, goldens.VOCAB, ())
+    for pattern in ("aa", "bb", "aa", "cc", "aa", "bb"):
+        forms.guide(SamplingParams(regex=pattern), frozenset())
+    assert tried == ["aa", "bb", "cc", "bb"]
+
+
+def test_without_the_extra_a_form_says_what_to_install(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.delitem(sys.modules, "rooflax.grammar_probe", raising=False)
+    monkeypatch.delattr("rooflax.grammar_probe", raising=False)
+    with pytest.raises(RequestError, match=r"regex needs .*pip install \"rooflax\[structured\]\""):
+        llm.generate(PROMPTS[0], SamplingParams(regex="never seen before"))

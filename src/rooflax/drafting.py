@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rooflax.llm import LLM
 
 NGRAM = "ngram"
-MOST_DRAFT_TOKENS = 31
 
 
 class Drafting:
@@ -40,26 +39,6 @@ class Drafting:
         tokens = min(max_tokens, self._draft.max_model_len)
         engine = self._draft.new_engine(num_slots, tokens)
         return Speculation(ModelDrafter(engine, self._vocab_size), self._num_tokens)
-
-
-def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: bool) -> None:
-    """
-    Raises:
-        RequestError: the arguments have no meaning together.
-    """
-    if num_draft_tokens is not None:
-        whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
-        if not whole or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
-            raise RequestError(
-                f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number from 1 to "
-                f"{MOST_DRAFT_TOKENS}."
-            )
-        if speculate is None:
-            raise RequestError(
-                'num_draft_tokens is given and nobody drafts; add speculate="ngram" or a model.'
-            )
-    if speculate is not None and not use_cache:
-        raise RequestError("Speculative decoding needs the cache, and it is off; drop one of them.")
 
 
 def _check_fits(target: LLM, draft: LLM) -> None:

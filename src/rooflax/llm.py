@@ -18,14 +18,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
-from rooflax.drafting import NGRAM, Drafting, check_speculate
+from rooflax.drafting import NGRAM, Drafting
 from rooflax.engine.beams import BeamGroup, check_beams, with_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine, check_ids, check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
-from rooflax.engine.speculation import Speculation
+from rooflax.engine.speculation import Speculation, check_speculate
 from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.loading.chat_template import encode_chat

@@ -105,7 +105,7 @@ WITH_BEAMS = {
 }  # fmt: skip
 WITHOUT_BEAMS = {
     "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": "end",
-    "logprobs": 0, "prompt_logprobs": 0,
+    "logprobs": 0, "prompt_logprobs": 0, "json_schema": {}, "regex": "a+", "grammar": 'start: "a"',
 }  # fmt: skip
 
 

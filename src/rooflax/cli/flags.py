@@ -12,6 +12,7 @@ from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
 from rooflax.models.presets import PREFIX
 from rooflax.nn.execution import ExecutionOptions, Precision
@@ -243,6 +244,17 @@ def add_speculation(parser: Parser) -> None:
         help="draft tokens: ngram (from the text so far), or a smaller MODEL",
     )
     add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
+
+
+def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> None:
+    """
+    Raises:
+        RequestError: the flags of drafts have no meaning together.
+    """
+    what, most = getattr(args, "speculate", None), getattr(args, "num_draft_tokens", None)
+    if what is None and most is not None:
+        raise RequestError("--num-draft-tokens is given and nobody drafts; add --speculate ngram.")
+    check_speculate(what, most, options.use_cache)
 
 
 def _words(text: str) -> list[str]:

@@ -23,6 +23,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
         RooflaxError: with the reason.
     """
     options = settings.pop("options", None) or flags.execution_options(args)
+    flags.check_speculation(args, options)
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
     platform.parse_mesh(mesh_text)

@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rooflax.engine.draft_model import ModelDrafter
+from rooflax.engine.engine import Engine
 from rooflax.engine.speculation import DEFAULT_DRAFT_TOKENS, NgramDrafter, Speculation
 from rooflax.errors import RequestError
-
-if TYPE_CHECKING:
-    from rooflax.llm import LLM
+from rooflax.loading.tokenizer import Tokenizer
 
 NGRAM = "ngram"
 
 
+@dataclass(frozen=True)
 class Drafting:
     """What `LLM(speculate=...)` asked for.
 
-    Args:
-        target: the model that is drafted for.
-        draft: the smaller model; None drafts from the text so far.
+    Attributes:
+        vocab_size: of the model that is drafted for.
         num_tokens: the most drafts of a sequence in a step; None is what one product holds on CPU.
-
-    Raises:
-        RequestError: the two models do not fit together.
+        new_engine: of the smaller model, by slots and tokens; None drafts from the text so far.
+        max_tokens: the longest context of the smaller model.
     """
 
-    def __init__(self, target: LLM, draft: LLM | None, num_tokens: int | None):
-        if draft is not None:
-            _check_fits(target, draft)
-        self._draft, self._vocab_size = draft, target.about.config.vocab_size
-        self._num_tokens = num_tokens or DEFAULT_DRAFT_TOKENS
+    vocab_size: int
+    num_tokens: int | None
+    new_engine: Callable[[int, int], Engine] | None = None
+    max_tokens: int = 0
 
     def for_engine(self, num_slots: int, max_tokens: int) -> Speculation:
         """What an engine of this size needs."""
-        if self._draft is None:
-            return Speculation(NgramDrafter(), self._num_tokens)
-        tokens = min(max_tokens, self._draft.max_model_len)
-        engine = self._draft.new_engine(num_slots, tokens)
-        return Speculation(ModelDrafter(engine, self._vocab_size), self._num_tokens)
+        longest = self.num_tokens or DEFAULT_DRAFT_TOKENS
+        if self.new_engine is None:
+            return Speculation(NgramDrafter(), longest)
+        engine = self.new_engine(num_slots, min(max_tokens, self.max_tokens))
+        return Speculation(ModelDrafter(engine, self.vocab_size), longest)
 
 
-def _check_fits(target: LLM, draft: LLM) -> None:
-    mine, theirs = (llm.tokenizer.backend.get_vocab() for llm in (target, draft))
+def check_same_tokens(
+    name: str, tokenizer: Tokenizer, draft_name: str, draft_tokenizer: Tokenizer
+) -> None:
+    """
+    Raises:
+        RequestError: the draft's ids mean something else.
+    """
+    mine, theirs = (t.backend.get_vocab() for t in (tokenizer, draft_tokenizer))
     if mine != theirs:
         differ = sum(theirs.get(token) != number for token, number in mine.items())
         raise RequestError(
-            f"{draft.about.name} cannot draft for {target.about.name}: of {len(mine)} tokens "
-            f"{differ} have another id there, or none; take a model of the same tokenizer."
+            f"{draft_name} cannot draft for {name}: of {len(mine)} tokens {differ} have another "
+            f"id there, or none; take a model of the same tokenizer."
         )

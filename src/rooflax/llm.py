@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
-from rooflax.drafting import NGRAM, Drafting
+from rooflax.drafting import NGRAM, Drafting, check_same_tokens
 from rooflax.engine.beams import BeamGroup, check_beams, with_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
@@ -126,11 +126,17 @@ class LLM:
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
         self._drafting = None
-        if speculate is not None:
+        if speculate == NGRAM:
+            self._drafting = Drafting(self.about.config.vocab_size, num_draft_tokens)
+        elif speculate is not None:
             given = {"dtype": dtype, "kv_dtype": kv_dtype, "quantize": quantize}
             source = {"options": options, "mesh": mesh, "offline": offline, "check": check}
-            draft = None if speculate == NGRAM else LLM(speculate, **given, **source)
-            self._drafting = Drafting(self, draft, num_draft_tokens)
+            self._drafting = self._drafted_by(LLM(speculate, **given, **source), num_draft_tokens)
+
+    def _drafted_by(self, draft: LLM, num_tokens: int | None) -> Drafting:
+        check_same_tokens(self.about.name, self.tokenizer, draft.about.name, draft.tokenizer)
+        vocab_size = self.about.config.vocab_size
+        return Drafting(vocab_size, num_tokens, draft.new_engine, draft.max_model_len)
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
         place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)

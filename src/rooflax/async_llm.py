@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engine
-from rooflax.engine.plan import plan_blocks
+from rooflax.engine.plan import CACHE_SHARE, plan_blocks
 from rooflax.engine.runner import BLOCK_SIZE, Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import StepOutput
@@ -22,8 +22,6 @@ from rooflax.loading.load import Description
 from rooflax.nn.device_memory import free_bytes
 
 DEFAULT_MAX_WAITING = 256
-CACHE_SHARE = 0.5
-"""Of the memory that is free once the weights are there."""
 
 
 class _Inbox(NamedTuple):

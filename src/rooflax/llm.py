@@ -315,6 +315,9 @@ class LLM:
                     if delta.completion is not None:
                         engine.abort(output.sequence)  # a stop string may have ended it
                     yield delta
+        except Exception:
+            self._engine = None  # what a failed step leaves of its cache cannot be used
+            raise
         finally:
             for sequence in sequences:
                 engine.abort(sequence)

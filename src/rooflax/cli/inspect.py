@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
+from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
     from rooflax.loading.load import Description
+    from rooflax.models.memory import MemoryEstimate
 
 SUMMARY = "architecture, weights, and the memory it will take"
 
@@ -162,7 +165,41 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
         "free_bytes": free,
+        "server": _server(about.config, precision.kv_dtype or "float32", tokens, free, need),
         "fits": None if free is None else need.total <= free,
+    }
+
+
+def _server(
+    config: Any, kv_dtype: str, tokens: int, free: int | None, need: MemoryEstimate
+) -> dict[str, Any]:
+    """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
+    from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
+    from rooflax.engine.plan import CACHE_SHARE, plan_blocks
+    from rooflax.engine.runner import BLOCK_SIZE
+    from rooflax.nn.layout import blocks_needed
+
+    new_tokens = max(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
+    limit = None if free is None else int(CACHE_SHARE * max(0, free - need.weights))
+    try:
+        blocks = plan_blocks(
+            config,
+            kv_dtype=kv_dtype,
+            num_slots=MAX_SLOTS,
+            max_tokens=tokens,
+            new_tokens=new_tokens,
+            block_size=BLOCK_SIZE,
+            limit_bytes=limit,
+        )
+    except RequestError as error:
+        return {"refused": str(error)}
+    longest = max(blocks_needed(w, tokens, new_tokens, BLOCK_SIZE) for w in config.groups.windows)
+    return {
+        "sequences": MAX_SLOTS,
+        "of_full_length": (max(blocks) - 1) // longest,
+        "kv_blocks": list(blocks),
+        "block_size": BLOCK_SIZE,
+        "kv_cache_limit_bytes": limit,
     }
 
 
@@ -176,6 +213,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
         *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
         _verdict(found["memory"]),
+        *textwrap.wrap(_server_line(found["memory"]["server"]), 80),
     ]
 
 
@@ -233,6 +271,17 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     if known["free_bytes"] is not None:
         rows.append(("free now", gib(known["free_bytes"]), ""))
     return rows
+
+
+def _server_line(server: dict[str, Any]) -> str:
+    """The plan of `AsyncLLM`, for people."""
+    if "refused" in server:
+        return f"As a server: {server['refused']}"
+    blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
+    return (
+        f"As a server of {server['sequences']} sequences: {blocks} KV blocks of "
+        f"{server['block_size']} tokens, for {server['of_full_length']} of full length."
+    )
 
 
 def _verdict(known: dict[str, Any]) -> str:

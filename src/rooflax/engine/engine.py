@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from jax.sharding import Mesh
 
+from rooflax.engine import exhaustion
 from rooflax.engine.beams import with_beams
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
@@ -21,7 +22,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.speculation import Speculation
-from rooflax.errors import RequestError
+from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
 
@@ -215,6 +216,24 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return []
+        try:
+            return self._run(step)
+        except Exception as error:
+            if exhaustion.is_exhausted(error):
+                raise EngineError(self._why_exhausted(error)) from error
+            raise
+
+    def _why_exhausted(self, error: Exception) -> str:
+        return exhaustion.sentence(
+            error,
+            self.model,
+            kv_cache=self.kv_cache_bytes,
+            rows=self.num_slots,
+            tokens=self.max_tokens,
+            chunk=self.scheduler.prefill_chunk,
+        )
+
+    def _run(self, step: ScheduledStep) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         if step.copies:
             self.runner.copy(step.copies)

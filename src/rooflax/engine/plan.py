@@ -8,6 +8,9 @@ from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
 
+CACHE_SHARE = 0.5
+"""Of the memory that is free once the weights are there, for the KV cache of a server."""
+
 
 def plan_blocks(
     config: Any,

@@ -66,17 +66,22 @@ def estimate(
         * per_token
         for g in groups.of_layer
     )
-    scores = config.num_heads * chunk * tokens * 4
-    hidden = chunk * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
-    logits = 3 * config.vocab_size * 4
     rope = 0
     if hasattr(config, "rope_theta"):
         rope = (max_model_len or config.max_position) * config.head_dim * 4
     return MemoryEstimate(
         weights=weights + rope,
         kv_cache=kv_cache,
-        workspace=rows * (2 * scores + hidden + logits),
+        workspace=workspace_bytes(config, rows, tokens, chunk),
     )
+
+
+def workspace_bytes(config: Any, rows: int, tokens: int, chunk: int) -> int:
+    """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
+    scores = config.num_heads * chunk * tokens * 4
+    hidden = chunk * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
+    logits = 3 * config.vocab_size * 4
+    return rows * (2 * scores + hidden + logits)
 
 
 def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:

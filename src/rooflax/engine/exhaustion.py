@@ -1,0 +1,52 @@
+"""When memory runs out at work: one sentence of what was needed, what is free and what to lower."""
+
+from __future__ import annotations
+
+import re
+
+from rooflax.models.memory import gib, workspace_bytes
+from rooflax.models.model import Model
+from rooflax.nn.device_memory import free_bytes
+
+_BYTES = re.compile(r"allocat\w* (?:a buffer of )?(?P<size>[\d.]+)\s?(?P<unit>[KMGT]i?B|bytes)?")
+_UNITS = {None: 1, "bytes": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Whether memory, of the host or of a device, ran out."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def needed_bytes(error: Exception) -> int | None:
+    """What could not be allocated, if the error says so."""
+    found = _BYTES.search(str(error))
+    if found is None:
+        return None
+    unit = found["unit"]
+    return int(float(found["size"]) * _UNITS[unit if unit in _UNITS else unit[0]])
+
+
+def sentence(
+    error: Exception, model: Model, *, kv_cache: int, rows: int, tokens: int, chunk: int
+) -> str:
+    """What an operator needs to know.
+
+    Args:
+        kv_cache: bytes of all blocks.
+        rows, tokens, chunk: sequences at once, their longest context, tokens of a prompt in a step.
+    """
+    parts = {
+        "--quantize (weights": model.weights_bytes,
+        "--max-model-len or max_num_seqs (KV cache": kv_cache,
+        "max_tokens_per_step (workspace, at most": workspace_bytes(
+            model.config, rows, tokens, chunk
+        ),
+    }
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    lower = ", ".join(f"{name} {gib(size)})" for name, size in largest)
+    needed, free = needed_bytes(error), free_bytes()
+    return (
+        f"Memory ran out: {'more' if needed is None else gib(needed)} was needed for a step and "
+        f"{'an unknown amount' if free is None else gib(free)} is free; what to lower, in order of "
+        f"effect: {lower}."
+    )

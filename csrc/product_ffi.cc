@@ -3,7 +3,8 @@
 //   y = before(x) @ w + bias + residual
 //
 // With `select`, w (and its scales, sums and bias) has a leading axis: row m's weights are those
-// numbered select[m], or select[0] for all rows. Rows that share weights are run together.
+// numbered select[m], or select[0] for all rows. Rows that share weights are run together. A bias
+// with fewer members than w begins again: member i of w has the bias number i % members.
 
 #include <algorithm>
 #include <cstring>
@@ -107,7 +108,8 @@ const char* Check(const Inputs& in, const F32& y, Product& p) {
   Fits(Dim(y, 0) == p.rows && p.inner * (p.before.gated ? 2 : 1) == p.x_width, why, "shape of x");
   p.IsPacked() ? SetPacked(in, axis, p, why) : SetPlain(in, axis, p, why);
   const int64_t bias = static_cast<int64_t>(in.bias.element_count());
-  Fits(bias == 0 || bias == p.outer || (selected != 0 && bias == p.stack * p.outer), why, "bias");
+  Fits(bias == 0 || (p.outer > 0 && bias % p.outer == 0 && p.stack % (bias / p.outer) == 0), why,
+       "bias");
   Fits(in.residual.element_count() == 0 || (SameShape(in.residual, y) && selected <= 1), why,
        "residual");
   const auto norm = [&](const F32& part, bool wanted) {
@@ -184,7 +186,8 @@ void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Ru
   const Kernels& kernels = ChosenKernels();
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
   const float* bias = OrNull(in.bias);
-  if (static_cast<int64_t>(in.bias.element_count()) > p.outer) bias += run.member * p.outer;
+  const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
+  if (biases > 1) bias += run.member % biases * p.outer;
   const float* residual = OrNull(in.residual);
   const Output out{y + run.begin * p.outer, bias,
                    residual ? residual + run.begin * p.outer : nullptr, p.outer};

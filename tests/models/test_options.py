@@ -5,13 +5,14 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 import rooflax
-from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache
+from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache, prefill
 from rooflax.engine.compilation import count_compilations
 from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
@@ -270,6 +271,48 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
     for pieces in ([7, 20], [1, 2, 3, 11, 20]):
         np.testing.assert_array_equal(logits([0], pieces), whole)
     np.testing.assert_array_equal(logits([1, 0], [9, 20])[1:], whole)
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize("variant", FAMILIES.values())
+@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
+def test_scanned_layers_give_the_unrolled_layers_bits(case, variant, format):
+    """On CPU: the logits of a prompt and of the token after it."""
+    model = case(variant).model
+    if format:
+        model = replace(model, weights=quantized_weights(model, format))
+    tokens = np.random.default_rng(1).integers(0, 60, (2, 19)).astype(np.int32)
+    found = []
+    for options in (ExecutionOptions(), ExecutionOptions(layers="scan")):
+        this = model.stacked() if options.layers == "scan" else model
+        run, step = (jax.jit(partial(f, options=options)) for f in (prefill, decode_step))
+        cache = new_cache(this, rows=2, max_tokens=32, options=options)
+        first, cache = run(this, cache, tokens)
+        second, _ = step(this, cache, tokens[:, 0], np.full(2, 19, np.int32))
+        found.append((np.asarray(first), np.asarray(second)))
+    np.testing.assert_array_equal(found[1], found[0])
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:gpt-oss-tiny"])
+def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
+    """The engine's programs, the decode loop among them, need no more memory than unrolled."""
+    temporaries = {}
+    for how in ("unrolled", "scan"):
+        llm = LLM(name, quantize=quantize, options=ExecutionOptions(layers=how))
+        sequences = [s.sequence for s in llm.samples(0, [1, 2, 3], GREEDY)]
+        engine = llm.engine_for(sequences)
+        engine.warm_up(sequences)
+        for program, lowered in engine.runner.lowered():
+            used = lowered.compile().memory_analysis()
+            temporaries.setdefault(program, []).append(used.temp_size_in_bytes)
+    (stacked, *_) = llm.model.weights["stacked_layers"]
+    repeats = stacked["attn.norm"].shape[0]
+    matrix = max(leaf.nbytes for leaf in jax.tree.leaves(stacked["attn.o"])) // repeats
+    assert len(temporaries) == 2
+    for unrolled, scanned in temporaries.values():
+        assert scanned < unrolled + matrix // 2, temporaries
 
 
 def forward_logits(model, cache, batch):

@@ -12,10 +12,11 @@ from rooflax.ops import native
 from rooflax.ops.attention import cpu as attention_cpu
 from rooflax.ops.attention import reference as attention_reference
 from rooflax.ops.formats import FORMATS
-from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, reference
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, reference
 from rooflax.ops.linear.api import IMPLEMENTATIONS
 from rooflax.ops.quantization import QuantizedPool, quantize, quantized_product, tokens_as_int8
 from rooflax.ops.sampling import _native_top_k
+from rooflax.ops.stacked import Stacked
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
@@ -122,6 +123,44 @@ def test_members_of_a_stack(instruction_set, format):
     one = jax.jit(cpu.product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
     whole = jax.jit(cpu.product)(x, kept(w[2]), bias[2])
     np.testing.assert_array_equal(np.asarray(one), np.asarray(whole))
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
+def test_a_layer_among_stacked_layers(format):
+    """Products and experts read it where it lies, bit for bit; everyone else copies it."""
+    x, _, _ = inputs(7, 64, 1)
+    w = RNG.standard_normal((3, 5, 64, 40)).astype(np.float32)
+    bias = jnp.asarray(RNG.standard_normal((3, 5, 40)), jnp.float32)
+    select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
+
+    def kept(w):
+        return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
+
+    one, own = jax.jit(linear, static_argnames="implementation"), jax.jit(cpu.product)
+    layers, layers_bias = kept(w[:, 0]), bias[:, 0].astype(jnp.bfloat16)
+    experts = kept(w)
+    for layer in range(3):
+        index = jnp.int32(layer)
+        for name in ("reference", "xla", "native"):
+            found = one(x, Stacked(layers, index), Stacked(layers_bias, index), implementation=name)
+            wanted = one(x, kept(w[layer, 0]), layers_bias[layer], implementation=name)
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+        wanted = own(x, kept(w[layer]), bias[layer], select=select)
+        for biases in (Stacked(bias, index), bias[layer]):
+            found = own(x, Stacked(experts, index), biases, select=select)
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("count", [0, 39, 41, 80])
+def test_a_bias_that_does_not_belong_to_the_stack_is_refused(count):
+    x, _, _ = inputs(2, 8, 1)
+    call = jax.jit(cpu.product)
+    w, select = jnp.ones((3, 8, 40), jnp.float32), jnp.zeros(1, jnp.int32)
+    if count == 0:
+        assert call(x, w, jnp.zeros(0, jnp.float32), select=select).shape == (2, 40)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="bias"):
+        call(x, w, jnp.zeros(count, jnp.float32), select=select).block_until_ready()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *FORMATS])

@@ -17,8 +17,11 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
 from rooflax.ops.attention import attention, paged_attention
 from rooflax.ops.control import scan
+from rooflax.ops.kernels import chosen
+from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.stacked import Stacked
 
-LayerWeights = dict[str, Array]
+LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
 Layer = Callable[[LayerWeights, Float[Array, "B T D"], Attend], Float[Array, "B T D"]]
 
@@ -79,14 +82,21 @@ def _scan(
     options: ExecutionOptions,
     remat: str | None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """One turn of the scan runs the repeating group once; the pools are carried in place."""
+    """One turn of the scan runs the repeating group once; the pools are carried in place.
+
+    Products' weights stay in their stacks where a kernel reads them there; the rest is small.
+    """
     repeats = jax.tree.leaves(stacked)[0].shape[0]
+    in_place = chosen(options.kernels)["linear"] == "native"
+    kept = [{k: w for k, w in layer.items() if in_place and _is_large(w)} for layer in stacked]
+    moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
         x, k_pools, v_pools = carry
-        repeat, layers = xs
+        repeat, slices = xs
         k_pools, v_pools = list(k_pools), list(v_pools)
-        for index, layer_weights in enumerate(layers):
+        for index, layer_weights in enumerate(slices):
+            layer_weights |= {key: Stacked(w, repeat) for key, w in kept[index].items()}
             group = groups.of_layer[index]
             pools = None
             if cache:
@@ -99,9 +109,14 @@ def _scan(
         return (x, tuple(k_pools), tuple(v_pools)), None
 
     carry = (x, cache.k, cache.v) if cache else (x, (), ())
-    xs = (jnp.arange(repeats, dtype=jnp.int32), stacked)
+    xs = (jnp.arange(repeats, dtype=jnp.int32), moved)
     (x, k, v), _ = scan(_checkpointed(body, remat), carry, xs)
     return x, with_pools(cache, list(k), list(v)) if cache else None
+
+
+def _is_large(stack: jax.Array | QuantizedArray) -> bool:
+    """Whether a layer's part of a stack is a matrix or more; norms and sinks are vectors."""
+    return isinstance(stack, QuantizedArray) or stack.ndim > 2
 
 
 def _checkpointed(function: Callable, remat: str | None) -> Callable:

@@ -22,6 +22,7 @@ from rooflax.errors import RequestError
 from rooflax.nn.weights import Slot, Weight
 from rooflax.ops.linear import lookup
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.stacked import Stacked, taken
 
 TENSOR = "tensor"
 SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
@@ -128,12 +129,15 @@ def all_reduce(x: Float[Array, "*shape"], shards: Shards | None) -> Float[Array,
 def once(bias: None, shards: Shards | None) -> None: ...
 @overload
 def once(bias: Array, shards: Shards | None) -> Array: ...
+@overload
+def once(bias: Stacked, shards: Shards | None) -> Array | Stacked: ...
 def once(
-    bias: Float[Array, "*shape"] | None, shards: Shards | None
-) -> Float[Array, "*shape"] | None:
+    bias: Float[Array, "*shape"] | Stacked | None, shards: Shards | None
+) -> Float[Array, "*shape"] | Stacked | None:
     """A bias that is added before a sum over parts: whole on the first part, zero on the others."""
     if shards is None or bias is None:
         return bias
+    bias = taken(bias)
     return jnp.where(jax.lax.axis_index(shards.axis) == 0, bias, jnp.zeros_like(bias))
 
 

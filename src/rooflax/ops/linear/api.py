@@ -10,6 +10,7 @@ from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import cpu, reference, xla
 from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
+from rooflax.ops.stacked import Stacked
 
 IMPLEMENTATIONS = {
     "reference": unfused(reference.matmul),
@@ -21,8 +22,8 @@ IMPLEMENTATIONS = {
 @parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
-    w: Float[Array, "*weight"] | QuantizedArray,
-    bias: Float[Array, "*out"] | None = None,
+    w: Float[Array, "*weight"] | QuantizedArray | Stacked,
+    bias: Float[Array, "*out"] | Stacked | None = None,
     *,
     contract: int = 1,
     prologue: Prologue | None = None,
@@ -39,7 +40,8 @@ def linear(
 
     Args:
         x: [..., *in]; where the prologue gates, [..., 2, in].
-        w: [*in, *out], in any width; quantised ones round x as their format says.
+        w: [*in, *out], in any width; quantised ones round x as their format says. One of a stack
+            is read where it lies by the native kernel, and copied by the others.
         bias: [*out] or None.
         contract: number of axes in `*in`.
         prologue: a norm or an activation of the rows, which a kernel does while it reads them.

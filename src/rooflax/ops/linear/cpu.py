@@ -6,6 +6,7 @@ A norm or an activation in front, bias and residual behind are part of the same 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear.prologue import Activation, Norm, Prologue
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.stacked import Stacked, taken
 
 NATIVE_DTYPES = (jnp.float32, jnp.bfloat16)
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
@@ -28,8 +30,8 @@ ACTIVATIONS = {
 
 def matmul(
     x: Float[Array, "rows width"],
-    w: Float[Array, "in out"] | QuantizedArray,
-    bias: Float[Array, " out"] | None,
+    w: Float[Array, "in out"] | QuantizedArray | Stacked,
+    bias: Float[Array, " out"] | Stacked | None,
     *,
     prologue: Prologue | None = None,
     residual: Float[Array, "rows out"] | None = None,
@@ -49,8 +51,8 @@ def unembed(
 
 def product(
     x: Float[Array, "rows width"],
-    w: Float[Array, "*weight"] | QuantizedArray,
-    bias: Float[Array, "*out"] | None,
+    w: Float[Array, "*weight"] | QuantizedArray | Stacked,
+    bias: Float[Array, "*out"] | Stacked | None,
     *,
     layout: str = "matrix",
     prologue: Prologue | None = None,
@@ -64,6 +66,8 @@ def product(
         select: for a w with a leading axis: whose weights each row (or, with n = 1, every row)
             has; a bias may have the same leading axis.
     """
+    if isinstance(w, Stacked):
+        w, select = _read_in_place(w, select)
     if isinstance(w, QuantizedArray):
         arrays, outer = (w.values, w.scales, w.sums), math.prod(w.out_shape)
         layout, rounds = FORMATS[w.format].code, FORMATS[w.format].rounds
@@ -77,7 +81,7 @@ def product(
     return call(
         x.astype(jnp.float32),
         *arrays,
-        _optional(bias),
+        _bias(bias),
         _optional(residual),
         *norm,
         _none(jnp.int32) if select is None else select,
@@ -85,6 +89,19 @@ def product(
         bytes=np.int64(rounds),
         **before,
     )
+
+
+def _read_in_place(
+    w: Stacked, select: jax.Array | None
+) -> tuple[jax.Array | QuantizedArray, jax.Array]:
+    """A stack and whose weights are meant; stacks of stacks (layers of experts) become one."""
+    if select is None:
+        return w.stack, w.index.reshape(1)
+    select = w.index * w.shape[0] + select
+    if not isinstance(w.stack, QuantizedArray):
+        return w.stack.reshape(-1, *w.stack.shape[2:]), select
+    values = w.stack.values
+    return replace(w.stack, values=values.reshape(-1, *values.shape[2:])), select
 
 
 def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
@@ -112,6 +129,14 @@ def _before(prologue: Prologue | None) -> tuple[dict[str, Any], tuple[jax.Array,
         "limit": np.float32(limit),
     }
     return attributes, (_optional(weight), _optional(bias))
+
+
+def _bias(bias: jax.Array | Stacked | None) -> jax.Array:
+    """One of a stack stays there, unless all of the stack would be widened for it."""
+    stack = bias.stack if isinstance(bias, Stacked) else None
+    if isinstance(stack, jax.Array) and stack.dtype == jnp.float32:
+        return stack
+    return _optional(taken(bias))
 
 
 def _optional(x: jax.Array | None) -> jax.Array:

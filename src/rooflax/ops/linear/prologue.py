@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
+from rooflax.ops.stacked import Stacked, taken
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def compute(
         x: Float[Array, "rows width"],
         w: Any,
-        bias: Float[Array, " out"] | None,
+        bias: Float[Array, " out"] | Stacked | None,
         *,
         prologue: Prologue | None = None,
         residual: Float[Array, "rows out"] | None = None,
     ) -> Float[Array, "rows out"]:
         if prologue is not None:
             x = prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
-        y = matmul(x, w, bias)
+        y = matmul(x, taken(w), taken(bias))
         return y if residual is None else y + residual
 
     return compute

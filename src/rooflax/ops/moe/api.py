@@ -14,13 +14,14 @@ from rooflax.ops.dispatch import choose
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.moe import cpu, reference, xla
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.stacked import Stacked, taken
 
 
 def _after_norm(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """An implementation that leaves the norm to XLA."""
+    """An implementation that leaves the norm to XLA, and takes weights out of their stacks."""
 
     def run(x: jax.Array, *arrays: Any, norm: Norm | None, **how: Any) -> jax.Array:
-        return compute(x if norm is None else norm(x), *arrays, **how)
+        return compute(x if norm is None else norm(x), *map(taken, arrays), **how)
 
     return run
 
@@ -49,10 +50,10 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
-    gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
-    down_bias: Float[Array, "experts hidden"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,

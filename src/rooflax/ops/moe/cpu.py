@@ -11,16 +11,17 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.linear.cpu import product
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.stacked import Stacked
 
 
 def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
-    gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
-    down_bias: Float[Array, "experts hidden"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,

@@ -36,6 +36,7 @@ from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
+from rooflax.nn.host_memory import give_back_freed
 from rooflax.ops import kernels
 from rooflax.ops.sampling_limits import MAX_STOP_IDS
 from rooflax.structured import Forms
@@ -155,6 +156,7 @@ class LLM:
             model = replace(model, config=place.config)
         model = model.stacked() if self.options.layers == "scan" else model
         jax.block_until_ready(model.weights)
+        give_back_freed()
         return model
 
     def _check_memory(self, rows: int, tokens: int) -> None:

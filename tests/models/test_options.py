@@ -127,6 +127,18 @@ def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
     assert not re.search(r"stablehlo\.(sine|cosine|tan)\b", text)
 
 
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize(("name", "kinds"), [("preset:gpt2-tiny", 1), ("preset:gpt-oss-tiny", 2)])
+def test_a_layer_is_lowered_once_for_all_layers_of_its_kind(name, kinds):
+    """GPT-2 has four products a layer, GPT-OSS five, in layers with and without a window."""
+    model = rooflax.load(name)
+    cache = new_cache(model, max_tokens=64)
+    ids = np.zeros(1, np.int32)
+    text = jax.jit(decode_step).lower(model, cache, ids, ids).as_text()
+    products = {1: 4, 2: 5}[kinds]
+    assert text.count("@rooflax_product") == kinds * products + 1
+
+
 @pytest.fixture(scope="module")
 def tiny():
     return LLM("preset:gpt2-tiny")

@@ -8,7 +8,7 @@ import pytest
 
 from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
-from rooflax.ops.rope import apply_rope
+from rooflax.ops.rope import apply_rope, rope_rows
 from tests.ops.cases import normal, rng
 
 DTYPES = [("float32", 3e-6), ("bfloat16", 2e-2)]
@@ -47,9 +47,8 @@ def test_rope_turns_pairs_by_their_positions_angle(middle, dtype, tolerance):
     angles = rng(4).uniform(0, 6, (max_len, head_dim // 2)).astype(np.float32)
     positions = rng(5).randint(0, max_len, (2, 4)).astype(np.int32)
     x = jnp.asarray(normal(2, 4, *middle, head_dim), jnp.dtype(dtype))
-    got = apply_rope(
-        x, jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles)), jnp.asarray(positions)
-    )
+    table = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
+    got = apply_rope(x, *rope_rows(*table, jnp.asarray(positions)))
     assert got.dtype == x.dtype
     x64 = np.asarray(x).astype(np.float64)
     turned = np.zeros(x64.shape)

@@ -26,6 +26,7 @@ from rooflax.engine.steps import StepFunctions, StepInput
 from rooflax.errors import EngineError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div
 from rooflax.nn.mesh import CACHE_SPEC
@@ -343,6 +344,7 @@ class Runner:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
         self._dispatch(Call([], [], shape))
+        give_back_freed()
 
     def warm_up(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
         """Compiles the shapes that these sequences will need.

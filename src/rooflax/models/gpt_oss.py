@@ -26,7 +26,7 @@ from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, InterleavedGateUp, Linear, Weight
 from rooflax.ops.linear import ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
-from rooflax.ops.rope import apply_rope
+from rooflax.ops.rope import apply_rope, rope_rows
 
 __all__ = ["Config", "config_from_hf", "config_to_hf", "forward", "logits", "weights"]
 
@@ -222,8 +222,7 @@ def forward(
         norm = Norm(w["attn.norm"], eps=config.norm_eps)
         qkv = product(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
-        q = apply_rope(q, rope.cos, rope.sin, batch.positions)
-        k = apply_rope(k, rope.cos, rope.sin, batch.positions)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q = q.reshape(*q.shape[:2], -1, config.head_dim)
         h = attend(
             q, k[:, :, :, 0], v[:, :, :, 0], scale=config.head_dim**-0.5, sinks=w["attn.sinks"]
@@ -235,6 +234,7 @@ def forward(
         h = mlp(w, x.reshape(-1, config.hidden_size)).reshape(x.shape)
         return x + mesh.all_reduce(h, shards)
 
+    cos, sin = rope_rows(rope.cos, rope.sin, batch.positions)
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     return run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat

@@ -27,7 +27,7 @@ from rooflax.nn.rope import RopeScaling, RopeTable
 from rooflax.nn.weights import QKV, Flat, GateUp, Linear, Weight
 from rooflax.ops.activation import ACTIVATIONS
 from rooflax.ops.linear import Activation, Norm, linear, unembed
-from rooflax.ops.rope import apply_rope
+from rooflax.ops.rope import apply_rope, rope_rows
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,7 @@ def forward(
         norm = Norm(w["attn.norm"], eps=config.norm_eps)
         qkv = product(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
-        q = apply_rope(q, rope.cos, rope.sin, batch.positions)
-        k = apply_rope(k, rope.cos, rope.sin, batch.positions)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q = q.reshape(*q.shape[:2], -1, config.head_dim)
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=config.head_dim**-0.5)
         o_bias, residual = mesh.once(w.get("attn.o_bias"), shards), mesh.once(x, shards)
@@ -226,6 +225,7 @@ def forward(
         x = product(h, w["mlp.down"], down_bias, prologue=swiglu, residual=residual)
         return mesh.all_reduce(x, shards)
 
+    cos, sin = rope_rows(rope.cos, rope.sin, batch.positions)
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     return run_layers(
         layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat

@@ -73,8 +73,9 @@ class Batch:
             [rows, seq] int32 slots; a slot is block * block_size + offset.
         """
         table = self.block_tables[group]
-        relative = self.positions - self.first_positions[group][:, None]
-        index = jnp.clip(relative // block_size, 0, table.shape[1] - 1)
-        block = jnp.take_along_axis(table, index, axis=1)
-        slot = block * block_size + relative % block_size
+        # Unsigned: a signed division is a dozen operations. Padding may be below the first.
+        relative = (self.positions - self.first_positions[group][:, None]).astype(jnp.uint32)
+        index = jnp.minimum(relative // block_size, table.shape[1] - 1)
+        block = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
+        slot = block * block_size + (relative % block_size).astype(jnp.int32)
         return jnp.where(self.valid, slot, NO_SLOT)

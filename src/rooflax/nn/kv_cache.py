@@ -144,8 +144,9 @@ def write(
 
     A slot beyond the pool is not written, so block 0, which padded tables name, stays zero.
     """
-    block_size = pool.shape[2]
-    block, offset = slots.reshape(-1) // block_size, slots.reshape(-1) % block_size
+    # Unsigned: a signed index is first looked at for a sign, in a dozen operations per layer.
+    flat_slots, block_size = slots.reshape(-1).astype(jnp.uint32), pool.shape[2]
+    block, offset = flat_slots // block_size, flat_slots % block_size
     flat = new.reshape(-1, *new.shape[2:])
     if isinstance(pool, QuantizedPool):
         values, scales = tokens_as_int8(flat)

@@ -6,6 +6,7 @@ A family writes one layer as a function; this module repeats it and threads the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
 from rooflax.ops.attention import attention, paged_attention
-from rooflax.ops.control import scan
+from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.stacked import Stacked
@@ -57,16 +58,17 @@ def run_layers(
     """
     if "stacked_layers" in weights:
         return _scan(layer, weights["stacked_layers"], x, batch, cache, groups, options, remat)
+    slots = _slots(batch, cache)
     k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
+
+    def run(group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
+        attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
+        return layer(w, x, attend), attend.pools
+
+    runs = [_once(partial(run, group), x, cache, remat) for group in range(len(groups.windows))]
     for index, layer_weights in enumerate(weights["layers"]):
-        group = groups.of_layer[index]
-
-        def run(w: LayerWeights, x: jax.Array, pools: Any, group: int = group) -> Any:
-            attend = _Attend(batch, pools, group, groups.windows[group], options)
-            return layer(w, x, attend), attend.pools
-
         pools = _Pools(k_pools[index], v_pools[index], cache.block_size, 0) if cache else None
-        x, pools = _checkpointed(run, remat)(layer_weights, x, pools)
+        x, pools = runs[groups.of_layer[index]](layer_weights, x, pools)
         if pools is not None:
             k_pools[index], v_pools[index] = pools.k, pools.v
     return x, with_pools(cache, k_pools, v_pools) if cache else None
@@ -86,7 +88,7 @@ def _scan(
 
     Products' weights stay in their stacks where a kernel reads them there; the rest is small.
     """
-    repeats = jax.tree.leaves(stacked)[0].shape[0]
+    repeats, slots = jax.tree.leaves(stacked)[0].shape[0], _slots(batch, cache)
     in_place = chosen(options.kernels)["linear"] == "native"
     kept = [{k: w for k, w in layer.items() if in_place and _is_large(w)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
@@ -102,7 +104,7 @@ def _scan(
             if cache:
                 first_block = repeat * (k_pools[index].shape[0] // repeats)
                 pools = _Pools(k_pools[index], v_pools[index], cache.block_size, first_block)
-            attend = _Attend(batch, pools, group, groups.windows[group], options)
+            attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
             x = layer(layer_weights, x, attend)
             if attend.pools is not None:
                 k_pools[index], v_pools[index] = attend.pools.k, attend.pools.v
@@ -117,6 +119,21 @@ def _scan(
 def _is_large(stack: jax.Array | QuantizedArray) -> bool:
     """Whether a layer's part of a stack is a matrix or more; norms and sinks are vectors."""
     return isinstance(stack, QuantizedArray) or stack.ndim > 2
+
+
+def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:
+    """Per layer group, where the new tokens' K and V go; traced once for all its layers."""
+    if cache is None:
+        return ()
+    groups = range(len(batch.block_tables))
+    return tuple(batch.slot_mapping(group, cache.block_size) for group in groups)
+
+
+def _once(run: Callable, x: jax.Array, cache: KVCache | None, remat: str | None) -> Callable:
+    """A layer as a function of the program, traced once for all layers; XLA inlines it again."""
+    if cache is None or not is_traced(x):
+        return _checkpointed(run, remat)
+    return jax.jit(run)
 
 
 def _checkpointed(function: Callable, remat: str | None) -> Callable:
@@ -148,11 +165,12 @@ class _Attend:
         self,
         batch: Batch,
         pools: _Pools | None,
+        slots: tuple[jax.Array, ...],
         group: int,
         window: int | None,
         options: ExecutionOptions,
     ):
-        self.batch, self.pools, self.group = batch, pools, group
+        self.batch, self.pools, self.slots, self.group = batch, pools, slots, group
         self.window, self.options = window, options
 
     def __call__(
@@ -187,8 +205,7 @@ class _Attend:
                 **common,
             )
         pools = self.pools
-        slots = batch.slot_mapping(self.group, pools.block_size)
-        slots = slots + pools.first_block * pools.block_size
+        slots = self.slots[self.group] + pools.first_block * pools.block_size
         pools = _Pools(
             write(pools.k, k, slots), write(pools.v, v, slots), pools.block_size, pools.first_block
         )

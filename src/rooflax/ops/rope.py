@@ -9,11 +9,26 @@ from rooflax.ops import parts
 
 
 @parts.rope
-def apply_rope(
-    x: Float[Array, "rows seq *heads head_dim"],
+def rope_rows(
     cos: Float[Array, "max_len half"],
     sin: Float[Array, "max_len half"],
     positions: Int[Array, "rows seq"],
+) -> tuple[Float[Array, "rows seq half"], Float[Array, "rows seq half"]]:
+    """The table's rows of these positions, for all layers; beyond the table, its last row.
+
+    Args:
+        cos, sin: the table, row p for position p.
+        positions: absolute positions, not negative.
+    """
+    index = positions.astype(jnp.uint32)  # a signed one would be looked at for its sign
+    return cos.at[index].get(mode="clip"), sin.at[index].get(mode="clip")
+
+
+@parts.rope
+def apply_rope(
+    x: Float[Array, "rows seq *heads head_dim"],
+    cos: Float[Array, "rows seq half"],
+    sin: Float[Array, "rows seq half"],
 ) -> Float[Array, "rows seq *heads head_dim"]:
     """Rotates the pairs (x[i], x[i + head_dim/2]) by the angle of their position.
 
@@ -23,14 +38,12 @@ def apply_rope(
     Computed in float32, returned in x's dtype. Any axes may stand between seq and head_dim.
 
     Args:
-        cos, sin: the table, row p for position p.
-        positions: absolute positions, below max_len.
+        cos, sin: of each token's position, as `rope_rows` gives them.
 
     Source: Su et al., RoFormer, 2021; the half-split layout of Hugging Face's LLaMA.
     """
-    extra = (1,) * (x.ndim - 3)
-    shape = (*positions.shape, *extra, cos.shape[-1])
-    c, s = (t.at[positions].get(mode="clip").reshape(shape) for t in (cos, sin))
+    extra = tuple(range(2, x.ndim - 1))
+    c, s = jnp.expand_dims(cos, extra), jnp.expand_dims(sin, extra)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * c - second * s, second * c + first * s), axis=-1)
     return rotated.astype(x.dtype)

@@ -19,6 +19,8 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 }
 
 constexpr int64_t kAhead = 8;  // rows of w that are read at once
+// What must be on its way: 100 ns of latency at 25 GB/s per core are 40 lines, and some more.
+constexpr int64_t kBytesAhead = 6144;
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12;
 #else
@@ -35,6 +37,8 @@ void MatmulFew(const MatmulArgs& a, int64_t row) {
   for (int64_t begin = a.begin; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);
     const int64_t whole = width / kLanes * kLanes;
+    const int64_t block_bytes = kAhead * width * static_cast<int64_t>(sizeof(W));
+    const int64_t ahead = kAhead * std::max<int64_t>(1, kBytesAhead / block_bytes);
     for (auto& sum : sums) std::fill(sum, sum + width, 0.0f);
     for (int64_t k = 0; k < a.inner; k += kAhead) {
       const int64_t depth = std::min(kAhead, a.inner - k);
@@ -44,7 +48,7 @@ void MatmulFew(const MatmulArgs& a, int64_t row) {
           F16 wide[kAhead];
           for (int64_t d = 0; d < kAhead; ++d) {
             const W* line = from + d * a.out.outer + n;
-            if (n * sizeof(W) % 64 == 0) __builtin_prefetch(line + kAhead * a.out.outer);
+            if (n * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead * a.out.outer);
             wide[d] = LoadWide(line);
           }
           for (int64_t m = 0; m < M; ++m) {
@@ -91,6 +95,18 @@ void MatmulTile(const float* x, int64_t inner, const float* packed, F16 (&sums)[
   }
 }
 
+// The last rows, fewer than a tile: at most M.
+template <int64_t M, typename Emit>
+void LastRows(const float* x, int64_t begin, int64_t end, int64_t inner, const float* packed,
+              const Emit& emit) {
+  if constexpr (M > 0) {
+    if (end - begin < M) return LastRows<M - 1>(x, begin, end, inner, packed, emit);
+    F16 sums[kTile][2];
+    MatmulTile<M>(x + begin * inner, inner, packed, sums);
+    for (int64_t m = 0; m < M; ++m) emit(begin + m, sums[m]);
+  }
+}
+
 // Every row of x times 32 packed columns; emit(row, its two vectors of sums).
 template <typename Emit>
 void TilesOfRows(const float* x, int64_t rows, int64_t inner, const float* packed,
@@ -101,11 +117,10 @@ void TilesOfRows(const float* x, int64_t rows, int64_t inner, const float* packe
     MatmulTile<kTile>(x + row * inner, inner, packed, sums);
     for (int64_t m = 0; m < kTile; ++m) emit(row + m, sums[m]);
   }
-  for (; row < rows; ++row) {
-    MatmulTile<1>(x + row * inner, inner, packed, sums);
-    emit(row, sums[0]);
-  }
+  LastRows<kTile - 1>(x, row, rows, inner, packed, emit);
 }
+
+constexpr int64_t kPackAhead = 24;  // rows
 
 // Many rows: 32 columns of w are packed once and meet every tile of rows.
 template <typename W>
@@ -117,6 +132,7 @@ void MatmulMany(const MatmulArgs& a) {
     for (int64_t k = 0; k < a.inner; ++k) {
       const W* from = w + k * a.out.outer + n;
       float* to = packed.data() + k * 32;
+      for (int64_t i = 0; i < 32; i += 16) __builtin_prefetch(from + kPackAhead * a.out.outer + i);
       if (width == 32) {
         Store(to, LoadWide(from));
         Store(to + 16, LoadWide(from + 16));
@@ -133,23 +149,17 @@ void MatmulMany(const MatmulArgs& a) {
   }
 }
 
-template <typename W>
-void MatmulWidth(const MatmulArgs& a) {
-  switch (a.rows) {
-    case 1: return MatmulFew<1, W>(a, 0);
-    case 2: return MatmulFew<2, W>(a, 0);
-    case 3: return MatmulFew<3, W>(a, 0);
-    case 4: return MatmulFew<4, W>(a, 0);
-    case 5: return MatmulFew<5, W>(a, 0);
-    case 6: return MatmulFew<6, W>(a, 0);
-    case 7: return MatmulFew<7, W>(a, 0);
-    case 8: return MatmulFew<8, W>(a, 0);
-    default: return MatmulMany<W>(a);
-  }
+constexpr int64_t kFew = 16;
+
+template <int64_t M, typename W>
+void MatmulOf(const MatmulArgs& a) {
+  if (a.rows == M) return MatmulFew<M, W>(a, 0);
+  if constexpr (M < kFew) return MatmulOf<M + 1, W>(a);
+  MatmulMany<W>(a);
 }
 
 void Matmul(const MatmulArgs& a) {
-  a.width == Width::kFloat32 ? MatmulWidth<float>(a) : MatmulWidth<uint16_t>(a);
+  a.width == Width::kFloat32 ? MatmulOf<1, float>(a) : MatmulOf<1, uint16_t>(a);
 }
 
 // ---- Products with a table, [outer, inner] ----

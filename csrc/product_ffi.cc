@@ -88,8 +88,8 @@ void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
   p.stride = p.inner;
   p.groups = 0;
   p.units = p.outer;
-  p.unit = table ? 24 : 32;
-  p.least = table ? 24 : 64;
+  p.unit = table ? 48 : 32;
+  p.least = table ? 48 : 64;
 }
 
 // What is wrong with the shapes, or null.

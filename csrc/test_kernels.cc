@@ -1,6 +1,7 @@
 // The kernels against plain loops, for every instruction set of this processor, with the work shared
 // among threads. Built with sanitizers by `make sanitize`; knows neither XLA nor Python.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +21,7 @@ namespace {
 
 using rooflax::kGroup;
 using rooflax::kPanel;
+using rooflax::Width;
 
 int failures = 0;
 
@@ -88,10 +90,10 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
          width});
   });
   // The same numbers read as a table [outer, inner].
-  Share((outer + 7) / 8, [&](int64_t i) {
-    const int64_t end = std::min(outer, (i + 1) * 8);
+  Share((outer + 23) / 24, [&](int64_t i) {
+    const int64_t end = std::min(outer, (i + 1) * 24);
     rooflax::ChosenKernels().unembed(
-        {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 8, end,
+        {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 24, end,
          width});
   });
   for (int64_t m = 0; m < rows; ++m) {
@@ -208,28 +210,47 @@ void TestBefore(rooflax::Before kind, bool gated, int64_t inner) {
   for (float value : out) Check("before", std::isfinite(value) ? 1.0f : 0.0f, 1.0f, 0.0f);
 }
 
-void TestAttend(int64_t head_dim, int64_t count, bool narrow) {
+// Queries one after the other at the end of `count` keys, the first of which a window hides.
+void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width width) {
   constexpr int64_t kBlock = 4, kBlocks = 12;
-  const auto q = Random(head_dim, 1);
+  const auto q = Random(head_dim * queries, 1);
   auto k = Random(kBlocks * kBlock * head_dim, 2), v = Random(kBlocks * kBlock * head_dim, 3);
-  std::vector<uint16_t> k_half(k.size()), v_half(v.size());
-  for (size_t i = 0; i < k.size(); ++i) {
-    k_half[i] = ToBfloat16(k[i]);
-    v_half[i] = ToBfloat16(v[i]);
-    if (narrow) k[i] = FromBfloat16(k_half[i]), v[i] = FromBfloat16(v_half[i]);
+  auto scales = Random(kBlocks * kBlock, 4);
+  for (auto& s : scales) s *= 0.05f;
+  std::vector<uint16_t> half[2];
+  std::vector<int8_t> bytes[2];
+  for (int which = 0; which < 2; ++which) {
+    auto& wide = which == 0 ? k : v;
+    for (size_t i = 0; i < wide.size(); ++i) {
+      half[which].push_back(ToBfloat16(wide[i]));
+      bytes[which].push_back(static_cast<int8_t>(std::lround(wide[i] * 20)));
+      if (width == rooflax::Width::kBfloat16) wide[i] = FromBfloat16(half[which][i]);
+      if (width == rooflax::Width::kInt8) {
+        wide[i] = static_cast<float>(bytes[which][i]) * scales[i / static_cast<size_t>(head_dim)];
+      }
+    }
   }
   const std::vector<int32_t> table = {7, 3, 11, 5, 1, 9};
   const float sink = 0.5f, scale = 0.3f;
   const int64_t first = count > 3 ? 2 : 0;
-  std::vector<float> scores(static_cast<size_t>(count)), out(static_cast<size_t>(head_dim));
-  const void* keys = narrow ? static_cast<const void*>(k_half.data()) : k.data();
-  const void* values = narrow ? static_cast<const void*>(v_half.data()) : v.data();
-  const rooflax::Query query{q.data(), out.data(), first, first + count, &sink};
+  std::vector<float> scores(static_cast<size_t>(count * queries));
+  std::vector<float> out(static_cast<size_t>(head_dim * queries));
+  std::vector<rooflax::Query> all;
+  for (int64_t n = 0; n < queries; ++n) {
+    const int64_t last = first + std::max<int64_t>(0, count - (queries - 1 - n));
+    all.push_back({q.data() + n * head_dim, out.data() + n * head_dim, first, last, &sink});
+  }
+  const auto pool = [&](const std::vector<float>& wide, int which) -> const void* {
+    if (width == rooflax::Width::kBfloat16) return half[which].data();
+    if (width == rooflax::Width::kInt8) return bytes[which].data();
+    return wide.data();
+  };
   rooflax::AttendArgs args{};
-  args.queries = &query;
-  args.count = 1;
-  args.k = keys;
-  args.v = values;
+  args.queries = all.data();
+  args.count = queries;
+  args.k = pool(k, 0);
+  args.v = pool(v, 1);
+  args.k_scale = args.v_scale = scales.data();
   args.table = table.data();
   args.scores = scores.data();
   args.span = count;
@@ -237,20 +258,22 @@ void TestAttend(int64_t head_dim, int64_t count, bool narrow) {
   args.block_size = kBlock;
   args.head_dim = head_dim;
   args.scale = scale;
-  args.width = narrow ? rooflax::Width::kBfloat16 : rooflax::Width::kFloat32;
+  args.width = width;
   rooflax::ChosenKernels().attend(args);
-  std::vector<double> wanted(static_cast<size_t>(head_dim), 0.0);
-  double total = std::exp(static_cast<double>(sink));
-  for (int64_t i = first; i < first + count; ++i) {
-    const int64_t at = (table[i / kBlock] * kBlock + i % kBlock) * head_dim;
-    double score = 0;
-    for (int64_t d = 0; d < head_dim; ++d) score += static_cast<double>(q[d]) * k[at + d];
-    const double share = std::exp(score * static_cast<double>(scale));
-    total += share;
-    for (int64_t d = 0; d < head_dim; ++d) wanted[d] += share * v[at + d];
-  }
-  for (int64_t d = 0; d < head_dim; ++d) {
-    Check("attend", out[d], static_cast<float>(wanted[d] / total), 1e-4f);
+  for (const auto& query : all) {
+    std::vector<double> wanted(static_cast<size_t>(head_dim), 0.0);
+    double total = std::exp(static_cast<double>(sink));
+    for (int64_t i = query.first; i < query.last; ++i) {
+      const int64_t at = (table[i / kBlock] * kBlock + i % kBlock) * head_dim;
+      double score = 0;
+      for (int64_t d = 0; d < head_dim; ++d) score += static_cast<double>(query.q[d]) * k[at + d];
+      const double share = std::exp(score * static_cast<double>(scale));
+      total += share;
+      for (int64_t d = 0; d < head_dim; ++d) wanted[d] += share * v[at + d];
+    }
+    for (int64_t d = 0; d < head_dim; ++d) {
+      Check("attend", query.out[d], static_cast<float>(wanted[d] / total), 1e-4f);
+    }
   }
 }
 
@@ -290,7 +313,7 @@ void TestRandomBits(int64_t count) {
 int main() {
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (!rooflax_force_instruction_set(name)) continue;
-    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30}) {
+    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {
       for (bool narrow : {false, true}) TestMatmul(rows, 37, 75, narrow);
       for (bool bytes : {false, true}) {
         TestPacked(Code::kInt8, rows, 67, 75, bytes);
@@ -305,7 +328,11 @@ int main() {
     }
     for (int64_t head_dim : {20, 64}) {
       for (int64_t count : {0, 1, 5, 22}) {
-        for (bool narrow : {false, true}) TestAttend(head_dim, count, narrow);
+        for (int64_t queries = 1; queries <= std::min<int64_t>(count + 1, 8); ++queries) {
+          for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kInt8}) {
+            TestAttend(head_dim, count, queries, width);
+          }
+        }
       }
     }
     for (int64_t count : {1, 40, 1000}) {

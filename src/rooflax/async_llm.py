@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engi
 from rooflax.engine.plan import CACHE_SHARE, plan_blocks
 from rooflax.engine.runner import BLOCK_SIZE, Compiled
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import StepOutput
+from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.thread import EngineThread
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.llm import LLM, MAX_SLOTS, Prompt
 from rooflax.loading.load import Description
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.layout import most_new_tokens
 
 DEFAULT_MAX_WAITING = 256
 
@@ -73,6 +75,8 @@ class AsyncLLM:
     def _engine(self, num_slots: int, per_step: int, num_blocks: tuple[int, ...] | None) -> Engine:
         llm = self.llm
         chunk = min(per_step, DEFAULT_PREFILL_CHUNK, llm.max_model_len)
+        speculation = llm.speculation(num_slots, llm.max_model_len)  # its memory comes first
+        draft_tokens = speculation.longest if speculation else 0
         free = free_bytes()
         kv_dtype = llm.precision.kv_dtype or "float32"
         if num_blocks is None:
@@ -81,7 +85,9 @@ class AsyncLLM:
                 kv_dtype=kv_dtype,
                 num_slots=num_slots,
                 max_tokens=llm.max_model_len,
-                new_tokens=max(chunk, llm.options.decode_steps or MOST_DECODE_STEPS),
+                new_tokens=most_new_tokens(
+                    chunk, llm.options.decode_steps or MOST_DECODE_STEPS, draft_tokens
+                ),
                 block_size=BLOCK_SIZE,
                 limit_bytes=None if free is None else int(CACHE_SHARE * free),
             )
@@ -95,7 +101,7 @@ class AsyncLLM:
             token_budget=per_step,
             num_blocks=num_blocks,
             prefix_caching=llm.prefix_caching,
-            speculation=llm.speculation(num_slots, llm.max_model_len),
+            speculation=speculation,
             mesh=llm.mesh,
         )
 
@@ -132,6 +138,10 @@ class AsyncLLM:
         sequences = [sample.sequence for sample in samples]
         try:
             self._thread.submit(sequences)
+        except RooflaxError:
+            self._forget(sequences)
+            raise
+        try:
             while open_:
                 output = await inbox.queue.get()
                 sample = open_.get(id(output.sequence))
@@ -142,8 +152,11 @@ class AsyncLLM:
                     yield delta
         finally:
             self._thread.abort(sequences)
-            for sequence in sequences:
-                self._inboxes.pop(id(sequence), None)
+            self._forget(sequences)
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._inboxes.pop(id(sequence), None)
 
     def _take(self, sample: Sample, output: StepOutput) -> Delta:
         if output.error is not None:
@@ -172,7 +185,8 @@ class AsyncLLM:
             if inbox is not None and not inbox.loop.is_closed():
                 by_loop[inbox.loop].append((inbox, output))
         for loop, pairs in by_loop.items():
-            loop.call_soon_threadsafe(_put, pairs)
+            with contextlib.suppress(RuntimeError):  # it was closed just now
+                loop.call_soon_threadsafe(_put, pairs)
 
     async def shutdown(self, *, drain: bool = True) -> None:
         """Takes no more requests; those at hand finish (drain), or end with "abort"."""

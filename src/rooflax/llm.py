@@ -111,6 +111,10 @@ class LLM:
             )
         )
         self.tokenizer = self.about.tokenizer()
+        draft = None
+        if speculate is not None and speculate != NGRAM:
+            draft = describe(speculate, offline=offline, ignore_config_keys=ignore_config_keys)
+            check_same_tokens(self.about.name, self.tokenizer, draft.name, draft.tokenizer())
         self.defaults = self.about.generation_defaults()
         self._forms = Forms(self.tokenizer, self.about.config.vocab_size, self.stop_ids)
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
@@ -129,15 +133,22 @@ class LLM:
         self._drafting = None
         if speculate == NGRAM:
             self._drafting = Drafting(self.about.config.vocab_size, num_draft_tokens)
-        elif speculate is not None:
-            given = {"dtype": dtype, "kv_dtype": kv_dtype, "quantize": quantize}
-            source = {"options": options, "mesh": mesh, "offline": offline, "check": check}
-            self._drafting = self._drafted_by(LLM(speculate, **given, **source), num_draft_tokens)
-
-    def _drafted_by(self, draft: LLM, num_tokens: int | None) -> Drafting:
-        check_same_tokens(self.about.name, self.tokenizer, draft.about.name, draft.tokenizer)
-        vocab_size = self.about.config.vocab_size
-        return Drafting(vocab_size, num_tokens, draft.new_engine, draft.max_model_len)
+        elif draft is not None:
+            drafting = LLM(
+                draft,
+                quantize=quantize,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                options=options,
+                mesh=mesh,
+                check=check,
+            )
+            self._drafting = Drafting(
+                self.about.config.vocab_size,
+                num_draft_tokens,
+                drafting.new_engine,
+                drafting.max_model_len,
+            )
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
         place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)
@@ -343,6 +354,7 @@ class LLM:
         Raises:
             RequestError: its KV cache does not fit into memory.
         """
+        speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
         self._check_memory(num_slots, max_tokens)
         return Engine(
             self.model,
@@ -351,7 +363,7 @@ class LLM:
             max_tokens=max_tokens,
             kv_dtype=self.precision.kv_dtype or "float32",
             prefix_caching=self.prefix_caching,
-            speculation=self.speculation(num_slots, max_tokens),
+            speculation=speculation,
             mesh=self.mesh,
         )
 

@@ -212,7 +212,7 @@ def test_random_requests_leak_nothing_and_mix_nothing(
             scheduler.abort(chosen)
             assert chosen.is_finished and chosen.finish_reason == (before or "abort")
         elif action == "preempt" and scheduler.running:
-            scheduler._preempt(scheduler.running[-1])
+            scheduler.preempt(scheduler.running[-1])
         for _ in range(first if action == "step" else 0):
             step(second)
     for _ in range(5_000):

@@ -1,10 +1,14 @@
 """Drafts: who makes them, whether they pay, and that they change no token."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooflax import LLM, AsyncLLM, RequestError, SamplingParams
+from rooflax import LLM, AsyncLLM, RequestError, SamplingParams, load
+from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import (
     LONGEST_NGRAM,
@@ -139,8 +143,10 @@ def test_ngrams_change_no_token(plain, drafting, unhesitating, given):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
             assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
     assert all(c.num_draft_tokens == 0 for c in wanted)
-    if given.get("max_tokens", 48) > 2 and "repetition_penalty" not in given:
-        assert sum(c.num_accepted_tokens for c in found) > 0
+    if given.get("max_tokens", 48) > 2:
+        assert sum(c.num_draft_tokens for c in found) > 0
+        if "repetition_penalty" not in given:
+            assert sum(c.num_accepted_tokens for c in found) > 0
 
 
 @pytest.mark.parametrize(
@@ -200,3 +206,46 @@ def test_what_cannot_draft_is_refused():
         LLM(num_draft_tokens=3)
     with pytest.raises(RequestError, match="needs the cache"):
         LLM(speculate="ngram", options=ExecutionOptions(use_cache=False))
+
+
+class Poisoned(Drafter):
+    """Proposes a token that nothing finite can be computed from."""
+
+    def propose(self, sequences, num_tokens):
+        return [[7] * num_tokens for _ in sequences]
+
+
+@pytest.mark.parametrize("kernels", ["xla", None])
+def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels):
+    """Its sequence starts over without drafts, and gives what it gives alone."""
+    model = load("preset:gpt-oss-tiny")  # its head is another matrix
+    table = model.weights["embed"]
+    poisoned = replace(model, weights=model.weights | {"embed": table.at[7].set(jnp.nan)})
+    tokens = []
+    for speculation in (None, Speculation(Poisoned())):
+        engine = Engine(
+            poisoned,
+            ExecutionOptions(kernels=kernels),
+            num_slots=2,
+            max_tokens=64,
+            speculation=speculation,
+        )
+        banned = SamplingParams(temperature=0.0, banned_token_ids=(7,)).with_defaults({})
+        sequences = [Sequence(i, [5, 9 + i], banned, 20, frozenset()) for i in range(2)]
+        engine.add(sequences)
+        while engine.has_unfinished:
+            engine.step()
+        tokens.append([s.output_tokens for s in sequences])
+        assert [s.finish_reason for s in sequences] == ["length", "length"]
+    assert sequences[0].num_draft_tokens > 0 and sequences[0].num_preemptions == 1
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_more_blocks_than_a_step_reads_are_no_harm(plain, unhesitating, jit):
+    """Room for 32 tokens, of which the next step takes one, at the edge of a bucket."""
+    options = ExecutionOptions(kernels="xla", jit=jit)
+    drafting = LLM(speculate="ngram", num_draft_tokens=31, max_num_seqs=1, options=options)
+    ids = plain.encode(CODE * 2)[:200]
+    given = params(max_tokens=70 if jit else 12, ignore_eos=True)
+    assert drafting.generate([ids], given)[0].tokens == plain.generate([ids], given)[0].tokens

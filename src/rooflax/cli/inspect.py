@@ -177,9 +177,9 @@ def _server(
     from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
     from rooflax.engine.plan import CACHE_SHARE, plan_blocks
     from rooflax.engine.runner import BLOCK_SIZE
-    from rooflax.nn.layout import blocks_needed
+    from rooflax.nn.layout import blocks_needed, most_new_tokens
 
-    new_tokens = max(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
+    new_tokens = most_new_tokens(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
     limit = None if free is None else int(CACHE_SHARE * max(0, free - need.weights))
     try:
         blocks = plan_blocks(

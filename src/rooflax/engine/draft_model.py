@@ -15,6 +15,7 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.runner import BLOCK_SIZE, SMALLEST_PREFILL, Compiled
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import Drafter
+from rooflax.errors import EngineError
 
 
 class ModelDrafter(Drafter):
@@ -29,15 +30,28 @@ class ModelDrafter(Drafter):
         self.engine, self._vocab_size = engine, vocab_size
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
-        fitting = [s for s in sequences if s.num_tokens + num_tokens <= self.engine.max_tokens]
-        guesses = {id(s): _shadow(s, num_tokens) for s in fitting}
+        guesses = {id(s): _shadow(s, num_tokens) for s in sequences if self._fits(s, num_tokens)}
         self.engine.add(list(guesses.values()))
         while self.engine.has_unfinished:
-            self.engine.step()
+            try:
+                self.engine.step()
+            except EngineError as error:  # memory: the larger engine knows what to lower
+                raise error.__cause__ or error from None
         return [
             self._known(guesses[id(s)].tokens[s.num_tokens :]) if id(s) in guesses else []
             for s in sequences
         ]
+
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the smaller model has room for the sequence, and its ids."""
+        if sequence.num_tokens + num_tokens > self.engine.max_tokens:
+            return False
+        vocab_size = self.engine.model.config.vocab_size
+        return vocab_size >= self._vocab_size or max(sequence.tokens) < vocab_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.engine.model.weights_bytes + self.engine.kv_cache_bytes
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Up to the first id that the larger model does not have."""

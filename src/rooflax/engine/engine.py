@@ -231,6 +231,7 @@ class Engine:
             rows=self.num_slots,
             tokens=self.max_tokens,
             chunk=self.scheduler.prefill_chunk,
+            drafter=self.speculation.drafter.num_bytes if self.speculation else 0,
         )
 
     def _run(self, step: ScheduledStep) -> list[StepOutput]:
@@ -244,8 +245,8 @@ class Engine:
         for call in self.runner.calls(step, drafts):
             result = self.runner.run(call, step.num_steps)
             now_s = time.perf_counter()
-            self._set_pace((now_s - start_s) / result.num_steps)
             self._watch_call(call, result, now_s - start_s)
+            self._set_pace((now_s - start_s) / result.num_steps)
             outputs += self._take(call, result, now_s)
             start_s = now_s
         self.scheduler.finish_step(step)
@@ -312,6 +313,9 @@ class Engine:
         """Appends what a call chose, and ends who is done."""
         outputs = []
         for row, sequence in enumerate(call.sequences):
+            if call.drafts and call.drafts[row] and not result.is_finite(0, row):
+                self._start_over(sequence)
+                continue
             if result.scores is not None:
                 _take_scores(sequence, result, call.counts[row])
             sequence.num_computed_tokens += call.counts[row]
@@ -323,6 +327,13 @@ class Engine:
             if sequence.is_finished or sequence.num_output_tokens > before:
                 outputs.append(sequence.output_since(before))
         return outputs
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Without drafts, which may be what is not finite; their K and V must not stay."""
+        assert self.speculation is not None
+        self.speculation.leave_out(sequence)
+        self.runner.clear(sequence)
+        self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
         for index in range(result.num_tokens(row)):

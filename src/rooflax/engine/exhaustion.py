@@ -27,12 +27,20 @@ def needed_bytes(error: Exception) -> int | None:
 
 
 def sentence(
-    error: Exception, model: Model, *, kv_cache: int, rows: int, tokens: int, chunk: int
+    error: Exception,
+    model: Model,
+    *,
+    kv_cache: int,
+    rows: int,
+    tokens: int,
+    chunk: int,
+    drafter: int = 0,
 ) -> str:
     """What an operator needs to know.
 
     Args:
         kv_cache: bytes of all blocks.
+        drafter: bytes of a model that drafts.
         rows, tokens, chunk: sequences at once, their longest context, tokens of a prompt in a step.
     """
     parts = {
@@ -42,6 +50,8 @@ def sentence(
             model.config, rows, tokens, chunk
         ),
     }
+    if drafter:
+        parts["no --speculate (the smaller model"] = drafter
     largest = sorted(parts.items(), key=lambda part: -part[1])
     lower = ", ".join(f"{name} {gib(size)})" for name, size in largest)
     needed, free = needed_bytes(error), free_bytes()

@@ -77,7 +77,8 @@ class Layout:
         if self.tables:
             row[FIRST:at] = sequence.first_positions
             for length, blocks in zip(self.tables, sequence.block_tables, strict=True):
-                row[at : at + len(blocks)] = blocks
+                held = blocks[:length]  # a sequence may hold blocks for more steps than this one
+                row[at : at + len(held)] = held
                 at += length
         row[at : at + count] = sequence.tokens[start : start + count]
         row[NEXT] = 0 if row[SAMPLES] else sequence.tokens[start + count]

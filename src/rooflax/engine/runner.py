@@ -28,7 +28,7 @@ from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
-from rooflax.nn.layout import blocks_needed, ceil_div
+from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
 from rooflax.nn.mesh import CACHE_SPEC
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts
@@ -84,7 +84,7 @@ class Runner:
         self.decode_steps = decode_steps
         self.functions = StepFunctions(options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
-        self.new_tokens = max(prefill_chunk, decode_steps, 1 + draft_tokens)
+        self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, draft_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL
         self.longest_tables = tuple(
             blocks_needed(window, max_tokens, self.new_tokens, BLOCK_SIZE)
@@ -100,6 +100,7 @@ class Runner:
 
     def reset(self) -> None:
         """An empty cache, and nobody in the slots."""
+        self.cache = self.counts = None  # before the new ones are there
         self.cache = self._allocate_cache() if self.options.use_cache else None
         shape = (self.num_slots + 1, self.model.config.vocab_size)
         self.counts = self._put(TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32)))  # type: ignore[arg-type]

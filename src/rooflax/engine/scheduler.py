@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rooflax.engine.beams import BeamGroup
 from rooflax.engine.block_manager import BlockCopy, BlockManager
 from rooflax.engine.sequence import Sequence, SequenceStatus
+from rooflax.nn.layout import most_new_tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Scheduler:
     @property
     def new_tokens(self) -> int:
         """The most tokens that a step writes for one sequence."""
-        return max(self.prefill_chunk, self.decode_steps, 1 + self.draft_tokens)
+        return most_new_tokens(self.prefill_chunk, self.decode_steps, self.draft_tokens)
 
     def can_ever_run(self, sequence: Sequence) -> bool:
         """Whether the sequence, with the other beams of its group, could run alone."""
@@ -224,7 +225,7 @@ class Scheduler:
         up_to = sequence.num_computed_tokens + count
         while not self.blocks.can_allocate([self.blocks.missing(sequence, up_to)]):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
         self._copies[id(sequence)] = self.blocks.allocate(sequence, up_to)
@@ -246,7 +247,7 @@ class Scheduler:
             self.blocks.allocate(sequence, sequence.num_computed_tokens + room)
         return room
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""
         self._leave(sequence)
         sequence.status = SequenceStatus.WAITING

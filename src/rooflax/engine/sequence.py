@@ -225,6 +225,8 @@ class Sequence:
 
     def _follow(self, guide: Guide, token: int) -> None:
         guide.accept(token)
+        if guide.error is not None and self.is_finished:
+            return  # nothing can follow, and nothing has to
         if guide.error is not None:
             self.finish("error", guide.error)
         elif guide.is_complete and self.num_output_tokens < self.params.min_tokens:

@@ -7,10 +7,11 @@ step gives, and never which.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import RequestError
@@ -30,22 +31,27 @@ AWAKE_STEPS = 4
 """Decode steps after which the drafter looks again, if it had nothing to say."""
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Guesses how sequences go on; a guess may be empty."""
 
+    @abstractmethod
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         """At most `num_tokens` guesses for each sequence."""
-        ...
 
-    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:
+    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:  # noqa: B027
         """Compiles what drafting for these sequences will need."""
 
     def seal(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
         """Compiles what drafting for any sequence can need; the lines of a manifest."""
         return []
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027
         """Forgets everything, after a failure."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that it takes."""
+        return 0
 
 
 class NgramDrafter(Drafter):
@@ -109,6 +115,11 @@ class Speculation:
         self._verify_s: dict[int, float] = {}
         self._trials_left = TRIALS
         self._resting, self._rest = 0, SHORTEST_REST
+        self._left_out: WeakSet[Sequence] = WeakSet()
+
+    def leave_out(self, sequence: Sequence) -> None:
+        """No drafts for this one any more."""
+        self._left_out.add(sequence)
 
     @property
     def most_steps(self) -> int:
@@ -125,6 +136,9 @@ class Speculation:
         if rows not in self._decode_s or self._resting > 0 or room < 1:
             return []
         drafts = self.drafter.propose(sequences, min(room, self.longest))
+        if self._left_out:
+            pairs = zip(sequences, drafts, strict=True)
+            drafts = [[] if sequence in self._left_out else draft for sequence, draft in pairs]
         num_drafts = sum(map(len, drafts))
         if num_drafts == 0:
             return []

@@ -160,13 +160,13 @@ class EngineThread:
 
     def _end_all(self, reason: str, error: str | None) -> None:
         """Ends every sequence; after an error the engine starts with an empty cache."""
+        lost: list[Sequence] = []
         try:
             lost = self.engine.forget_all()
             if error is not None:
                 self.engine.reset()
         except Exception as another:
-            self._failure = f"The engine could not start again: {_first_line(another)}"
-            lost = []
+            error = self._failure = f"The engine could not start again: {_first_line(another)}"
         for sequence in lost:
             sequence.finish(reason, error)
             self.engine.metrics.finished(sequence, time.perf_counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def give_back_freed() -> None:
 
     glibc keeps freed pages; after loading or compiling those are a tenth of a small model.
     """
+    if sys.platform != "linux":
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

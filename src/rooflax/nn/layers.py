@@ -133,7 +133,7 @@ def _once(run: Callable, x: jax.Array, cache: KVCache | None, remat: str | None)
     """A layer as a function of the program, traced once for all layers; XLA inlines it again."""
     if cache is None or not is_traced(x):
         return _checkpointed(run, remat)
-    return jax.jit(run)
+    return jax.jit(_checkpointed(run, remat))
 
 
 def _checkpointed(function: Callable, remat: str | None) -> Callable:

@@ -7,6 +7,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def most_new_tokens(prefill_chunk: int, decode_steps: int, draft_tokens: int = 0) -> int:
+    """The most tokens that a step writes for one sequence."""
+    return max(prefill_chunk, decode_steps, 1 + draft_tokens)
+
+
 def blocks_needed(window: int | None, max_tokens: int, new_tokens: int, block_size: int) -> int:
     """The most blocks of one layer group that a sequence holds at once.
 

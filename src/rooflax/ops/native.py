@@ -19,6 +19,9 @@ TARGETS = (
     "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_top",
     "rooflax_random_bits",
 )  # fmt: skip
+KERNELS_VERSION = 2
+"""What the targets' arguments mean; csrc/attention_ffi.cc says the library's."""
+OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 
 
@@ -73,8 +76,11 @@ def status() -> Status:
     library = load()
     if library is None:
         return Status(False, "the native library was not built: no C++ compiler at installation")
-    if not hasattr(library, "rooflax_ffi_version"):
-        return Status(False, "the native library is older than this version; install rooflax again")
+    own = ("rooflax_ffi_version", "rooflax_kernels_version")
+    if not all(hasattr(library, name) for name in (*own, *TARGETS)):
+        return Status(False, OLDER)
+    if library.rooflax_kernels_version() != KERNELS_VERSION:
+        return Status(False, OLDER)
     built, here = library.rooflax_ffi_version(), _ffi_version()
     if here is None or built > here:
         return Status(
@@ -82,8 +88,6 @@ def status() -> Status:
             f"the native library was built for FFI version {built}, and this jaxlib has {here}; "
             f"install rooflax again",
         )
-    if not all(hasattr(library, name) for name in TARGETS):
-        return Status(False, "the native library is older than this version; install rooflax again")
     for name in TARGETS:
         target = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")

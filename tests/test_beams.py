@@ -145,7 +145,7 @@ def test_more_beams_than_slots_wait_for_each_other(llm):
 @pytest.mark.parametrize(
     "given",
     [
-        {"options": ExecutionOptions(use_cache=False)},
+        pytest.param({"options": ExecutionOptions(use_cache=False)}, marks=pytest.mark.slow),
         {"options": ExecutionOptions(layers="scan"), "prefix_caching": False},
     ],
     ids=["no-cache", "scan"],

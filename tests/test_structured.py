@@ -266,10 +266,10 @@ def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
 @pytest.mark.parametrize(
     "options",
     [
-        ExecutionOptions(use_cache=False),
-        ExecutionOptions(jit=False),
+        pytest.param(ExecutionOptions(use_cache=False), marks=pytest.mark.slow),
+        pytest.param(ExecutionOptions(jit=False), marks=pytest.mark.slow),
         ExecutionOptions(layers="scan", decode_steps=8),
-        ExecutionOptions(kernels="reference", decode_steps=1),
+        pytest.param(ExecutionOptions(kernels="reference", decode_steps=1), marks=pytest.mark.slow),
     ],
     ids=["no cache", "no jit", "scan", "reference"],
 )
@@ -279,6 +279,7 @@ def test_no_setting_changes_the_text(folder, llm, options):
     assert other.generate(PROMPTS[0], given)[0].tokens == llm.generate(PROMPTS[0], given)[0].tokens
 
 
+@pytest.mark.slow
 def test_two_devices_give_what_one_gives(tmp_path):
     """The vocabulary of 263 does not divide by two."""
     name = "llama_bias"

@@ -128,8 +128,15 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("preset", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
-@pytest.mark.parametrize("roomy", [True, False], ids=["kept", "preempted"])
-@pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "not drafted"])
+@pytest.mark.parametrize(
+    ("roomy", "drafts"),
+    [
+        (True, False),
+        (False, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy, drafts):
     """What a crowd computes in chunks of 16 and shares, against each request alone in one chunk."""
     model = load(preset)

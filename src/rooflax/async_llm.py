@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engine
-from rooflax.engine.plan import CACHE_SHARE, plan_blocks
-from rooflax.engine.runner import BLOCK_SIZE, Compiled
+from rooflax.engine.plan import plan_server
+from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.thread import EngineThread
@@ -77,10 +77,9 @@ class AsyncLLM:
         chunk = min(per_step, DEFAULT_PREFILL_CHUNK, llm.max_model_len)
         speculation = llm.speculation(num_slots, llm.max_model_len)  # its memory comes first
         draft_tokens = speculation.longest if speculation else 0
-        free = free_bytes()
         kv_dtype = llm.precision.kv_dtype or "float32"
         if num_blocks is None:
-            num_blocks = plan_blocks(
+            num_blocks = plan_server(
                 llm.model.config,
                 kv_dtype=kv_dtype,
                 num_slots=num_slots,
@@ -88,8 +87,7 @@ class AsyncLLM:
                 new_tokens=most_new_tokens(
                     chunk, llm.options.decode_steps or MOST_DECODE_STEPS, draft_tokens
                 ),
-                block_size=BLOCK_SIZE,
-                limit_bytes=None if free is None else int(CACHE_SHARE * free),
+                free=free_bytes(),
             )
         return Engine(
             llm.model,

@@ -175,21 +175,19 @@ def _server(
 ) -> dict[str, Any]:
     """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
     from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
-    from rooflax.engine.plan import CACHE_SHARE, plan_blocks
+    from rooflax.engine.plan import plan_server
     from rooflax.engine.runner import BLOCK_SIZE
     from rooflax.nn.layout import blocks_needed, most_new_tokens
 
     new_tokens = most_new_tokens(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
-    limit = None if free is None else int(CACHE_SHARE * max(0, free - need.weights))
     try:
-        blocks = plan_blocks(
+        blocks = plan_server(
             config,
             kv_dtype=kv_dtype,
             num_slots=MAX_SLOTS,
             max_tokens=tokens,
             new_tokens=new_tokens,
-            block_size=BLOCK_SIZE,
-            limit_bytes=limit,
+            free=None if free is None else free - need.weights,
         )
     except RequestError as error:
         return {"refused": str(error)}
@@ -199,7 +197,6 @@ def _server(
         "of_full_length": (max(blocks) - 1) // longest,
         "kv_blocks": list(blocks),
         "block_size": BLOCK_SIZE,
-        "kv_cache_limit_bytes": limit,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rooflax.engine.runner import BLOCK_SIZE
 from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
@@ -47,6 +48,35 @@ def plan_blocks(
             f"{limit_bytes} are there for it; lower max_model_len."
         )
     return tuple(1 + slots * n for n in longest)
+
+
+def plan_server(
+    config: Any,
+    *,
+    kv_dtype: str,
+    num_slots: int,
+    max_tokens: int,
+    new_tokens: int,
+    free: int | None,
+) -> tuple[int, ...]:
+    """Blocks for all slots of a server, or for as many sequences as its share of memory holds.
+
+    Args:
+        new_tokens: as for `plan_blocks`.
+        free: bytes once the weights are there; None is unknown, and no limit.
+
+    Raises:
+        RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
+    """
+    return plan_blocks(
+        config,
+        kv_dtype=kv_dtype,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        new_tokens=new_tokens,
+        block_size=BLOCK_SIZE,
+        limit_bytes=None if free is None else int(CACHE_SHARE * max(0, free)),
+    )
 
 
 def _bytes(cost: list[int], longest: list[int], slots: int) -> int:

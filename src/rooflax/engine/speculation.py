@@ -7,7 +7,6 @@ step gives, and never which.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -31,21 +30,21 @@ AWAKE_STEPS = 4
 """Decode steps after which the drafter looks again, if it had nothing to say."""
 
 
-class Drafter(ABC):
+class Drafter:
     """Guesses how sequences go on; a guess may be empty."""
 
-    @abstractmethod
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         """At most `num_tokens` guesses for each sequence."""
+        raise NotImplementedError
 
-    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:  # noqa: B027
+    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:
         """Compiles what drafting for these sequences will need."""
 
     def seal(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
         """Compiles what drafting for any sequence can need; the lines of a manifest."""
         return []
 
-    def reset(self) -> None:  # noqa: B027
+    def reset(self) -> None:
         """Forgets everything, after a failure."""
 
     @property

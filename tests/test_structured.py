@@ -467,5 +467,5 @@ def test_without_the_extra_a_form_says_what_to_install(llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.delitem(sys.modules, "rooflax.grammar_probe", raising=False)
     monkeypatch.delattr("rooflax.grammar_probe", raising=False)
-    with pytest.raises(RequestError, match=r"regex needs .*pip install \"rooflax\[structured\]\""):
+    with pytest.raises(RequestError, match=r"regex needs .*pip install llguidance"):
         llm.generate(PROMPTS[0], SamplingParams(regex="never seen before"))

@@ -29,8 +29,7 @@ COMPILE_S = 10.0
 KEPT = 16
 """Compiled forms that are kept, because requests often share one."""
 MISSING = (
-    "{kind} needs the package llguidance, which is not installed; say "
-    '`pip install "rooflax[structured]"`.'
+    "{kind} needs the package llguidance, which is not installed; say `pip install llguidance`."
 )
 
 

@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any
 
-from rooflax.ops import native
-
-F = TypeVar("F", bound=Callable)
+from rooflax.ops import accelerator, native
 
 
-def choose(operation: str, implementations: Mapping[str, F], name: str | None) -> F:
+def choose(
+    operation: str, implementations: Mapping[str, Callable[..., Any]], name: str | None
+) -> Callable[..., Any]:
     """The implementation called `name`; None takes the best that is here, the last that can run.
+
+    Of the Pallas kernels, None goes on to the next where one refuses what it is given.
 
     Raises:
         NotImplementedError: no implementation of that name is here.
     """
     here = available(implementations)
     if name is None:
-        return list(here.values())[-1]
+        *others, (best_name, best) = here.items()
+        return _or_else(best, others[-1][1]) if best_name == "pallas" else best
     if name in here:
         return here[name]
     if name in implementations:
-        raise NotImplementedError(f"{operation}'s {name!r} cannot run: {native.status().reason}.")
+        why = accelerator.missing() if name == "pallas" else native.status().reason
+        raise NotImplementedError(f"{operation}'s {name!r} cannot run: {why}.")
     raise NotImplementedError(
         f"{operation} has no {name!r} implementation, only {', '.join(here)}."
     )
 
 
-def available(implementations: Mapping[str, F]) -> dict[str, F]:
-    """Those that can run here: the native ones need the library, and the CPU as platform."""
+def _or_else(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return kernel(*args, **kwargs)
+        except NotImplementedError:
+            return other(*args, **kwargs)
+
+    return run
+
+
+def available(
+    implementations: Mapping[str, Callable[..., Any]],
+) -> dict[str, Callable[..., Any]]:
+    """Those that can run here: the native ones need the library and the CPU as platform, Pallas
+    ones a GPU or a TPU.
+    """
+    cannot = {
+        "native": lambda: not native.is_ready(),
+        "pallas": lambda: accelerator.missing() is not None,
+    }
     return {
         name: function
         for name, function in implementations.items()
-        if name != "native" or native.is_ready()
+        if name not in cannot or not cannot[name]()
     }

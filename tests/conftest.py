@@ -36,3 +36,20 @@ def _forget_programs():
     """Compiled programs map memory, of which a process may have only so many pieces."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs_before_maps_run_out(request):
+    """Some modules compile more in one process than it may map; then XLA ends it."""
+    yield
+    if request.node.get_closest_marker("slow") and _num_maps() > MOST_MAPS:
+        jax.clear_caches()
+
+
+MOST_MAPS = 30_000
+"""Of the 65,530 that Linux gives a process by default."""
+
+
+def _num_maps() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0

@@ -3,31 +3,30 @@
 // A score is summed over head_dim in sixteen lanes, an output over the keys in their order, whoever
 // else shares the pass: a query's result does not depend on chunk, batch or block table.
 
-// Runs each(i, slot) for the slots [begin, end) of a table; i counts from begin. The same place of
+// Runs each(i, slot, token) for the slots [begin, end) of a table: i counts from begin, `slot` is where
+// its values begin in the pool, `token` where its scale lies. The same place of
 // the next block is on its way meanwhile: blocks lie anywhere, and no prefetcher of the processor's
-// own follows a table.
+// own follows a table. At the last block it is the first one of the pool that will be read `then`.
 template <typename W, typename Each>
-inline void EachSlot(const AttendArgs& a, const W* pool, int64_t begin, int64_t end,
+inline void EachSlot(const AttendArgs& a, const W* pool, const W* then, int64_t begin, int64_t end,
                      const Each& each) {
   const int64_t lines = (a.head_dim * static_cast<int64_t>(sizeof(W)) + 63) / 64;
+  const int64_t tokens_stride = a.block_stride / a.head_dim;
   int64_t at = begin;
   while (at < end) {
     const int64_t block = at / a.block_size, offset = at - block * a.block_size;
     const int64_t count = std::min(end - at, a.block_size - offset);
     const int64_t first = a.table[block] * a.block_stride + offset * a.head_dim;
+    const int64_t token = a.table[block] * tokens_stride + offset;
     const bool more = at + count < end;
-    const int64_t next = more ? a.table[block + 1] * a.block_stride + offset * a.head_dim : first;
+    const int64_t to = a.table[more ? block + 1 : begin / a.block_size] * a.block_stride;
+    const W* next = (more ? pool : then) + to + offset * a.head_dim;
     for (int64_t j = 0; j < count; ++j) {
-      if (more) Prefetch(reinterpret_cast<const uint8_t*>(pool + next + j * a.head_dim), lines);
-      each(at - begin + j, first + j * a.head_dim);
+      Prefetch(reinterpret_cast<const uint8_t*>(next + j * a.head_dim), lines);
+      each(at - begin + j, first + j * a.head_dim, token + j);
     }
     at += count;
   }
-}
-
-// Where the scale of a slot of int8 lies: pools of scales have no head_dim.
-inline float ScaleAt(const AttendArgs& a, const float* scales, int64_t slot) {
-  return scales[slot / a.head_dim];
 }
 
 // Scores of N queries over every slot that one of them sees. The sums of some keys wait until they
@@ -38,10 +37,12 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
   F16 sums[kLanes] = {};
+  float scales[kKeys];
   int64_t slots[kKeys], waiting = 0, next = 0;
   const auto flush = [&] {
-    if (N == 1 && sizeof(W) > 1 && waiting == kLanes && whole == a.head_dim) {
-      Store(a.scores + next, SumEach(sums) * a.scale);
+    if (N == 1 && waiting == kLanes && whole == a.head_dim) {
+      const F16 each = sizeof(W) == 1 ? Load<F16>(scales) * a.scale : Broadcast(a.scale);
+      Store(a.scores + next, SumEach(sums) * each);
       next += waiting;
       waiting = 0;
       return;
@@ -50,7 +51,7 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
     Store(total, SumEach(sums));
     for (int64_t j = 0; j < waiting; ++j, ++next) {
       float scale = a.scale;
-      if constexpr (sizeof(W) == 1) scale *= ScaleAt(a, a.k_scale, slots[j]);
+      if constexpr (sizeof(W) == 1) scale *= scales[j];
       for (int64_t n = 0; n < N; ++n) {
         float score = total[j * N + n];
         for (int64_t d = whole; d < a.head_dim; ++d) {
@@ -61,7 +62,8 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
     }
     waiting = 0;
   };
-  EachSlot(a, k, begin, end, [&](int64_t, int64_t slot) {
+  EachSlot(a, k, static_cast<const W*>(a.v), begin, end,
+           [&](int64_t, int64_t slot, int64_t token) {
     F16 mine[N];
     for (auto& sum : mine) sum = F16{};
     for (int64_t d = 0; d < whole; d += kLanes) {
@@ -70,6 +72,7 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
     }
     for (int64_t n = 0; n < N; ++n) sums[waiting * N + n] = mine[n];
     slots[waiting] = slot;
+    if constexpr (sizeof(W) == 1) scales[waiting] = a.k_scale[token];
     if (++waiting == kKeys) flush();
   });
   flush();
@@ -108,17 +111,21 @@ void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int
              int64_t end) {
   constexpr int64_t kHeld = 4;
   const auto* v = static_cast<const W*>(a.v);
+  const auto* next_head = static_cast<const W*>(a.k) + a.block_size * a.head_dim;
   const int64_t whole = a.head_dim / kLanes * kLanes;
   for (int64_t d = 0; d < whole; d += kHeld * kLanes) {
     const int64_t held = std::min(kHeld, (whole - d) / kLanes);
     F16 sums[N][kHeld] = {};
-    EachSlot(a, v, begin, end, [&](int64_t i, int64_t slot) {
-      float scale = 1.0f;
-      if constexpr (sizeof(W) == 1) scale = ScaleAt(a, a.v_scale, slot);
+    EachSlot(a, v, next_head, begin, end, [&](int64_t i, int64_t slot, int64_t token) {
+      float share[N];
+      for (int64_t n = 0; n < N; ++n) {
+        share[n] = shares[n * a.span + i];
+        if constexpr (sizeof(W) == 1) share[n] *= a.v_scale[token];
+      }
       for (int64_t h = 0; h < kHeld; ++h) {
         if (h >= held) continue;
-        const F16 wide = LoadWide(v + slot + d + h * kLanes) * scale;
-        for (int64_t n = 0; n < N; ++n) sums[n][h] += shares[n * a.span + i] * wide;
+        const F16 wide = LoadWide(v + slot + d + h * kLanes);
+        for (int64_t n = 0; n < N; ++n) sums[n][h] += share[n] * wide;
       }
     });
     for (int64_t n = 0; n < N; ++n) {
@@ -127,9 +134,9 @@ void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int
   }
   for (int64_t d = whole; d < a.head_dim; ++d) {
     float sums[N] = {};
-    EachSlot(a, v, begin, end, [&](int64_t i, int64_t slot) {
+    EachSlot(a, v, next_head, begin, end, [&](int64_t i, int64_t slot, int64_t token) {
       float wide = Widen(v[slot + d]);
-      if constexpr (sizeof(W) == 1) wide *= ScaleAt(a, a.v_scale, slot);
+      if constexpr (sizeof(W) == 1) wide *= a.v_scale[token];
       for (int64_t n = 0; n < N; ++n) sums[n] += shares[n * a.span + i] * wide;
     });
     for (int64_t n = 0; n < N; ++n) queries[n].out[d] = sums[n];

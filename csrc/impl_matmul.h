@@ -18,106 +18,166 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
   }
 }
 
-constexpr int64_t kAhead = 8;  // rows of w that are read at once
-// What must be on its way: 100 ns of latency at 25 GB/s per core are 40 lines, and some more.
-constexpr int64_t kBytesAhead = 6144;
 #if defined(__AVX512F__)
-constexpr int64_t kTile = 12;
+constexpr int64_t kTile = 12, kDepth = 8;  // rows of x, and of w, that meet in registers
 #else
-constexpr int64_t kTile = 4;
+constexpr int64_t kTile = 4, kDepth = 4;
 #endif
+constexpr int64_t kPair = 2 * kLanes;
 
-// Few rows: w streams past once, the sums of a stretch of columns stay in the first cache.
-template <int64_t M, typename W>
-void MatmulFew(const MatmulArgs& a, int64_t row) {
-  constexpr int64_t kStretch = 4096 / (M <= 1 ? 2 : M) / kLanes * kLanes;
-  const auto* w = static_cast<const W*>(a.w);
-  const float* x = a.x + row * a.inner;
-  alignas(64) float sums[M][kStretch];
-  for (int64_t begin = a.begin; begin < a.end; begin += kStretch) {
-    const int64_t width = std::min(kStretch, a.end - begin);
-    const int64_t whole = width / kLanes * kLanes;
-    const int64_t block_bytes = kAhead * width * static_cast<int64_t>(sizeof(W));
-    const int64_t ahead = kAhead * std::max<int64_t>(1, kBytesAhead / block_bytes);
-    for (auto& sum : sums) std::fill(sum, sum + width, 0.0f);
-    for (int64_t k = 0; k < a.inner; k += kAhead) {
-      const int64_t depth = std::min(kAhead, a.inner - k);
-      const W* from = w + k * a.out.outer + begin;
-      for (int64_t n = 0; n < whole; n += kLanes) {
-        if (depth == kAhead) {
-          F16 wide[kAhead];
-          for (int64_t d = 0; d < kAhead; ++d) {
-            const W* line = from + d * a.out.outer + n;
-            if (n * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead * a.out.outer);
-            wide[d] = LoadWide(line);
-          }
-          for (int64_t m = 0; m < M; ++m) {
-            F16 sum = Load<F16>(sums[m] + n);
-            for (int64_t d = 0; d < kAhead; ++d) sum += x[m * a.inner + k + d] * wide[d];
-            Store(sums[m] + n, sum);
-          }
-        } else {
-          for (int64_t d = 0; d < depth; ++d) {
-            const F16 wide = LoadWide(from + d * a.out.outer + n);
-            for (int64_t m = 0; m < M; ++m) {
-              Store(sums[m] + n, Load<F16>(sums[m] + n) + x[m * a.inner + k + d] * wide);
-            }
-          }
-        }
-      }
-      for (int64_t n = whole; n < width; ++n) {
-        for (int64_t m = 0; m < M; ++m) {
-          float sum = sums[m][n];
-          for (int64_t d = 0; d < depth; ++d) {
-            sum += x[m * a.inner + k + d] * Widen(from[d * a.out.outer + n]);
-          }
-          sums[m][n] = sum;
-        }
-      }
-    }
-    for (int64_t m = 0; m < M; ++m) {
-      Finish(a.out, row + m, begin, width, sums[m]);
+// Columns n to n + 31 of a row of w; of bfloat16 the even ones, then the odd ones.
+inline void LoadPair(const float* from, F16 (&pair)[2]) {
+  pair[0] = Load<F16>(from);
+  pair[1] = Load<F16>(from + kLanes);
+}
+inline void LoadPair(const uint16_t* from, F16 (&pair)[2]) {
+  const U16 both = Load<U16>(from);
+  pair[0] = reinterpret_cast<F16>(both << 16);
+  pair[1] = reinterpret_cast<F16>(both & 0xffff0000u);
+}
+
+// Sums of pairs, in the order of their columns again.
+inline void Unpair(const float*, float*, int64_t) {}
+inline void Unpair(const uint16_t*, float* sums, int64_t count) {
+  for (int64_t n = 0; n < count; n += kPair) {
+    float even[kLanes], odd[kLanes];
+    std::copy(sums + n, sums + n + kLanes, even);
+    std::copy(sums + n + kLanes, sums + n + kPair, odd);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      sums[n + 2 * i] = even[i];
+      sums[n + 2 * i + 1] = odd[i];
     }
   }
 }
 
-// One tile of rows times two vectors of columns that were packed as [inner, 32].
-template <int64_t M>
-void MatmulTile(const float* x, int64_t inner, const float* packed, F16 (&sums)[kTile][2]) {
-  for (int64_t m = 0; m < M; ++m) sums[m][0] = sums[m][1] = F16{};
-  for (int64_t k = 0; k < inner; ++k) {
-    const F16 low = Load<F16>(packed + k * 32), high = Load<F16>(packed + k * 32 + 16);
+// sums[m, n] += x[m, k + d] * w[k + d, n] for D rows of w, one after the other, and `width` columns.
+template <int64_t M, int64_t D, typename W>
+void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, float* sums) {
+  const int64_t whole = width / kPair * kPair;
+  for (int64_t n = 0; n < whole; n += kPair) {
+    F16 wide[D][2];
+    for (int64_t d = 0; d < D; ++d) {
+      const W* line = w + d * a.out.outer + n;
+      if constexpr (M > 1) {
+        __builtin_prefetch(line + D * a.out.outer);
+        if constexpr (sizeof(W) == 4) __builtin_prefetch(line + D * a.out.outer + kLanes);
+      }
+      LoadPair(line, wide[d]);
+    }
     for (int64_t m = 0; m < M; ++m) {
-      const float value = x[m * inner + k];
-      sums[m][0] += value * low;
-      sums[m][1] += value * high;
+      float* to = sums + m * a.parts_stride + n;
+      F16 low = Load<F16>(to), high = Load<F16>(to + kLanes);
+      for (int64_t d = 0; d < D; ++d) {
+        low += x[m * a.inner + d] * wide[d][0];
+        high += x[m * a.inner + d] * wide[d][1];
+      }
+      Store(to, low);
+      Store(to + kLanes, high);
+    }
+  }
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t n = whole; n < width; ++n) {
+      float sum = sums[m * a.parts_stride + n];
+      for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * a.out.outer + n]);
+      sums[m * a.parts_stride + n] = sum;
+    }
+  }
+}
+
+// Sums of few rows, which stay in the first cache while w streams past them.
+constexpr int64_t kFewSums = 4096;
+
+// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
+template <int64_t M, typename W>
+void MatmulFew(const MatmulArgs& a) {
+  const auto* w = static_cast<const W*>(a.w);
+  const int64_t k_begin = a.part * PartLength(a.inner);
+  const int64_t k_end = std::min(a.inner, k_begin + PartLength(a.inner));
+  constexpr int64_t kStretch = kFewSums / M / kPair * kPair;
+  for (int64_t begin = a.begin; begin < a.end; begin += kStretch) {
+    const int64_t width = std::min(kStretch, a.end - begin);
+    float* sums = a.parts + begin - a.parts_begin;
+    for (int64_t m = 0; m < M; ++m) {
+      std::fill(sums + m * a.parts_stride, sums + m * a.parts_stride + width, 0.0f);
+    }
+    int64_t k = k_begin;
+    for (; k + kDepth <= k_end; k += kDepth) {
+      AddRows<M, kDepth>(a, a.x + k, w + k * a.out.outer + begin, width, sums);
+    }
+    for (; k < k_end; ++k) AddRows<M, 1>(a, a.x + k, w + k * a.out.outer + begin, width, sums);
+    for (int64_t m = 0; m < M; ++m) Unpair(w, sums + m * a.parts_stride, width / kPair * kPair);
+  }
+}
+
+template <int64_t M, typename W>
+void MatmulPartOf(const MatmulArgs& a) {
+  if (a.rows == M) return MatmulFew<M, W>(a);
+  if constexpr (M < kFewRows) return MatmulPartOf<M + 1, W>(a);
+}
+
+void MatmulPart(const MatmulArgs& a) {
+  a.width == Width::kFloat32 ? MatmulPartOf<1, float>(a) : MatmulPartOf<1, uint16_t>(a);
+}
+
+// The parts' sums added up in their order, into the output.
+void AddParts(const MatmulArgs& a) {
+  const int64_t parts = NumParts(a.inner), width = a.end - a.begin;
+  for (int64_t m = 0; m < a.rows; ++m) {
+    float* total = a.parts + m * a.parts_stride + a.begin - a.parts_begin;
+    for (int64_t part = 1; part < parts; ++part) {
+      const float* more = total + part * a.parts_size;
+      for (int64_t n = 0; n < width; ++n) total[n] += more[n];
+    }
+    Finish(a.out, m, a.begin, width, total);
+  }
+}
+
+// One tile of rows times two vectors of columns that were packed as [inner, 32], part after part.
+template <int64_t M>
+void MatmulTile(const float* x, int64_t inner, int64_t part, const float* packed,
+                F16 (&totals)[kTile][2]) {
+  for (int64_t begin = 0; begin < inner; begin += part) {
+    F16 sums[M][2];
+    for (int64_t m = 0; m < M; ++m) sums[m][0] = sums[m][1] = F16{};
+    for (int64_t k = begin; k < std::min(inner, begin + part); ++k) {
+      const F16 low = Load<F16>(packed + k * 32), high = Load<F16>(packed + k * 32 + 16);
+      for (int64_t m = 0; m < M; ++m) {
+        const float value = x[m * inner + k];
+        sums[m][0] += value * low;
+        sums[m][1] += value * high;
+      }
+    }
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t i = 0; i < 2; ++i) {
+        totals[m][i] = begin == 0 ? sums[m][i] : totals[m][i] + sums[m][i];
+      }
     }
   }
 }
 
 // The last rows, fewer than a tile: at most M.
 template <int64_t M, typename Emit>
-void LastRows(const float* x, int64_t begin, int64_t end, int64_t inner, const float* packed,
-              const Emit& emit) {
+void LastRows(const float* x, int64_t begin, int64_t end, int64_t inner, int64_t part,
+              const float* packed, const Emit& emit) {
   if constexpr (M > 0) {
-    if (end - begin < M) return LastRows<M - 1>(x, begin, end, inner, packed, emit);
+    if (end - begin < M) return LastRows<M - 1>(x, begin, end, inner, part, packed, emit);
     F16 sums[kTile][2];
-    MatmulTile<M>(x + begin * inner, inner, packed, sums);
+    MatmulTile<M>(x + begin * inner, inner, part, packed, sums);
     for (int64_t m = 0; m < M; ++m) emit(begin + m, sums[m]);
   }
 }
 
-// Every row of x times 32 packed columns; emit(row, its two vectors of sums).
+// Every row of x times 32 packed columns, summed in parts; emit(row, its two vectors of sums).
 template <typename Emit>
-void TilesOfRows(const float* x, int64_t rows, int64_t inner, const float* packed,
+void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, const float* packed,
                  const Emit& emit) {
   F16 sums[kTile][2];
   int64_t row = 0;
   for (; row + kTile <= rows; row += kTile) {
-    MatmulTile<kTile>(x + row * inner, inner, packed, sums);
+    MatmulTile<kTile>(x + row * inner, inner, part, packed, sums);
     for (int64_t m = 0; m < kTile; ++m) emit(row + m, sums[m]);
   }
-  LastRows<kTile - 1>(x, row, rows, inner, packed, emit);
+  LastRows<kTile - 1>(x, row, rows, inner, part, packed, emit);
 }
 
 constexpr int64_t kPackAhead = 24;  // rows
@@ -140,7 +200,7 @@ void MatmulMany(const MatmulArgs& a) {
         for (int64_t i = 0; i < 32; ++i) to[i] = i < width ? Widen(from[i]) : 0.0f;
       }
     }
-    TilesOfRows(a.x, a.rows, a.inner, packed.data(), [&](int64_t row, const F16* sums) {
+    TilesOfRows(a.x, a.rows, a.inner, PartLength(a.inner), packed.data(), [&](int64_t row, const F16* sums) {
       alignas(64) float line[32];
       Store(line, sums[0]);
       Store(line + 16, sums[1]);
@@ -149,17 +209,8 @@ void MatmulMany(const MatmulArgs& a) {
   }
 }
 
-constexpr int64_t kFew = 16;
-
-template <int64_t M, typename W>
-void MatmulOf(const MatmulArgs& a) {
-  if (a.rows == M) return MatmulFew<M, W>(a, 0);
-  if constexpr (M < kFew) return MatmulOf<M + 1, W>(a);
-  MatmulMany<W>(a);
-}
-
 void Matmul(const MatmulArgs& a) {
-  a.width == Width::kFloat32 ? MatmulOf<1, float>(a) : MatmulOf<1, uint16_t>(a);
+  a.width == Width::kFloat32 ? MatmulMany<float>(a) : MatmulMany<uint16_t>(a);
 }
 
 // ---- Products with a table, [outer, inner] ----
@@ -171,12 +222,15 @@ void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
   F16 sums[kLanes] = {};
+  const int64_t ahead = R * a.inner;  // rows are short: the next ones must be on their way
   int64_t k = 0;
   for (; k + kLanes <= a.inner; k += kLanes) {
     F16 values[M];
     for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * a.inner + k);
     for (int64_t r = 0; r < R; ++r) {
-      const F16 wide = LoadWide(table + r * a.inner + k);
+      const W* line = table + r * a.inner + k;
+      if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
+      const F16 wide = LoadWide(line);
       for (int64_t m = 0; m < M; ++m) sums[m * R + r] += values[m] * wide;
     }
   }
@@ -192,26 +246,37 @@ void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
   }
 }
 
+// Rows [begin, end) of the table.
 template <int64_t M, int64_t R, typename W>
-void UnembedRows(const MatmulArgs& a, int64_t row) {
-  int64_t v = a.begin;
-  for (; v + R <= a.end; v += R) UnembedTile<M, R, W>(a, row, v);
-  for (; v < a.end; ++v) UnembedTile<M, 1, W>(a, row, v);
+void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
+  int64_t v = begin;
+  for (; v + R <= end; v += R) UnembedTile<M, R, W>(a, row, v);
+  for (; v < end; ++v) UnembedTile<M, 1, W>(a, row, v);
 }
 
 template <typename W>
-void UnembedWidth(const MatmulArgs& a) {
-  int64_t row = 0;
-  for (; row + 8 <= a.rows; row += 8) UnembedRows<8, 2, W>(a, row);
+void UnembedLast(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
   switch (a.rows - row) {
-    case 1: return UnembedRows<1, 16, W>(a, row);
-    case 2: return UnembedRows<2, 8, W>(a, row);
-    case 3: return UnembedRows<3, 5, W>(a, row);
-    case 4: return UnembedRows<4, 4, W>(a, row);
-    case 5: return UnembedRows<5, 3, W>(a, row);
-    case 6: return UnembedRows<6, 2, W>(a, row);
-    case 7: return UnembedRows<7, 2, W>(a, row);
+    case 1: return UnembedRows<1, 16, W>(a, row, begin, end);
+    case 2: return UnembedRows<2, 8, W>(a, row, begin, end);
+    case 3: return UnembedRows<3, 5, W>(a, row, begin, end);
+    case 4: return UnembedRows<4, 4, W>(a, row, begin, end);
+    case 5: return UnembedRows<5, 3, W>(a, row, begin, end);
+    case 6: return UnembedRows<6, 2, W>(a, row, begin, end);
+    case 7: return UnembedRows<7, 2, W>(a, row, begin, end);
     default: return;
+  }
+}
+
+// A few rows of the table, which stay in the first cache, meet all rows of x.
+template <typename W>
+void UnembedWidth(const MatmulArgs& a) {
+  const int64_t step = a.rows <= 8 ? a.end - a.begin : 8;
+  for (int64_t begin = a.begin; begin < a.end; begin += step) {
+    const int64_t end = std::min(a.end, begin + step);
+    int64_t row = 0;
+    for (; row + 8 <= a.rows; row += 8) UnembedRows<8, 2, W>(a, row, begin, end);
+    UnembedLast<W>(a, row, begin, end);
   }
 }
 

@@ -76,9 +76,11 @@ struct Int8Tile {
     }
     for (int64_t quad = 0; quad < quads; ++quad) {
       I16 weights[P];
+      // Behind the end of a panel comes the one that the next tile begins with there.
+      const int64_t ahead = quad + 32 < quads ? 2048 : 2048 + (P - 1) * quads * 64;
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * quads + quad) * 64;
-        __builtin_prefetch(from + 2048);
+        __builtin_prefetch(from + ahead);
         weights[p] = Load<I16>(from);
       }
       for (int64_t m = 0; m < M; ++m) {
@@ -333,7 +335,7 @@ void WideMany(const PackedArgs& a) {
         }
       }
     }
-    TilesOfRows(static_cast<const float*>(a.x), a.rows, a.inner, packed.data(),
+    TilesOfRows(static_cast<const float*>(a.x), a.rows, a.inner, a.inner, packed.data(),
                 [&](int64_t row, const F16* sums) {
                   for (int64_t p = 0; p < count; ++p) {
                     F16 sum = sums[p];

@@ -1,7 +1,7 @@
 // The kernels, one table of them per instruction set. Shapes and layouts are said here once.
 //
-// An output is always summed in the order of k, whatever the number of rows and however the work is
-// split, so a row's result does not depend on the rows beside it.
+// An output is always summed in the same order of k, whatever the number of rows and however the work
+// is split, so a row's result does not depend on the rows beside it.
 #ifndef ROOFLAX_KERNELS_H_
 #define ROOFLAX_KERNELS_H_
 
@@ -23,6 +23,19 @@ struct Output {
   int64_t outer;
 };
 
+// A product with a matrix is summed in at most four parts of its inputs, each in the order of k, and
+// the parts one after the other: so threads can share a matrix by its rows, and each reads its part
+// from end to end.
+inline int64_t PartLength(int64_t inner) {
+  const int64_t quarter = (inner / 4 + 15) / 16 * 16;
+  return quarter < 64 ? 64 : quarter;
+}
+inline int64_t NumParts(int64_t inner) {
+  return inner == 0 ? 1 : (inner + PartLength(inner) - 1) / PartLength(inner);
+}
+
+constexpr int64_t kFewRows = 16;  // the most that `matmul_part` takes
+
 // sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
   const float* x;  // [rows, inner]
@@ -30,6 +43,9 @@ struct MatmulArgs {
   Output out;
   int64_t rows, inner, begin, end;
   Width width;
+  // Of `matmul_part` and `add_parts`: sums [parts, rows, columns from parts_begin on].
+  float* parts;  // of `matmul_part`: where the sums of the part numbered `part` begin
+  int64_t part, parts_begin, parts_stride, parts_size;  // from row to row, and from part to part
 };
 
 // What happens to a row before its product.
@@ -114,7 +130,9 @@ struct AttendArgs {
 
 struct Kernels {
   const char* name;
-  void (*matmul)(const MatmulArgs&);
+  void (*matmul)(const MatmulArgs&);  // any number of rows
+  void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
+  void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums
   void (*unembed)(const MatmulArgs&);
   void (*before)(const BeforeArgs&, const float* x, float* out);
   void (*quantize_row)(const QuantizeRowsArgs&);

@@ -26,9 +26,10 @@ namespace {
 
 }  // namespace
 
-const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, Unembed, RunBefore, QuantizeRow,
-                          QuantizeGroups, Bytes, Packed, Attend, Argmax,
-                          Above,          RandomBits};
+const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, MatmulPart, AddParts,
+                          Unembed,          RunBefore, QuantizeRow, QuantizeGroups,
+                          Bytes,            Packed, Attend, Argmax,
+                          Above,            RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

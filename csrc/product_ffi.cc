@@ -180,24 +180,62 @@ void PrepareRow(const Inputs& in, const Product& p, int64_t i, Prepared& out) {
   }
 }
 
+// Columns [begin, end) of few rows times a matrix, part after part.
+void MultiplyParts(MatmulArgs args) {
+  static thread_local std::vector<float> parts;
+  args.parts_begin = args.begin;
+  args.parts_stride = args.end - args.begin + 16;
+  args.parts_size = args.rows * args.parts_stride;
+  const int64_t count = NumParts(args.inner);
+  parts.resize(static_cast<size_t>(count * args.parts_size));
+  for (args.part = 0; args.part < count; ++args.part) {
+    args.parts = parts.data() + args.part * args.parts_size;
+    ChosenKernels().matmul_part(args);
+  }
+  args.parts = parts.data();
+  ChosenKernels().add_parts(args);
+}
+
+// Where one run's product with a matrix or a table comes from and goes to.
+MatmulArgs PlainArgs(const Inputs& in, const Product& p, const Prepared& rows, const Run& run,
+                     const Output& out, int64_t begin, int64_t end) {
+  const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
+  const float* x = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
+  MatmulArgs args{};
+  args.x = x + run.begin * p.inner;
+  args.w = w;
+  args.out = out;
+  args.rows = run.end - run.begin;
+  args.inner = p.inner;
+  args.begin = begin;
+  args.end = end;
+  args.width = p.width;
+  return args;
+}
+
+Output OutputOf(const Inputs& in, const Product& p, const Run& run, float* y) {
+  const float* bias = OrNull(in.bias);
+  const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
+  if (biases > 1) bias += run.member % biases * p.outer;
+  const float* residual = OrNull(in.residual);
+  return {y + run.begin * p.outer, bias, residual ? residual + run.begin * p.outer : nullptr,
+          p.outer};
+}
+
 // Columns or panels [begin, end) of one run's product.
 void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Run& run, float* y,
               int64_t begin, int64_t end) {
   const Kernels& kernels = ChosenKernels();
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
-  const float* bias = OrNull(in.bias);
-  const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
-  if (biases > 1) bias += run.member % biases * p.outer;
-  const float* residual = OrNull(in.residual);
-  const Output out{y + run.begin * p.outer, bias,
-                   residual ? residual + run.begin * p.outer : nullptr, p.outer};
+  const Output out = OutputOf(in, p, run, y);
   const int64_t count = run.end - run.begin;
+  if (!p.IsPacked()) {
+    const MatmulArgs args = PlainArgs(in, p, rows, run, out, begin, end);
+    if (p.layout == Layout::kTable) return kernels.unembed(args);
+    return count <= kFewRows ? MultiplyParts(args) : kernels.matmul(args);
+  }
   const float* wide = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
   wide += run.begin * p.inner;
-  if (!p.IsPacked()) {
-    const MatmulArgs args{wide, w, out, count, p.inner, begin, end, p.width};
-    return p.layout == Layout::kTable ? kernels.unembed(args) : kernels.matmul(args);
-  }
   PackedArgs args{};
   args.code = static_cast<Code>(static_cast<int64_t>(p.layout) - 2);
   args.w = w;
@@ -226,6 +264,50 @@ int64_t PieceSize(const Product& p, int64_t threads) {
   return std::max(p.least, (wanted + p.unit - 1) / p.unit * p.unit);
 }
 
+// Rows up to which reading a matrix takes longer than multiplying with it.
+constexpr int64_t kStreamedRows = 8;
+constexpr int64_t kShared = 65536;  // sums that are worth more than one thread to add up
+
+bool IsStreamed(const Product& p, const std::vector<Run>& runs) {
+  const auto few = [](const Run& run) { return run.end - run.begin <= kStreamedRows; };
+  return p.layout == Layout::kMatrix && std::all_of(runs.begin(), runs.end(), few);
+}
+
+// Few rows times matrices: threads take parts of the inputs, which lie together, not of the outputs.
+template <typename Parallel>
+void Stream(const Inputs& in, const Product& p, const Prepared& rows, const std::vector<Run>& runs,
+            float* y, int64_t threads, const Parallel& parallel) {
+  static thread_local std::vector<float> shared;
+  // A line more than the columns: rows a multiple of 4096 bytes apart would share a cache's sets.
+  const int64_t stride = (p.outer + 31) / 16 * 16;
+  const int64_t parts = NumParts(p.inner), size = p.rows * stride;
+  shared.resize(static_cast<size_t>(parts * size));
+  float* sums = shared.data();
+  const int64_t wanted = (2 * threads + parts - 1) / parts;
+  const int64_t width = std::max<int64_t>(64, ((p.outer + wanted - 1) / wanted + 31) / 32 * 32);
+  const int64_t pieces = (p.outer + width - 1) / width;
+  const auto args_of = [&](const Run& run, int64_t piece) {
+    const int64_t begin = piece * width, end = std::min(p.outer, begin + width);
+    MatmulArgs args = PlainArgs(in, p, rows, run, OutputOf(in, p, run, y), begin, end);
+    args.parts = sums + run.begin * stride;
+    args.parts_stride = stride;
+    args.parts_size = size;
+    return args;
+  };
+  const int64_t items = static_cast<int64_t>(runs.size()) * pieces;
+  parallel(items * parts, [&](int64_t item) {
+    MatmulArgs args = args_of(runs[item / parts / pieces], item / parts % pieces);
+    args.part = item % parts;
+    args.parts += args.part * size;
+    ChosenKernels().matmul_part(args);
+  });
+  const auto finish = [&](int64_t item) {
+    ChosenKernels().add_parts(args_of(runs[item / pieces], item % pieces));
+  };
+  if (parts * size > kShared) return parallel(items, finish);
+  for (int64_t item = 0; item < items; ++item) finish(item);
+}
+
 void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y) {
   static thread_local Prepared rows;
   static thread_local std::vector<float> sorted;
@@ -252,11 +334,18 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
     });
   }
   const Prepared& ready = rows;
-  const int64_t piece = PieceSize(p, threads), pieces = (p.units + piece - 1) / piece;
-  ParallelFor(static_cast<int64_t>(runs.size()) * pieces, threads, schedule, [&](int64_t item) {
-    const int64_t begin = item % pieces * piece;
-    Multiply(in, p, ready, runs[item / pieces], to, begin, std::min(p.units, begin + piece));
-  });
+  const auto parallel = [&](int64_t count, const auto& work) {
+    ParallelFor(count, threads, schedule, work);
+  };
+  if (IsStreamed(p, runs)) {
+    Stream(in, p, ready, runs, to, threads, parallel);
+  } else {
+    const int64_t piece = PieceSize(p, threads), pieces = (p.units + piece - 1) / piece;
+    parallel(static_cast<int64_t>(runs.size()) * pieces, [&](int64_t item) {
+      const int64_t begin = item % pieces * piece;
+      Multiply(in, p, ready, runs[item / pieces], to, begin, std::min(p.units, begin + piece));
+    });
+  }
   for (int64_t i = 0; moved && i < p.rows; ++i) {
     std::copy(to + i * p.outer, to + (i + 1) * p.outer, y + rows.order[i] * p.outer);
   }

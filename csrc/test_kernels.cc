@@ -71,6 +71,29 @@ float FromBfloat16(uint16_t x) {
   return value;
 }
 
+// The same columns part by part: the same bits.
+void CheckParts(rooflax::MatmulArgs args, const std::vector<float>& wanted) {
+  std::vector<float> y(wanted.size());
+  const int64_t count = rooflax::NumParts(args.inner), stride = args.end - args.begin + 3;
+  std::vector<float> parts(static_cast<size_t>(count * args.rows * stride));
+  args.out.y = y.data();
+  args.parts_begin = args.begin;
+  args.parts_stride = stride;
+  args.parts_size = args.rows * stride;
+  for (args.part = count - 1; args.part >= 0; --args.part) {
+    args.parts = parts.data() + args.part * args.parts_size;
+    rooflax::ChosenKernels().matmul_part(args);
+  }
+  args.parts = parts.data();
+  rooflax::ChosenKernels().add_parts(args);
+  for (int64_t m = 0; m < args.rows; ++m) {
+    for (int64_t n = args.begin; n < args.end; ++n) {
+      const auto at = static_cast<size_t>(m * args.out.outer + n);
+      Check("matmul in parts", y[at], wanted[at], 0.0f);
+    }
+  }
+}
+
 void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   const auto x = Random(rows * inner, 1), bias = Random(outer, 2);
   const auto residual = Random(rows * outer, 4);
@@ -85,16 +108,19 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   std::vector<float> y(static_cast<size_t>(rows * outer)), table_y(y);
   Share((outer + 31) / 32, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * 32);
-    rooflax::ChosenKernels().matmul(
-        {x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * 32, end,
-         width});
+    const rooflax::MatmulArgs args = {
+        x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * 32, end,
+        width, nullptr, 0, 0, 0, 0};
+    rooflax::ChosenKernels().matmul(args);
+    if (rows > rooflax::kFewRows) return;
+    CheckParts(args, y);
   });
   // The same numbers read as a table [outer, inner].
   Share((outer + 23) / 24, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * 24);
     rooflax::ChosenKernels().unembed(
         {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 24, end,
-         width});
+         width, nullptr, 0, 0, 0, 0});
   });
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
@@ -314,7 +340,10 @@ int main() {
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {
-      for (bool narrow : {false, true}) TestMatmul(rows, 37, 75, narrow);
+      for (bool narrow : {false, true}) {
+        TestMatmul(rows, 37, 75, narrow);
+        TestMatmul(rows, 151, 75, narrow);
+      }
       for (bool bytes : {false, true}) {
         TestPacked(Code::kInt8, rows, 67, 75, bytes);
         TestPacked(Code::kInt8Groups, rows, 96, 75, bytes);

@@ -24,18 +24,18 @@ void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
   for (; panel < end; ++panel) Tile::template Run<M, 1>(a, row, panel);
 }
 
-// Up to eight rows at once; the more rows, the fewer panels beside each other fit into registers.
+// One to eight rows at once; the more rows, the fewer panels beside each other fit into registers.
 template <typename Tile>
-void FewRows(const PackedArgs& a) {
-  switch (a.rows) {
-    case 1: return PanelsOf<Tile, 1, Tile::Panels(1)>(a, 0, a.begin, a.end);
-    case 2: return PanelsOf<Tile, 2, Tile::Panels(2)>(a, 0, a.begin, a.end);
-    case 3: return PanelsOf<Tile, 3, Tile::Panels(3)>(a, 0, a.begin, a.end);
-    case 4: return PanelsOf<Tile, 4, Tile::Panels(4)>(a, 0, a.begin, a.end);
-    case 5: return PanelsOf<Tile, 5, Tile::Panels(5)>(a, 0, a.begin, a.end);
-    case 6: return PanelsOf<Tile, 6, Tile::Panels(6)>(a, 0, a.begin, a.end);
-    case 7: return PanelsOf<Tile, 7, Tile::Panels(7)>(a, 0, a.begin, a.end);
-    case 8: return PanelsOf<Tile, 8, Tile::Panels(8)>(a, 0, a.begin, a.end);
+void FewRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end) {
+  switch (count) {
+    case 1: return PanelsOf<Tile, 1, Tile::Panels(1)>(a, row, begin, end);
+    case 2: return PanelsOf<Tile, 2, Tile::Panels(2)>(a, row, begin, end);
+    case 3: return PanelsOf<Tile, 3, Tile::Panels(3)>(a, row, begin, end);
+    case 4: return PanelsOf<Tile, 4, Tile::Panels(4)>(a, row, begin, end);
+    case 5: return PanelsOf<Tile, 5, Tile::Panels(5)>(a, row, begin, end);
+    case 6: return PanelsOf<Tile, 6, Tile::Panels(6)>(a, row, begin, end);
+    case 7: return PanelsOf<Tile, 7, Tile::Panels(7)>(a, row, begin, end);
+    case 8: return PanelsOf<Tile, 8, Tile::Panels(8)>(a, row, begin, end);
     default: return;
   }
 }
@@ -43,14 +43,15 @@ void FewRows(const PackedArgs& a) {
 // Any number of rows: a few panels that stay in the cache meet every tile of rows.
 template <typename Tile>
 void AllRows(const PackedArgs& a) {
-  if (a.rows <= 8) return FewRows<Tile>(a);
-  constexpr int64_t kPanels = Tile::Panels(12);
+  if (a.rows <= 8) return FewRows<Tile>(a, 0, a.rows, a.begin, a.end);
+  constexpr int64_t kPanels = 2;
   for (int64_t panel = a.begin; panel < a.end; panel += kPanels) {
     const int64_t end = std::min(panel + kPanels, a.end);
     int64_t row = 0;
-    for (; row + 12 <= a.rows; row += 12) PanelsOf<Tile, 12, kPanels>(a, row, panel, end);
-    for (; row + 4 <= a.rows; row += 4) PanelsOf<Tile, 4, kPanels>(a, row, panel, end);
-    for (; row < a.rows; ++row) PanelsOf<Tile, 1, kPanels>(a, row, panel, end);
+    for (; row + 16 < a.rows; row += 12) PanelsOf<Tile, 12, Tile::Panels(12)>(a, row, panel, end);
+    for (; row < a.rows; row += 8) {
+      FewRows<Tile>(a, row, std::min<int64_t>(8, a.rows - row), panel, end);
+    }
   }
 }
 
@@ -348,7 +349,7 @@ void WideMany(const PackedArgs& a) {
 
 template <typename Wide>
 void PackedCode(const PackedArgs& a) {
-  a.rows <= 8 ? FewRows<WideTile<Wide>>(a) : WideMany<Wide>(a);
+  a.rows <= 8 ? FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end) : WideMany<Wide>(a);
 }
 
 void Packed(const PackedArgs& a) {

@@ -1,0 +1,422 @@
+"""The TPU's kernels, interpreted on CPU, against references; and lowered for a TPU without one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.ops import accelerator, native, tpu
+from rooflax.ops.attention import paged_attention
+from rooflax.ops.attention.tpu import visible_tiles
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, unembed
+from rooflax.ops.matrix_packing import as_matrix, as_panels
+from rooflax.ops.moe import experts, route
+from rooflax.ops.quantization import (
+    QuantizedArray,
+    QuantizedPool,
+    dequantize,
+    packed_arrays,
+    quantize,
+    rows_of,
+    tokens_as_int8,
+)
+from rooflax.ops.stacked import Stacked
+from tests.ops.cases import LINEAR, MOE, normal, rng
+from tests.ops.test_attention import PAGED, by_hand, into_blocks
+from tests.ops.test_moe import by_hand as experts_by_hand
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_tpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "platform", lambda: "tpu")
+        patch.setattr(native, "status", lambda: native.Status(False, "this is a TPU"))
+        patch.setattr(tpu, "interpreted", lambda: True)
+        yield
+
+
+@functools.cache
+def attend(implementation, **static):
+    function = functools.partial(paged_attention, implementation=implementation, **static)
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
+def test_paged_attention(case):
+    q, k, v, keywords = case.arrays()
+    exact = by_hand(q, k, v, **keywords)
+    context, block_size = keywords["context_lens"], 3
+    first = np.zeros_like(context)
+    if case.window is not None:  # blocks that no query of this step can see are gone
+        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        first = (oldest // block_size * block_size).astype(np.int32)
+    length = int(-(-(context - first).max() // block_size)) + 2
+    k_pool, v_pool, tables = into_blocks(k, v, context, first, block_size, length)
+    out = attend("pallas", scale=keywords["scale"], window=case.window)(
+        q,
+        k_pool,
+        v_pool,
+        block_tables=tables,
+        first_positions=first,
+        positions=keywords["positions"],
+        context_lens=context,
+        sinks=keywords["sinks"],
+    )
+    np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+
+
+def paged(queries, heads, kv_heads, head_dim, block_size, context, *, first=0, sinks=True, seed=0):
+    """q, two pools and keywords: rows of different lengths, some tiles of keys long."""
+    rows, length = 2, -(-(context - first) // block_size) + 1
+    contexts = np.array([context, max(first + 1, context * 2 // 3)], np.int32)
+    begin = np.maximum(contexts - queries, first)
+    return (
+        normal(rows, queries, heads, head_dim, seed=seed),
+        *(normal(1 + rows * length, kv_heads, block_size, head_dim, seed=seed + n) for n in (1, 2)),
+        {
+            "block_tables": 1 + rng(seed).permutation(rows * length).reshape(rows, -1).astype("i4"),
+            "first_positions": np.full(rows, first, np.int32),
+            "positions": (begin[:, None] + np.arange(queries)).astype(np.int32),
+            "context_lens": contexts,
+            "sinks": normal(heads, seed=seed + 3) if sinks else None,
+        },
+    )
+
+
+LONG = {
+    "decode": ({"queries": 1, "context": 1200}, None),
+    "decode in a window": ({"queries": 1, "context": 1200, "first": 96}, 100),
+    "tiles of queries": ({"queries": 150, "context": 700}, None),
+    "tiles of queries in a window": ({"queries": 150, "context": 1300, "first": 32}, 530),
+    "no sinks": ({"queries": 5, "context": 700, "sinks": False}, None),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
+def test_long_contexts(name, pool):
+    sizes, window = LONG[name]
+    q, k, v, keywords = paged(heads=8, kv_heads=2, head_dim=16, block_size=16, **sizes)
+    if pool == "int8":
+        k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
+    else:
+        k, v = (jnp.asarray(a, pool) for a in (k, v))
+    outs = [
+        attend(name, scale=0.3, window=window)(q, k, v, **keywords)
+        for name in ("reference", "pallas")
+    ]
+    np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("pool", ["float32", "int8"])
+def test_blocks_of_whole_lanes_are_read_as_they_lie(pool):
+    """With block_size 128 and a narrower head, XLA has tokens side by side."""
+    q, k, v, keywords = paged(6, 8, 2, 16, 128, 900)
+    if pool == "int8":
+        k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
+    outs = [
+        attend(name, scale=0.3, window=None)(q, k, v, **keywords)
+        for name in ("reference", "pallas")
+    ]
+    np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
+
+
+def test_bfloat16_attention():
+    q, k, v, keywords = paged(9, 8, 2, 16, 16, 700)
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in (q, k, v))
+    outs = [
+        attend(name, scale=0.3, window=None)(q, k, v, **keywords)
+        for name in ("reference", "pallas")
+    ]
+    assert outs[1].dtype == jnp.bfloat16
+    wide = [np.asarray(out).astype(np.float32) for out in outs]
+    np.testing.assert_allclose(wide[1], wide[0], rtol=2**-7, atol=4e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_blocks_that_no_query_sees_are_not_read(queries):
+    window = 200
+    q, k, v, keywords = paged(queries, 8, 2, 16, 16, 2300)
+    keys = tpu.attention_tiles(queries, 4, 2, 16, 16, 4).blocks * 16
+    oldest = keywords["positions"][:, 0] - window + 1
+    ends = -(-keywords["context_lens"] // keys)
+    for row in range(2):  # whole tiles of keys before the window, and behind the context
+        tiles = keywords["block_tables"][row].copy()
+        tiles[oldest[row] // keys * (keys // 16) : ends[row] * (keys // 16)] = 0
+        k[tiles[tiles > 0]] = v[tiles[tiles > 0]] = np.nan
+    assert np.isnan(k).any()
+    out = np.asarray(attend("pallas", scale=0.3, window=window)(q, k, v, **keywords))
+    assert np.isfinite(out).all()
+
+
+def test_visits_follow_what_is_visible():
+    """Against every query and every key, one by one."""
+    positions = np.array([[[5, 6, 7], [8, 9, -1]], [[40, 41, 42], [43, 44, 45]]], np.int32)
+    first, context, keys, num_tiles = np.array([0, 16]), np.array([10, 44]), 4, 8
+    for window in (None, 1, 6, 99):
+        visits, counts = visible_tiles(
+            jnp.asarray(positions),
+            jnp.asarray(first, jnp.int32),
+            jnp.asarray(context, jnp.int32),
+            window,
+            keys=keys,
+            num_tiles=num_tiles,
+        )
+        for row, tile in np.ndindex(2, 2):
+            seen = {
+                (s - first[row]) // keys
+                for s in range(first[row], first[row] + keys * num_tiles)
+                for t in positions[row, tile]
+                if s <= t and s < context[row] and (window is None or t - s < window)
+            }
+            found = np.asarray(visits)[row, tile, : counts[row, tile]].tolist()
+            assert found == sorted(seen)
+
+
+def test_copied_heads_are_refused():
+    q, k, v, keywords = paged(1, 8, 2, 16, 16, 20)
+    with pytest.raises(NotImplementedError, match="gqa=repeat"):
+        attend("pallas", scale=0.3, repeat_kv=True)(q, k, v, **keywords)
+
+
+@functools.cache
+def product(implementation):
+    return jax.jit(functools.partial(unembed, implementation=implementation))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products(format, dtype):
+    """Small, and with several tiles of rows, inputs and outputs."""
+    for rows, inner, outer in ((3, 96, 37), (300, 4096, 200)):
+        x, w = normal(rows, inner, seed=1), normal(inner, outer, seed=2)
+        x, w = jnp.asarray(x, dtype), quantize(w, format, (inner,), (outer,))
+        exact = np.asarray(product("reference")(x, w))
+        scale = np.abs(exact).max()
+        y = product("pallas")(x, w)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, exact, rtol=0, atol=3e-6 * scale)
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda c: c.name)
+def test_linear(case):
+    x, w, bias = case.arrays()
+    w = quantize(w, "w8a16", case.contracted, case.out)
+    contract = functools.partial(linear, contract=len(case.contracted), implementation="pallas")
+    y = jax.jit(contract)(x, w, bias)
+    assert y.shape == (*case.batch, *case.out)
+    flat = np.asarray(dequantize(w)).reshape(*case.contracted, *case.out)
+    exact = np.tensordot(x, flat, axes=len(case.contracted))
+    np.testing.assert_allclose(y, exact if bias is None else exact + bias, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("prologue", [Norm(jnp.ones(96)), Activation("silu", gated=True)])
+def test_what_happens_before_and_behind(prologue):
+    gated = getattr(prologue, "gated", False)
+    x = jnp.asarray(normal(5, 2, 96) if gated else normal(5, 96))
+    w, residual = quantize(normal(96, 37), "w8a16", (96,), (37,)), jnp.asarray(normal(5, 37))
+    outs = [
+        linear(x, w, jnp.ones(37), prologue=prologue, residual=residual, implementation=name)
+        for name in ("reference", "pallas")
+    ]
+    np.testing.assert_allclose(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["w8a8", "mxfp4-a16"])
+def test_one_of_a_stack_is_read_where_it_lies(format):
+    stack, x = quantize(normal(3, 96, 37), format, (96,), (37,)), normal(5, 96)
+    lost = QuantizedArray(
+        *(a.at[::2].set(0) for a in jax.tree.leaves(as_matrix(stack))[:2]),
+        as_matrix(stack).sums,
+        *(format, (96,), (37,), "matrix"),
+    )
+    exact = jit_linear("reference")(x, Stacked(stack, jnp.int32(1)))
+    for packed in (stack, as_matrix(stack), lost):
+        y = jit_linear("pallas")(x, Stacked(packed, jnp.int32(1)))
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def jit_linear(implementation):
+    return jax.jit(functools.partial(linear, implementation=implementation))
+
+
+def test_unquantised_products_are_xlas():
+    x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
+    with pytest.raises(NotImplementedError, match="quantised weights, and this one is float32"):
+        linear(x, w, implementation="pallas")
+    assert linear(x, w).shape == (3, 7)
+    assert unembed(x, w.T).shape == (3, 7)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matrices_hold_what_panels_hold(format):
+    panels = quantize(normal(3, 96, 37), format, (96,), (37,))
+    matrix, back = jax.jit(lambda w: (as_matrix(w), as_panels(as_matrix(w))))(panels)
+    assert matrix.shape == panels.shape and matrix.stack == (3,)
+    for mine, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(panels), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+    unpacked = jax.jit(dequantize)
+    np.testing.assert_array_equal(unpacked(matrix), unpacked(panels))
+    index = jnp.asarray([[0, 36], [17, 5]])
+    table = quantize(normal(96, 37), format, (96,), (37,))
+    rows = jax.jit(rows_of)
+    np.testing.assert_array_equal(rows(as_matrix(table), index), rows(table, index))
+
+
+@functools.cache
+def run_experts(implementation):
+    function = functools.partial(experts, implementation=implementation)
+    return jax.jit(functools.partial(function, activation=ClampedSwiglu()))
+
+
+@pytest.mark.parametrize("case", MOE, ids=lambda c: c.name)
+def test_experts(case):
+    x, logits, weights = case.arrays()
+    ids, shares = route(jnp.asarray(logits), case.chosen)
+    exact = experts_by_hand(x, np.asarray(ids), np.asarray(shares), *weights)
+    out = run_experts("pallas")(x, ids, shares, *weights)
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("format", "tokens"), [*((f, 3) for f in FORMATS), ("w8a8", 150), ("mxfp4-a16", 150)]
+)
+def test_quantised_experts(format, tokens):
+    x, logits = jnp.asarray(normal(tokens, 64)), jnp.asarray(normal(tokens, 5, seed=1))
+    ids, shares = route(logits, 2)
+    gate_up = quantize(normal(5, 64, 2, 32, seed=2) / 8, format, (64,), (2, 32))
+    down = quantize(normal(5, 32, 64, seed=3) / 8, format, (32,), (64,))
+    biases = normal(5, 2, 32, seed=4), normal(5, 64, seed=5)
+    outs = [
+        np.asarray(run_experts(name)(x, ids, shares, gate_up, biases[0], down, biases[1]))
+        for name in ("reference", "pallas")
+    ]
+    # A rounding that falls the other way moves an output by a step of its row.
+    assert np.isclose(outs[1], outs[0], rtol=1e-4, atol=2e-4).mean() > 0.97
+    np.testing.assert_allclose(outs[1], outs[0], atol=0.05)
+
+
+@pytest.mark.parametrize("format", [None, "fp8-a16"])
+def test_experts_that_nobody_chose_are_not_read(format):
+    ids = jnp.asarray([[1, 3], [3, 1]])
+    gate_up, down = normal(5, 64, 2, 32), normal(5, 32, 64)
+    for array in (gate_up, down):
+        array[[0, 2, 4]] = np.nan
+    if format is not None:
+        gate_up, down = (
+            as_matrix(quantize(np.nan_to_num(w), format, w.shape[1:2], w.shape[2:]))
+            for w in (gate_up, down)
+        )
+        lost = jnp.asarray([True, False, True, False, True])[:, None, None]
+        gate_up, down = (  # 127 is e4m3's NaN
+            QuantizedArray(
+                jnp.where(lost, jnp.uint8(127), w.values), w.scales, w.sums, w.format, w.in_shape,
+                w.out_shape, w.packing,
+            )
+            for w in (gate_up, down)
+        )  # fmt: skip
+    arrays = (gate_up, np.zeros((5, 2, 32), "f4"), down, np.zeros((5, 64), "f4"))
+    out = run_experts("pallas")(normal(2, 64), ids, jnp.full((2, 2), 0.5), *arrays)
+    assert np.isfinite(out).all()
+    ids = ids.at[0, 0].set(2)
+    out = run_experts("pallas")(normal(2, 64), ids, jnp.full((2, 2), 0.5), *arrays)
+    assert not np.isfinite(out).all()
+
+
+def test_slow_ways_are_refused():
+    x, logits, weights = MOE[1].arrays()
+    ids, shares = route(jnp.asarray(logits), MOE[1].chosen)
+    weights = [jnp.asarray(w) for w in weights]
+    with pytest.raises(NotImplementedError, match="moe=dense"):
+        experts(
+            jnp.asarray(x), ids, shares, *weights, activation=ClampedSwiglu(), method="dense",
+            implementation="pallas",
+        )  # fmt: skip
+
+
+def lowered(function, *args):
+    """The program for a TPU, as StableHLO, Mosaic's kernels in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu, "interpreted", lambda: False)
+        return jax.export.export(jax.jit(function), platforms=["tpu"])(*args).mlir_module()
+
+
+def like(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+MODELS = {  # heads, kv_heads, head_dim, window, sinks
+    "llama-3.1-8b": (32, 8, 128, None, False),
+    "qwen2.5-0.5b": (14, 2, 64, None, False),
+    "gpt-oss-20b": (64, 8, 64, 128, True),
+    "gpt2": (12, 12, 64, None, False),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
+def test_attention_lowers_for_a_tpu(model, pool):
+    heads, kv_heads, head_dim, window, sinks = MODELS[model]
+    for rows, queries, block_size in ((8, 1, 128), (1, 512, 128), (2, 1, 16), (1, 64, 16)):
+        length = 4096 // block_size
+        blocks = like((rows * length, kv_heads, block_size, head_dim), pool)
+        if pool == "int8":
+            blocks = QuantizedPool(blocks, like(blocks.shape[:3], "float32"))
+        q = like((rows, queries, heads, head_dim), "float32" if pool == "float32" else "bfloat16")
+        row = like((rows,), "int32")
+        logits = like((heads,), "float32") if sinks else None
+
+        def step(q, k, v, tables, first, positions, context, sinks, window=window):
+            return paged_attention(
+                q, k, v, block_tables=tables, first_positions=first, positions=positions,
+                context_lens=context, scale=0.1, window=window, sinks=sinks,
+                implementation="pallas",
+            )  # fmt: skip
+
+        tables, positions = like((rows, length), "int32"), like((rows, queries), "int32")
+        text = lowered(step, q, blocks, blocks, tables, row, positions, row, logits)
+        assert text.count("tpu_custom_call") == 1
+        assert "stablehlo.gather" not in text or pool == "int8"  # of scales only
+
+
+def matrix_like(format, inner, outer, stack=(), out_shape=None):
+    arrays = packed_arrays(format, inner, outer, stack)
+    weight = QuantizedArray(*arrays, format, (inner,), out_shape or (outer,))
+    return jax.eval_shape(as_matrix, weight)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_lower_for_a_tpu(format):
+    step = functools.partial(unembed, implementation="pallas")
+    for rows, inner, outer in ((1, 4096, 6144), (512, 14336, 4096), (8, 2880, 201088)):
+        weight = matrix_like(format, inner, outer)
+        text = lowered(step, like((rows, inner), "bfloat16"), weight)
+        assert text.count("tpu_custom_call") == 1
+        assert not re.search(rf"<{inner}x{outer}x(f32|bf16)", text)
+
+
+@pytest.mark.parametrize("format", ["mxfp4-a16", "w8a8", "bfloat16"])
+def test_experts_lower_for_a_tpu(format):
+    for tokens in (1, 512):
+        if format == "bfloat16":
+            gate_up, down = like((32, 2880, 2, 2880), format), like((32, 2880, 2880), format)
+        else:
+            gate_up = matrix_like(format, 2880, 5760, (32,), (2, 2880))
+            down = matrix_like(format, 2880, 2880, (32,))
+        text = lowered(
+            functools.partial(experts, activation=ClampedSwiglu(), implementation="pallas"),
+            like((tokens, 2880), "bfloat16"),
+            like((tokens, 4), "int32"),
+            like((tokens, 4), "float32"),
+            gate_up,
+            like((32, 2, 2880), "bfloat16"),
+            down,
+            like((32, 2880), "bfloat16"),
+        )
+        assert text.count("tpu_custom_call") == 2

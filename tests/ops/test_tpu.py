@@ -2,16 +2,20 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax import LLM, ExecutionOptions, SamplingParams
+from rooflax.models.presets import PRESETS
 from rooflax.ops import accelerator, native, tpu
 from rooflax.ops.attention import paged_attention
 from rooflax.ops.attention.tpu import visible_tiles
 from rooflax.ops.formats import FORMATS
+from rooflax.ops.kernels import chosen
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, unembed
 from rooflax.ops.matrix_packing import as_matrix, as_panels
 from rooflax.ops.moe import experts, route
@@ -20,6 +24,7 @@ from rooflax.ops.quantization import (
     QuantizedPool,
     dequantize,
     packed_arrays,
+    packed_bytes,
     quantize,
     rows_of,
     tokens_as_int8,
@@ -229,13 +234,9 @@ def test_what_happens_before_and_behind(prologue):
 @pytest.mark.parametrize("format", ["w8a8", "mxfp4-a16"])
 def test_one_of_a_stack_is_read_where_it_lies(format):
     stack, x = quantize(normal(3, 96, 37), format, (96,), (37,)), normal(5, 96)
-    lost = QuantizedArray(
-        *(a.at[::2].set(0) for a in jax.tree.leaves(as_matrix(stack))[:2]),
-        as_matrix(stack).sums,
-        *(format, (96,), (37,), "matrix"),
-    )
     exact = jit_linear("reference")(x, Stacked(stack, jnp.int32(1)))
-    for packed in (stack, as_matrix(stack), lost):
+    others = replace(stack, values=stack.values.at[::2].set(0))
+    for packed in (stack, as_panels(stack), others):
         y = jit_linear("pallas")(x, Stacked(packed, jnp.int32(1)))
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
@@ -255,7 +256,7 @@ def test_unquantised_products_are_xlas():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_matrices_hold_what_panels_hold(format):
-    panels = quantize(normal(3, 96, 37), format, (96,), (37,))
+    panels = jax.device_put(as_panels(quantize(normal(3, 96, 37), format, (96,), (37,))))
     matrix, back = jax.jit(lambda w: (as_matrix(w), as_panels(as_matrix(w))))(panels)
     assert matrix.shape == panels.shape and matrix.stack == (3,)
     for mine, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(panels), strict=True):
@@ -266,7 +267,8 @@ def test_matrices_hold_what_panels_hold(format):
     index = jnp.asarray([[0, 36], [17, 5]])
     table = quantize(normal(96, 37), format, (96,), (37,))
     rows = jax.jit(rows_of)
-    np.testing.assert_array_equal(rows(as_matrix(table), index), rows(table, index))
+    assert table.is_matrix and packed_bytes(format, 96, 37) == table.num_bytes
+    np.testing.assert_array_equal(rows(table, index), rows(as_panels(table), index))
 
 
 @functools.cache
@@ -310,17 +312,12 @@ def test_experts_that_nobody_chose_are_not_read(format):
         array[[0, 2, 4]] = np.nan
     if format is not None:
         gate_up, down = (
-            as_matrix(quantize(np.nan_to_num(w), format, w.shape[1:2], w.shape[2:]))
-            for w in (gate_up, down)
+            quantize(np.nan_to_num(w), format, w.shape[1:2], w.shape[2:]) for w in (gate_up, down)
         )
         lost = jnp.asarray([True, False, True, False, True])[:, None, None]
         gate_up, down = (  # 127 is e4m3's NaN
-            QuantizedArray(
-                jnp.where(lost, jnp.uint8(127), w.values), w.scales, w.sums, w.format, w.in_shape,
-                w.out_shape, w.packing,
-            )
-            for w in (gate_up, down)
-        )  # fmt: skip
+            replace(w, values=jnp.where(lost, jnp.uint8(127), w.values)) for w in (gate_up, down)
+        )
     arrays = (gate_up, np.zeros((5, 2, 32), "f4"), down, np.zeros((5, 64), "f4"))
     out = run_experts("pallas")(normal(2, 64), ids, jnp.full((2, 2), 0.5), *arrays)
     assert np.isfinite(out).all()
@@ -420,3 +417,35 @@ def test_experts_lower_for_a_tpu(format):
             like((32, 2880), "bfloat16"),
         )
         assert text.count("tpu_custom_call") == 2
+
+
+TINY = {
+    "llama": {
+        "model_type": "llama", "vocab_size": 4099, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "vocab_size": 4099, "hidden_size": 64, "intermediate_size": 32,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24,
+        "max_position_embeddings": 256,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "options"),
+    [("llama", "w8a16", {}), ("gpt-oss", "mxfp4-a16", {"kernels": "pallas", "layers": "scan"})],
+)
+def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY[model])
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    prompts = [list(range(40, 190)), [7, 8, 9]]  # more than a block, and less
+    found = []
+    for kernels in ("xla", options.get("kernels")):
+        settings = ExecutionOptions(**options | {"kernels": kernels})
+        llm = LLM("preset:tiny", quantize=format, options=settings, max_model_len=200)
+        assert chosen(kernels)["attention"] == (kernels or "pallas")
+        found.append([completion.tokens for completion in llm.generate(prompts, greedy)])
+    assert found[1] == found[0]

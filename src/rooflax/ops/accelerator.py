@@ -18,6 +18,11 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def block_size() -> int:
+    """Tokens per block of the KV cache: on TPU as many as a tile has lanes, elsewhere 16."""
+    return 128 if platform() == "tpu" else 16
+
+
 def missing() -> str | None:
     """Why Pallas kernels cannot run here; None if they can."""
     here = platform()

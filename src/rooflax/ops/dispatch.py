@@ -25,8 +25,8 @@ def choose(
         return _or_else(best, others[-1][1]) if best_name == "pallas" else best
     if name in here:
         return here[name]
-    if name in KERNELS:
-        if why := KERNELS[name]():
+    if name in MISSING:
+        if why := MISSING[name]():
             raise NotImplementedError(f"{operation}'s {name!r} cannot run: {why}.")
         return here["xla"]
     raise NotImplementedError(
@@ -53,11 +53,11 @@ def available(
     return {
         name: function
         for name, function in implementations.items()
-        if name not in KERNELS or not KERNELS[name]()
+        if name not in MISSING or not MISSING[name]()
     }
 
 
-KERNELS: Mapping[str, Callable[[], str | None]] = {
+MISSING: Mapping[str, Callable[[], str | None]] = {
     "native": lambda: None if native.is_ready() else native.status().reason,
     "pallas": accelerator.missing,
 }

@@ -22,7 +22,7 @@ they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -31,9 +31,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.formats import FORMATS, GROUP
+from rooflax.ops import accelerator
+from rooflax.ops.formats import FORMATS, GROUP, PANEL
+from rooflax.ops.matrix_packing import as_matrix
 
-PANEL = 16
 CHUNK = 1 << 12
 """Outputs that are quantised at a time, so that intermediates stay small."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -118,8 +119,11 @@ def fits(format: str, inner: int) -> bool:
 
 
 def packed_bytes(format: str, inner: int, outer: int) -> int:
-    """Bytes of a weight in a format."""
+    """Bytes of a weight in a format, as `placed` packs it here."""
     arrays = packed_arrays(format, inner, outer)
+    if accelerator.platform() == "tpu":
+        weight = QuantizedArray(*arrays, format, (inner,), (outer,))  # type: ignore[arg-type]
+        arrays = jax.tree.leaves(jax.eval_shape(as_matrix, weight))
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
@@ -227,8 +231,19 @@ def _packed(
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
-    put = [jax.device_put(array) for array in arrays]
-    return QuantizedArray(put[0], put[1], put[2], format, in_shape, out_shape)
+    return placed(arrays, format, in_shape, out_shape)
+
+
+def placed(
+    arrays: Sequence[np.ndarray], format: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+) -> QuantizedArray:
+    """A weight on the device, packed as the kernels there read it.
+
+    Args:
+        arrays: values, scales and sums on the host, in panels.
+    """
+    w = QuantizedArray(*arrays, format, in_shape, out_shape)  # type: ignore[arg-type]
+    return jax.device_put(as_matrix(w) if accelerator.platform() == "tpu" else w)
 
 
 def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:

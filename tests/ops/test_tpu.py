@@ -11,7 +11,9 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.models.presets import PRESETS
+from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
+from rooflax.ops.accelerator import block_size
 from rooflax.ops.attention import paged_attention
 from rooflax.ops.attention.tpu import visible_tiles
 from rooflax.ops.formats import FORMATS
@@ -54,13 +56,13 @@ def attend(implementation, **static):
 def test_paged_attention(case):
     q, k, v, keywords = case.arrays()
     exact = by_hand(q, k, v, **keywords)
-    context, block_size = keywords["context_lens"], 3
+    context, size = keywords["context_lens"], 3
     first = np.zeros_like(context)
     if case.window is not None:  # blocks that no query of this step can see are gone
         oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
-        first = (oldest // block_size * block_size).astype(np.int32)
-    length = int(-(-(context - first).max() // block_size)) + 2
-    k_pool, v_pool, tables = into_blocks(k, v, context, first, block_size, length)
+        first = (oldest // size * size).astype(np.int32)
+    length = int(-(-(context - first).max() // size)) + 2
+    k_pool, v_pool, tables = into_blocks(k, v, context, first, size, length)
     out = attend("pallas", scale=keywords["scale"], window=case.window)(
         q,
         k_pool,
@@ -117,17 +119,17 @@ def test_long_contexts(name, pool):
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("pool", ["float32", "int8"])
-def test_blocks_of_whole_lanes_are_read_as_they_lie(pool):
-    """With block_size 128 and a narrower head, XLA has tokens side by side."""
-    q, k, v, keywords = paged(6, 8, 2, 16, 128, 900)
-    if pool == "int8":
-        k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
-    outs = [
-        attend(name, scale=0.3, window=None)(q, k, v, **keywords)
-        for name in ("reference", "pallas")
-    ]
-    np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
+def test_heads_lie_padded_in_the_cache():
+    """A token's head takes a row of lanes; what is behind it does not count."""
+    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    wide = [np.pad(a, ((0, 0), (0, 0), (0, 0), (0, 112))) for a in (k, v)]
+    exact = attend("reference", scale=0.3)(q, k, v, **keywords)
+    for name in ("reference", "xla", "pallas"):
+        out = attend(name, scale=0.3)(q, *wide, **keywords)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
+    cache = allocate(LayerGroups.from_windows((None,)), (3,), 2, 16, block_size=block_size())
+    assert cache.k[0].shape == (3, 2, 128, 128)
+    assert cache.num_bytes == 3 * 128 * bytes_per_token(2, 16, "float32")
 
 
 def test_bfloat16_attention():
@@ -360,9 +362,9 @@ MODELS = {  # heads, kv_heads, head_dim, window, sinks
 @pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
 def test_attention_lowers_for_a_tpu(model, pool):
     heads, kv_heads, head_dim, window, sinks = MODELS[model]
-    for rows, queries, block_size in ((8, 1, 128), (1, 512, 128), (2, 1, 16), (1, 64, 16)):
-        length = 4096 // block_size
-        blocks = like((rows * length, kv_heads, block_size, head_dim), pool)
+    for rows, queries, size in ((8, 1, 128), (1, 512, 128), (2, 1, 16), (1, 64, 16)):
+        length = 4096 // size
+        blocks = like((rows * length, kv_heads, size, head_dim), pool)
         if pool == "int8":
             blocks = QuantizedPool(blocks, like(blocks.shape[:3], "float32"))
         q = like((rows, queries, heads, head_dim), "float32" if pool == "float32" else "bfloat16")

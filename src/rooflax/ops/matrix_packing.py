@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.ops.formats import FORMATS, PANEL
+from rooflax.ops.formats import FORMATS, GROUP, PANEL
 
 if TYPE_CHECKING:
     from rooflax.ops.quantization import QuantizedArray
+
+ROWS = 32
+"""Rows of a TPU's tile of bytes; of an array with others, XLA would have another axis there."""
 
 
 def as_matrix(w: QuantizedArray) -> QuantizedArray:
@@ -29,6 +32,8 @@ def as_matrix(w: QuantizedArray) -> QuantizedArray:
     if FORMATS[w.format].grouped:
         scales = w.scales.swapaxes(-3, -2).reshape(*lead, w.scales.shape[-2], -1)[..., :outer]
         scales = scales.astype(np.float32) if scales.dtype == np.float16 else scales
+        rows = [(0, 0)] * len(lead) + [(0, -scales.shape[-2] % ROWS), (0, 0)]
+        scales = xp.pad(scales, rows)
     else:
         values, scales = values[..., :inner, :], w.scales[..., None, :outer]
     return replace(w, values=values, scales=scales, sums=xp.zeros(0, np.int32), packing="matrix")
@@ -49,6 +54,7 @@ def as_panels(w: QuantizedArray) -> QuantizedArray:
     quads = xp.moveaxis(values.reshape(*lead, -1, 4, panels, PANEL), -2, -4).swapaxes(-1, -2)
     scales = padded(w.scales)
     if format.grouped:
+        scales = scales[..., : math.prod(w.in_shape) // GROUP, :]
         quads = quads.reshape(*lead, panels, scales.shape[-2], -1, PANEL, 4)
         scales = scales.reshape(*lead, -1, panels, PANEL).swapaxes(-3, -2)
         scales = scales.astype(np.float16) if scales.dtype == np.float32 else scales

@@ -15,8 +15,8 @@ instruction for all of them: bytes are [out / 16, in / 4, 16, 4] (with groups [o
 16, 4]); nibbles [out / 16, in / 32, 4, 16, 4], each byte holding k = 4 s + j in its low half and
 16 + 4 s + j in its high half. That is the packing "panels"; on TPU, whose tiles are 128 wide,
 `matrix_packing` turns it into "matrix": bytes are [in, out], nibbles [in / 2, out] with k = 32 g +
-i and 32 g + 16 + i in row 16 g + i; scales are [1, out] or [in / 32, out], in float32, of mxfp4 as
-they are.
+i and 32 g + 16 + i in row 16 g + i; scales are [1, out] or [in / 32 padded to 32, out], in float32,
+of mxfp4 as they are.
 """
 
 from __future__ import annotations
@@ -339,8 +339,9 @@ def _matrix_numbers(code: str, w: QuantizedArray) -> jax.Array:
     """[*stack, groups, 32, out], or without groups [*stack, in, out]."""
     if code in ("int8", "fp8"):
         return _numbers(code, w.values) * w.scales
-    q = w.values.reshape(*w.scales.shape[:-1], -1, w.values.shape[-1])
-    return _numbers(code, _nibbles(code, q, axis=-2)) * _scale(code, w.scales)[..., None, :]
+    scales = w.scales[..., : math.prod(w.in_shape) // GROUP, :]
+    q = w.values.reshape(*scales.shape[:-1], -1, w.values.shape[-1])
+    return _numbers(code, _nibbles(code, q, axis=-2)) * _scale(code, scales)[..., None, :]
 
 
 def _nibbles(code: str, q: jax.Array, axis: int = -1) -> jax.Array:

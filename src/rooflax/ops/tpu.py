@@ -88,6 +88,11 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Dims) -> jax.Array:
     return jax.lax.dot_general(a, b, dimension_numbers, precision, preferred_element_type=result)
 
 
+def in_place(x: jax.Array) -> jax.Array:
+    """x where it is, in HBM: XLA would bring a small stack to VMEM, with what nobody asked for."""
+    return x if interpreted() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def interpreted() -> bool:
     """Whether kernels are interpreted, operation by operation, instead of compiled: in tests."""
     return False

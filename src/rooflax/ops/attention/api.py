@@ -5,6 +5,7 @@ Who sees whom is decided by positions alone; no mask is ever an argument.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
@@ -87,8 +88,8 @@ def attention(
 @parts.attention
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],
@@ -103,15 +104,17 @@ def paged_attention(
     """`attention` over keys and values that lie in blocks of a pool.
 
     Row b's keys are the blocks `block_tables[b]` one after the other, the first of them at
-    position `first_positions[b]`. The new tokens' K and V have been written already.
+    position `first_positions[b]`. The new tokens' K and V have been written already. Pools may be
+    wider than q's heads, by zeros.
     Everything else is as in `attention`.
     """
     _check_heads(q.shape[2], k_pool.shape[1])
     if implementation is None and repeat_kv:  # the kernel has nothing to copy
         implementation = "xla"
     compute = choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)
-    return compute(
-        q,
+    head_dim, padding = q.shape[3], k_pool.shape[3] - q.shape[3]
+    out = compute(
+        jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else q,
         k_pool,
         v_pool,
         block_tables=block_tables,
@@ -123,6 +126,7 @@ def paged_attention(
         sinks=sinks,
         repeat_kv=repeat_kv,
     )
+    return out[..., :head_dim]
 
 
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:

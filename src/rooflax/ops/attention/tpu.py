@@ -48,9 +48,6 @@ def paged_attention(
     num_queries, num_heads = q.shape[1:3]
     (k, v), scales = _arrays(k_pool, v_pool)
     kv_heads, block_size = k.shape[1:3]
-    flipped = q.shape[3] % tpu.LANES != 0 and block_size % tpu.LANES == 0
-    if flipped:  # as they lie in memory: XLA makes the axis minor that fills the lanes
-        k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
     group = num_heads // kv_heads
     tiles = tpu.attention_tiles(
         num_queries, group, kv_heads, block_size, q.shape[3], k.dtype.itemsize
@@ -75,7 +72,6 @@ def paged_attention(
         (k, v),
         tuple(_gathered(s, block_tables, tiles.heads) for s in scales),
         tiles=tiles,
-        flipped=flipped,
         scale=scale,
         window=window,
     )
@@ -118,19 +114,13 @@ def _run(
     scales: tuple[jax.Array, ...],
     *,
     tiles: tpu.AttentionTiles,
-    flipped: bool,
     scale: float,
     window: int | None,
 ) -> Float[Array, "B K R H"]:
-    """The kernel's call; a row of q is one query head of one query.
-
-    Args:
-        flipped: blocks of the pools are [head_dim, block_size].
-    """
+    """The kernel's call; a row of q is one query head of one query."""
     rows, kv_heads, num_rows, head_dim = q.shape
     visits, _, block_tables, _, _ = scalars
     heads, tile, block = tiles.heads, num_rows // visits.shape[1], pools[0].shape[2:]
-    keys = tiles.blocks * block[1 if flipped else 0]
     column = pltpu.VMEM((heads, tile, 1), jnp.float32)
     of_queries = pl.BlockSpec((1, heads, tile, head_dim), lambda b, h, i, *_: (b, h, i, 0))
     sink = pl.BlockSpec((heads, tile, 1), lambda b, h, i, *_: (h, 0, 0))
@@ -140,7 +130,6 @@ def _run(
             sinks=sinks is not None,
             num_visits=visits.shape[2],
             table_length=block_tables.shape[1],
-            flipped=flipped,
             scale=scale,
             window=window,
         ),
@@ -157,7 +146,7 @@ def _run(
         num_scalars=len(scalars),
         scratch=(
             *(pltpu.VMEM((2, tiles.blocks, heads, *block), p.dtype) for p in pools),
-            *(pltpu.VMEM((2, heads, keys), jnp.float32) for _ in scales),
+            *(pltpu.VMEM((2, heads, tiles.blocks * block[0]), jnp.float32) for _ in scales),
             column,
             column,
             pltpu.VMEM((heads, tile, head_dim), jnp.float32),
@@ -186,7 +175,6 @@ def _kernel(
     sinks: bool,
     num_visits: int,
     table_length: int,
-    flipped: bool,
     scale: float,
     window: int | None,
 ) -> None:
@@ -198,8 +186,8 @@ def _kernel(
     highest, total, sums = running
     row, part, tile = (pl.program_id(axis) for axis in range(3))
     which = row * pl.num_programs(2) + tile
-    _, blocks, heads, *block = buffers[0].shape
-    keys = blocks * block[1 if flipped else 0]
+    _, blocks, heads, block_size, _ = buffers[0].shape
+    keys = blocks * block_size
 
     def for_each_copy(index: Any, slot: Any, act: Callable[[Any], None]) -> None:
         """Of those that bring the index-th tile of keys to visit into a slot of the buffers."""
@@ -228,7 +216,7 @@ def _kernel(
         seen = _visible(positions[0], start, keys, context_lens[row], window)
         for head in range(heads):
             k, v = (
-                _joined(buffer[slot, :, head].astype(q.dtype), flipped) for buffer in buffers[:2]
+                buffer[slot, :, head].reshape(keys, -1).astype(q.dtype) for buffer in buffers[:2]
             )
             k_scale, v_scale = [buffer[slot, head : head + 1] for buffer in buffers[2:]] or [
                 None,
@@ -240,7 +228,6 @@ def _kernel(
                 (v, v_scale),
                 seen,
                 tuple(ref[head] for ref in running),
-                flipped=flipped,
                 scale=scale,
             )
             for ref, value in zip(running, state, strict=True):
@@ -259,13 +246,6 @@ def _kernel(
     out[0] = (sums[...] / jnp.maximum(total[...], smallest)).astype(out.dtype)
 
 
-def _joined(blocks: Any, flipped: bool) -> Any:
-    """Blocks one after the other: [keys, head_dim], or flipped [head_dim, keys]."""
-    if flipped:
-        return jnp.concatenate([blocks[index] for index in range(blocks.shape[0])], axis=1)
-    return blocks.reshape(-1, blocks.shape[2])
-
-
 def _visible(positions: Any, first: Any, keys: int, context: Any, window: int | None) -> Any:
     """[rows, keys] bool: `paging.visible` for one tile."""
     there = first + jax.lax.broadcasted_iota(jnp.int32, (positions.shape[0], keys), 1)
@@ -280,7 +260,6 @@ def _accumulate(
     seen: Any,
     state: tuple[Any, Any, Any],
     *,
-    flipped: bool,
     scale: float,
 ) -> tuple[Any, Any, Any]:
     """One step of the running softmax.
@@ -290,8 +269,7 @@ def _accumulate(
         state: per row the largest score, the sum of weights, and the weighted sum of values.
     """
     (k, k_scales), (v, v_scales), (highest, total, sums) = keys_of, values_of, state
-    width, count = (0, 1) if flipped else (1, 0)  # k's and v's axes
-    scores = dot(q, k, (((1,), (width,)), ((), ()))) * scale
+    scores = dot(q, k, (((1,), (1,)), ((), ()))) * scale
     scores = jnp.where(seen, scores if k_scales is None else scores * k_scales, LOWEST)
     new = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
@@ -299,7 +277,7 @@ def _accumulate(
     total = total * kept + jnp.sum(weights, axis=1, keepdims=True)
     if v_scales is not None:
         weights = weights * v_scales
-    return new, total, sums * kept + dot(weights.astype(q.dtype), v, (((1,), (count,)), ((), ())))
+    return new, total, sums * kept + dot(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
 
 
 def _arrays(*pools: jax.Array | QuantizedPool) -> tuple[list[jax.Array], list[jax.Array]]:

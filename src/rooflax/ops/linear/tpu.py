@@ -97,7 +97,7 @@ def product(
         code, arrays = format.code, (w.values, w.scales)
     else:
         code, arrays, steps = "matrix", (w,), None
-    arrays = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
+    arrays = [tpu.in_place(a.reshape(-1, *a.shape[-2:])) for a in arrays]
     used = jnp.int32(len(members)) if num_tiles is None else num_tiles
     y = _run(members, used, _halves(x) if code in NIBBLES else x[None], arrays, code, tile)
     return y if steps is None else y * steps
@@ -184,7 +184,8 @@ def _kernel(members: Any, used: Any, x: Any, values: Any, *refs: Any, code: str)
 
         narrow = x.dtype != jnp.float32 and code in BFLOAT16_HOLDS
         dtype = x.dtype if narrow else jnp.dtype(jnp.float32)
-        grouped = scales[0][0] if code in GROUPED else None
+        num_groups = x.shape[0] * x.shape[2] // GROUP  # padding is behind them
+        grouped = scales[0][0, :num_groups] if code in GROUPED else None
         parts = _weights(code, values[0], grouped)
         for half, part in enumerate(parts):
             sums[...] += dot(x[half].astype(dtype), part.astype(dtype), (((1,), (0,)), ((), ())))

@@ -15,6 +15,8 @@ from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.attention import paged_attention
+from rooflax.ops.attention.paging import gather
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.tpu import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kernels import chosen
@@ -33,7 +35,7 @@ from rooflax.ops.quantization import (
 )
 from rooflax.ops.stacked import Stacked
 from tests.ops.cases import LINEAR, MOE, normal, rng
-from tests.ops.test_attention import PAGED, by_hand, into_blocks
+from tests.ops.test_attention import PAGED, as_jax, by_hand, into_blocks
 from tests.ops.test_moe import by_hand as experts_by_hand
 
 
@@ -103,8 +105,15 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [
+        *((name, "float32") for name in LONG),
+        ("tiles of queries in a window", "bfloat16"),
+        ("decode", "int8"),
+        ("tiles of queries in a window", "int8"),
+    ],
+)
 def test_long_contexts(name, pool):
     sizes, window = LONG[name]
     q, k, v, keywords = paged(heads=8, kv_heads=2, head_dim=16, block_size=16, **sizes)
@@ -451,3 +460,74 @@ def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, mon
         assert chosen(kernels)["attention"] == (kernels or "pallas")
         found.append([completion.tokens for completion in llm.generate(prompts, greedy)])
     assert found[1] == found[0]
+
+
+PATTERNS = {
+    "window": Pattern(40, block=32),
+    "window and first tokens": Pattern(40, first=20, block=32),
+    "strided": Pattern(40, stride=5, block=32),
+    "all of it": Pattern(33, first=5, stride=4, block=64),
+}
+
+
+def seen_by_hand(pattern, query, key):
+    near, begins = query - key < pattern.window, key < pattern.first
+    blocks = query // pattern.block - key // pattern.block
+    return near or begins or (pattern.stride is not None and blocks % pattern.stride == 0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("queries", "window"), [(1, None), (70, 300)])
+def test_patterns_are_dense_attention_under_their_mask(name, queries, window):
+    pattern = PATTERNS[name]
+    q, k, v, keywords = paged(queries, 4, 2, 8, 16, 700)
+    gathered = [np.asarray(gather(*as_jax(a, keywords["block_tables"]))) for a in (k, v)]
+    context, scores = keywords["context_lens"], np.einsum(
+        "btkgh,bksh->bkgts", q.reshape(2, queries, 2, 2, 8), gathered[0]
+    )  # fmt: skip
+    keep = np.zeros((2, queries, gathered[0].shape[2]), bool)
+    for b, t, s in np.ndindex(keep.shape):
+        here = keywords["positions"][b, t]
+        keep[b, t, s] = s <= here and s < context[b] and seen_by_hand(pattern, here, s)
+        keep[b, t, s] &= window is None or here - s < window
+    scores = np.where(keep[:, None, None], 0.3 * scores.astype(np.float64), -np.inf)
+    sinks = np.broadcast_to(keywords["sinks"].reshape(1, 2, 2, 1, 1), (*scores.shape[:4], 1))
+    weights = np.exp(np.concatenate([scores, sinks], axis=4))
+    weights = weights[..., :-1] / weights.sum(axis=4, keepdims=True)
+    exact = np.einsum("bkgts,bksh->btkgh", weights, gathered[1]).reshape(q.shape)
+    for implementation in ("reference", "xla", "pallas"):
+        out = attend(implementation, scale=0.3, window=window, pattern=pattern)(q, k, v, **keywords)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("queries", [1, 64])
+def test_visits_follow_the_pattern(name, queries):
+    """Against every query and key; what is hidden is not read, and long contexts stay cheap."""
+    pattern, context = PATTERNS[name], 2048
+    keys = pattern.block
+    positions = np.arange(context - queries, context, dtype=np.int32)
+    visits, counts = visible_tiles(
+        jnp.asarray(positions)[None, None], jnp.zeros(1, jnp.int32), jnp.full(1, context), None,
+        pattern, keys=keys, num_tiles=context // keys + 3,
+    )  # fmt: skip
+    seen = {
+        s // keys
+        for t in positions
+        for s in range(context)
+        if s <= t and seen_by_hand(pattern, t, s)
+    }
+    assert np.asarray(visits)[0, 0, : counts[0, 0]].tolist() == sorted(seen)
+    assert int(counts[0, 0]) <= context // keys // 2
+
+    q, k, v, keywords = paged(queries, 4, 2, 8, 16, context)
+    tables = keywords["block_tables"]
+    hidden = [i for i in range(context // 16) if i * 16 // keys not in seen]
+    k[tables[0, hidden]] = v[tables[0, hidden]] = np.nan
+    out = np.asarray(attend("pallas", scale=0.3, pattern=pattern)(q, k, v, **keywords))
+    assert np.isfinite(out[0]).all()
+
+
+def test_patterns_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="stride is 0; it must be at least 1"):
+        Pattern(8, stride=0)

@@ -45,7 +45,10 @@ def temporary_bytes():
             jitted = jax.jit(function, in_shardings=device, out_shardings=device)
             return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
+        cached = jax.config.jax_enable_compilation_cache  # what it keeps of these cannot be read
+        jax.config.update("jax_enable_compilation_cache", False)
         yield compiled
+        jax.config.update("jax_enable_compilation_cache", cached)
 
 
 @pytest.mark.parametrize("model", MODELS)

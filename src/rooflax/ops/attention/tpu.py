@@ -11,6 +11,7 @@ Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import tpu
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.quantization import QuantizedPool
 from rooflax.ops.tpu import dot
 
@@ -42,6 +44,7 @@ def paged_attention(
     window: int | None,
     sinks: Float[Array, " N"] | None,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     if repeat_kv:
         raise NotImplementedError("attention's TPU kernel never copies K/V heads (gqa=repeat).")
@@ -52,6 +55,8 @@ def paged_attention(
     tiles = tpu.attention_tiles(
         num_queries, group, kv_heads, block_size, q.shape[3], k.dtype.itemsize
     )
+    if pattern is not None:
+        tiles = replace(tiles, blocks=max(1, pattern.block // block_size))
     slots = block_tables.shape[1] * block_size
     context_lens = jnp.minimum(context_lens, first_positions + slots)
     block_tables = _padded(block_tables, tiles.blocks, 0)
@@ -61,6 +66,7 @@ def paged_attention(
         first_positions,
         context_lens,
         window,
+        pattern,
         keys=tiles.blocks * block_size,
         num_tiles=block_tables.shape[1] // tiles.blocks,
     )
@@ -74,6 +80,7 @@ def paged_attention(
         tiles=tiles,
         scale=scale,
         window=window,
+        pattern=pattern,
     )
     return _by_query(out, group)[:, :num_queries]
 
@@ -83,6 +90,7 @@ def visible_tiles(
     first_positions: Int[Array, " B"],
     context_lens: Int[Array, " B"],
     window: int | None,
+    pattern: Pattern | None = None,
     *,
     keys: int,
     num_tiles: int,
@@ -94,15 +102,22 @@ def visible_tiles(
         num_tiles: of keys, at most.
     """
     first, context = first_positions[:, None], context_lens[:, None]
-    last = jnp.minimum(jnp.max(positions, axis=2) + 1, context) - first
+    real = jnp.where(positions == NOWHERE, jnp.iinfo(jnp.int32).max, positions)
+    nearest, farthest = jnp.min(real, axis=2), jnp.max(positions, axis=2)
+    last = jnp.minimum(farthest + 1, context) - first
     end = jnp.clip((last + (keys - 1)) // keys, 0, num_tiles)
     begin = jnp.zeros_like(end)
     if window is not None:
-        real = jnp.where(positions == NOWHERE, jnp.iinfo(jnp.int32).max, positions)
-        oldest = jnp.maximum(jnp.min(real, axis=2) - window + 1 - first, 0)
+        oldest = jnp.maximum(nearest - window + 1 - first, 0)
         begin = jnp.minimum(oldest // keys, end)
-    visits = begin[:, :, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, None]
-    return visits, end - begin
+    tiles = jnp.arange(num_tiles, dtype=jnp.int32)[None, None]
+    if pattern is None:
+        return begin[:, :, None] + tiles, end - begin
+    starts = first[:, :, None] + tiles * keys
+    ranges = (nearest[:, :, None], farthest[:, :, None]), (starts, starts + (keys - 1))
+    seen = (tiles >= begin[:, :, None]) & (tiles < end[:, :, None]) & pattern.meets(*ranges)
+    order = jnp.argsort(~seen, axis=2, stable=True).astype(jnp.int32)
+    return order, jnp.sum(seen, axis=2, dtype=jnp.int32)
 
 
 def _run(
@@ -116,6 +131,7 @@ def _run(
     tiles: tpu.AttentionTiles,
     scale: float,
     window: int | None,
+    pattern: Pattern | None,
 ) -> Float[Array, "B K R H"]:
     """The kernel's call; a row of q is one query head of one query."""
     rows, kv_heads, num_rows, head_dim = q.shape
@@ -132,6 +148,7 @@ def _run(
             table_length=block_tables.shape[1],
             scale=scale,
             window=window,
+            pattern=pattern,
         ),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(rows, kv_heads // heads, visits.shape[1]),
@@ -177,6 +194,7 @@ def _kernel(
     table_length: int,
     scale: float,
     window: int | None,
+    pattern: Pattern | None,
 ) -> None:
     """One tile of queries, of some K/V heads of one row, over the tiles of keys it sees."""
     sink, refs = (refs[0], refs[1:]) if sinks else (None, refs)
@@ -214,6 +232,10 @@ def _kernel(
         for_each_copy(index, slot, lambda copy: copy.wait())
         start = first_positions[row] + visits[which * num_visits + index] * keys
         seen = _visible(positions[0], start, keys, context_lens[row], window)
+        if pattern is not None:
+            there = start + jax.lax.broadcasted_iota(jnp.int32, seen.shape, 1)
+            here = jnp.broadcast_to(positions[0], seen.shape)
+            seen &= pattern.sees(here, there)
         for head in range(heads):
             k, v = (
                 buffer[slot, :, head].reshape(keys, -1).astype(q.dtype) for buffer in buffers[:2]

@@ -176,8 +176,8 @@ def _server(
     """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
     from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
     from rooflax.engine.plan import plan_server
-    from rooflax.engine.runner import BLOCK_SIZE
     from rooflax.nn.layout import blocks_needed, most_new_tokens
+    from rooflax.ops.accelerator import block_size
 
     new_tokens = most_new_tokens(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
     try:
@@ -191,12 +191,12 @@ def _server(
         )
     except RequestError as error:
         return {"refused": str(error)}
-    longest = max(blocks_needed(w, tokens, new_tokens, BLOCK_SIZE) for w in config.groups.windows)
+    longest = max(blocks_needed(w, tokens, new_tokens, block_size()) for w in config.groups.windows)
     return {
         "sequences": MAX_SLOTS,
         "of_full_length": (max(blocks) - 1) // longest,
         "kv_blocks": list(blocks),
-        "block_size": BLOCK_SIZE,
+        "block_size": block_size(),
     }
 
 

@@ -17,7 +17,7 @@ from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
-from rooflax.engine.runner import BLOCK_SIZE, Call, Compiled, Runner
+from rooflax.engine.runner import Call, Compiled, Runner
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
@@ -25,6 +25,7 @@ from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.ops.accelerator import block_size
 
 DEFAULT_PREFILL_CHUNK = 512
 MOST_DECODE_STEPS = 32
@@ -100,7 +101,7 @@ class Engine:
         blocks = BlockManager(
             self.runner.windows,
             self.runner.num_blocks,
-            BLOCK_SIZE,
+            block_size(),
             prefix_caching=self._prefix_caching,
         )
         return Scheduler(blocks, num_slots=self.num_slots, **self._budget)
@@ -125,7 +126,7 @@ class Engine:
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
                     f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
-                    f"cache of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower "
+                    f"cache of {self.runner.num_blocks} blocks of {block_size()} cannot; lower "
                     f"max_tokens."
                 )
 

@@ -21,7 +21,8 @@ from rooflax.models.registry import family
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS
-from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays
+from rooflax.ops.matrix_packing import as_panels
+from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed
 
 METHOD = "rooflax"
 PARTS = ("values", "scales", "sums")
@@ -52,7 +53,8 @@ def to_config(formats: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tensors_of(slot: Slot, leaf: QuantizedArray) -> list[TensorToWrite]:
-    """A packed weight's arrays as tensors."""
+    """A packed weight's arrays as tensors, in panels wherever they are."""
+    leaf = as_panels(leaf)
 
     def tensor(part: str, array: jax.Array) -> TensorToWrite:
         name = f"{slot.name}.{part}"
@@ -118,13 +120,10 @@ class PackedWeights:
     def packed(self, slot: Slot) -> QuantizedArray:
         """A weight's arrays, as they are."""
         stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
-        values, scales, sums = (
-            jax.device_put(
-                np.array(self._source.read(stored[part]))
-                if part in stored
-                else np.zeros(wanted.shape, wanted.dtype)
-            )
+        arrays = [
+            np.array(self._source.read(stored[part]))
+            if part in stored
+            else np.zeros(wanted.shape, wanted.dtype)
             for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
-        )
-        shapes = product_shape(slot, self._config)
-        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)
+        ]
+        return placed(arrays, self.formats[slot.name], *product_shape(slot, self._config))

@@ -89,8 +89,8 @@ def _scan(
     Products' weights stay in their stacks where a kernel reads them there; the rest is small.
     """
     repeats, slots = jax.tree.leaves(stacked)[0].shape[0], _slots(batch, cache)
-    in_place = chosen(options.kernels)["linear"] == "native"
-    kept = [{k: w for k, w in layer.items() if in_place and _is_large(w)} for layer in stacked]
+    kernels = chosen(options.kernels)["linear"]
+    kept = [{k: w for k, w in layer.items() if _stays(w, kernels)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -116,9 +116,11 @@ def _scan(
     return x, with_pools(cache, list(k), list(v)) if cache else None
 
 
-def _is_large(stack: jax.Array | QuantizedArray) -> bool:
-    """Whether a layer's part of a stack is a matrix or more; norms and sinks are vectors."""
-    return isinstance(stack, QuantizedArray) or stack.ndim > 2
+def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
+    """Whether kernels read a layer's part in its stack: matrices; norms and sinks are vectors."""
+    if isinstance(stack, QuantizedArray):
+        return kernels == "native" or (kernels == "pallas" and stack.is_matrix)
+    return kernels == "native" and stack.ndim > 2
 
 
 def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:

@@ -18,13 +18,23 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def block_size() -> int:
+    """Tokens per block of the KV cache: on TPU as many as a tile has lanes, elsewhere 16."""
+    return 128 if platform() == "tpu" else 16
+
+
+def cache_width(head_dim: int) -> int:
+    """Elements that a token's head takes in the KV cache: on TPU whole rows of lanes."""
+    return -(-head_dim // 128) * 128 if platform() == "tpu" else head_dim
+
+
 def missing() -> str | None:
     """Why Pallas kernels cannot run here; None if they can."""
     here = platform()
     if here == "gpu" and jax.__version_info__ < OLDEST_GPU_JAX:
         return f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
     if here not in ("gpu", "tpu"):
-        return f"Pallas kernels run on a GPU or a TPU, and the platform here is {here}"
+        return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None
 
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
-from rooflax.ops.linear import cpu, reference, xla
+from rooflax.ops.linear import cpu, reference, tpu, xla
 from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
 from rooflax.ops.stacked import Stacked
@@ -16,6 +17,7 @@ IMPLEMENTATIONS = {
     "reference": unfused(reference.matmul),
     "xla": unfused(xla.matmul),
     "native": cpu.matmul,
+    "pallas": per_platform("linear", tpu=tpu.matmul),
 }
 
 
@@ -105,6 +107,7 @@ UNEMBED_IMPLEMENTATIONS = {
     "reference": normalised(reference.unembed),
     "xla": normalised(xla.unembed),
     "native": cpu.unembed,
+    "pallas": per_platform("unembed", tpu=tpu.unembed),
 }
 
 

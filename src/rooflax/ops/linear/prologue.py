@@ -72,12 +72,17 @@ def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         prologue: Prologue | None = None,
         residual: Float[Array, "rows out"] | None = None,
     ) -> Float[Array, "rows out"]:
-        if prologue is not None:
-            x = prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
-        y = matmul(x, taken(w), taken(bias))
+        y = matmul(applied(prologue, x), taken(w), taken(bias))
         return y if residual is None else y + residual
 
     return compute
+
+
+def applied(prologue: Prologue | None, x: Float[Array, "rows width"]) -> Float[Array, "rows in"]:
+    """The rows that a product sees."""
+    if prologue is None:
+        return x
+    return prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
 
 
 def normalised(unembed: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

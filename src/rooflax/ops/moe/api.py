@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear.prologue import Norm
-from rooflax.ops.moe import cpu, reference, xla
+from rooflax.ops.moe import cpu, reference, tpu, xla
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.stacked import Stacked, taken
 
@@ -30,6 +31,7 @@ IMPLEMENTATIONS = {
     "reference": _after_norm(reference.experts),
     "xla": _after_norm(xla.experts),
     "native": cpu.experts,
+    "pallas": per_platform("experts", tpu=tpu.experts),
 }
 
 

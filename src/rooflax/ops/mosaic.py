@@ -1,0 +1,88 @@
+"""What the GPU kernels share: Mosaic GPU's modules, register layouts, loads and launches.
+
+Imported inside functions only, because it brings Pallas. Written for JAX 0.11 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_plgpu: Any = plgpu
+"""With signatures that are not 0.10.2's, where these functions are never called."""
+WORDS_TILE = (32, 16)
+"""Rows and outputs of packed words that a warpgroup takes at a time: 16 bytes a thread."""
+VALUES_TILE = (16, 64)
+"""Rows and columns of plain values that a warpgroup takes at a time: eight a thread."""
+
+
+def words_layout() -> Any:
+    """Of [32, 16] words: a warp has eight rows, a thread four neighbours of one of them."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((WORDS_TILE, (8, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+    )
+
+
+def values_layout() -> Any:
+    """Of [16, 64] values: a warp has four rows, a thread eight neighbours of one of them."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((VALUES_TILE, (4, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+    )
+
+
+def load(ref: Any, layout: Any = None) -> jax.Array:
+    """What a reference holds, in registers; from global memory without a stop in shared memory."""
+    return _plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """To global memory, in whatever pieces the layout has."""
+    if hasattr(plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 constant in registers."""
+    return plgpu.layout_cast(jax.numpy.full(shape, value, jax.numpy.float32), layout)
+
+
+def launch(
+    body: Callable[..., None],
+    out: Any,
+    grid: dict[str, int],
+    **how: Any,
+) -> Callable[..., Any]:
+    """A kernel of one warpgroup per program, unless `how` says more.
+
+    Args:
+        out: shapes and types of what it writes.
+        grid: names and sizes of its axes.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **how,
+    )
+
+
+__all__ = [
+    "VALUES_TILE",
+    "WORDS_TILE",
+    "filled",
+    "launch",
+    "load",
+    "pl",
+    "plgpu",
+    "store",
+    "values_layout",
+    "words_layout",
+]

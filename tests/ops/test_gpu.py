@@ -1,0 +1,165 @@
+"""The GPU kernels: in interpret mode against their references, and lowered for CUDA without a GPU.
+
+Interpret mode proves what a kernel means; lowering, that Mosaic GPU finds a layout for every value
+and makes a valid module. That a GPU computes the same is for `benchmarks/gpu.py` to say.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.ops import accelerator
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import gpu as linear_gpu
+from rooflax.ops.linear import linear, reference, unembed
+from rooflax.ops.quantization import dequantize, pack, quantize
+from rooflax.ops.stacked import Stacked, taken
+from tests.ops.cases import normal
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
+    reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
+)
+
+
+@pytest.fixture
+def interpreted():
+    """Mosaic GPU kernels run on the CPU; memory nobody wrote is NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="raise")):
+        yield
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, interpreted):
+    """Dispatch believes that this is a GPU."""
+    monkeypatch.setattr(accelerator, "platform", lambda: "gpu")
+
+
+def lowered(function, *arguments):
+    """The module for CUDA, as text."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    return text
+
+
+def close(found, wanted, tolerance=2e-6):
+    """Within a share of the largest value."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+
+
+# Inner and outer sizes: panels of less than a tile of words, and of a tile and a part.
+SIZES = {"few": (96, 200), "a tile and a part": (1120, 53)}
+CODES = ["w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"]
+"""One format of each code: the others round their activations before the kernel."""
+
+
+@functools.cache
+def weights(format, inner, outer, members=None):
+    shape = (inner, outer) if members is None else (members, inner, outer)
+    return quantize(normal(*shape, seed=inner), format, (inner,), (outer,))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("format", CODES)
+def test_products_of_few_rows(format, size, interpreted):
+    inner, outer = SIZES[size]
+    w, x = weights(format, inner, outer), jnp.asarray(normal(2, inner))
+    close(linear_gpu.matmul(x, w, None), reference.matmul(x, w, None))
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - set(CODES)))
+def test_formats_that_round_their_rows(format, interpreted):
+    w, x = weights(format, 96, 200), jnp.asarray(normal(1, 96), jnp.bfloat16)
+    wanted = reference.matmul(x.astype(jnp.float32), w, None)
+    found = linear_gpu.matmul(x, w, None)
+    assert found.dtype == jnp.bfloat16
+    close(found.astype(jnp.float32), wanted, 2**-8)
+
+
+def test_more_rows_than_share_an_unpacking(interpreted):
+    w, x = weights("w8a16", 96, 200), jnp.asarray(normal(linear_gpu.ROWS_AT_ONCE + 1, 96))
+    close(linear_gpu.matmul(x, w, None), reference.matmul(x, w, None))
+
+
+def test_a_panel_split_over_programs(interpreted, monkeypatch):
+    w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
+    wanted = reference.matmul(x, w, None)
+    for programs in (1, 3, 99):
+        monkeypatch.setattr(linear_gpu, "ENOUGH_PROGRAMS", programs)
+        close(linear_gpu.matmul(x, w, None), wanted)
+
+
+@pytest.mark.parametrize("name", linear_gpu.UNPACK)
+def test_every_code_is_unpacked_exactly(name):
+    """Each place of a word, each code: numbers of this format, and the power of two they carry."""
+    format = next(f for f, kind in FORMATS.items() if kind.code == name)
+    code, bits = linear_gpu.CODES[name], 4 if name in ("int4", "mxfp4") else 8
+    codes = np.arange(2**bits, dtype=np.uint8)
+    if name == "fp8":
+        codes = codes[(codes & 0x7F) != 0x7F]  # NaN
+    as_stored = codes.view(np.int8) if "int8" in name else codes
+    ones = {"mxfp4": np.full((len(codes), 1), 127, np.uint8)}.get(name, np.ones((len(codes), 1)))
+    ones = ones if FORMATS[format].grouped else ones[:, 0].astype(np.float32)
+    stored = pack(format, np.repeat(as_stored[:, None], 32, 1), ones, (32,), (len(codes),))
+    values = np.asarray(dequantize(stored))[0]
+    for place in range(code.slots // code.words):
+        shift = linear_gpu._shift(place)
+        others = np.arange(len(codes), dtype=np.uint32) * 0x01000193
+        others &= ~np.uint32((2**bits - 1) << shift)
+        words = jnp.asarray((others | codes.astype(np.uint32) << shift).view(np.int32))
+        found = np.asarray(linear_gpu.UNPACK[name](words, place), np.float64)
+        carried = 2.0 ** (shift % 16) if code.in_place else 1 / code.scale
+        np.testing.assert_array_equal(found, values * carried)
+
+
+@pytest.mark.parametrize("format", ["w8a16", "mxfp4-a16"])
+def test_one_of_a_stack_is_read_where_it_lies(format, interpreted):
+    w, x = weights(format, 96, 200, members=3), jnp.asarray(normal(1, 96))
+    one = Stacked(w, jnp.int32(2))
+    close(linear_gpu.matmul(x, one, None), reference.matmul(x, taken(one), None))
+
+
+def test_linear_and_unembed_dispatch_to_the_kernel(on_gpu):
+    w, x = weights("w4a16", 96, 200), jnp.asarray(normal(1, 96))
+    bias, residual = jnp.asarray(normal(200, seed=5)), jnp.asarray(normal(1, 200, seed=6))
+    wanted = linear(x, w, bias, residual=residual, implementation="reference")
+    close(linear(x, w, bias, residual=residual, implementation="pallas"), wanted)
+    close(unembed(x, w), unembed(x, w, implementation="reference"))
+    assert "mpmd_map" in str(jax.make_jaxpr(lambda x: linear(x, w))(x))
+
+
+def test_plain_weights_are_xlas(on_gpu):
+    x, w = jnp.asarray(normal(3, 5)), jnp.asarray(normal(5, 7))
+    close(linear(x, w), np.asarray(x) @ np.asarray(w))
+    with pytest.raises(NotImplementedError, match="quantised weights: XLA"):
+        linear(x, w, implementation="pallas")
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w8a16", "mxfp4-a16", "fp8-a16"])
+def test_products_of_many_rows_lose_nothing(format):
+    w = weights(format, 1120, 53)
+    x = jnp.asarray(normal(37, 1120), jnp.bfloat16)
+    wanted = reference.matmul(x.astype(jnp.float32), w, None)
+    close(linear_gpu.wide_product(x, w), wanted)
+
+
+@pytest.mark.parametrize("format", ["w4a16", "w8a8-g32", "mxfp4-a8"])
+def test_products_of_many_rows_that_would_lose_are_refused(format):
+    with pytest.raises(NotImplementedError, match=f"for 16 rows of {format}"):
+        linear_gpu.wide_product(jnp.zeros((17, 1120), jnp.bfloat16), weights(format, 1120, 53))
+    with pytest.raises(NotImplementedError, match="bfloat16 rows, not float32"):
+        linear_gpu.wide_product(jnp.zeros((17, 1120)), weights("w8a16", 1120, 53))
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_products_lower_for_cuda(format):
+    x = jnp.zeros((2, 1120), jnp.bfloat16)
+    text = lowered(lambda x, w: linear_gpu.matmul(x, w, None), x, weights(format, 1120, 53))
+    assert "1120x53x" not in text  # the weight is nowhere in another width

@@ -5,6 +5,7 @@ and makes a valid module. That a GPU computes the same is for `benchmarks/gpu.py
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from rooflax.ops import accelerator
+from rooflax.ops.attention import gpu as attention_gpu
+from rooflax.ops.attention import paged_attention
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import linear, reference, unembed
-from rooflax.ops.quantization import dequantize, pack, quantize
+from rooflax.ops.quantization import QuantizedPool, dequantize, pack, quantize, tokens_as_int8
 from rooflax.ops.stacked import Stacked, taken
-from tests.ops.cases import normal
+from tests.ops.cases import ATTENTION, normal
+from tests.ops.test_attention import by_hand, into_blocks
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
@@ -163,3 +167,91 @@ def test_products_lower_for_cuda(format):
     x = jnp.zeros((2, 1120), jnp.bfloat16)
     text = lowered(lambda x, w: linear_gpu.matmul(x, w, None), x, weights(format, 1120, 53))
     assert "1120x53x" not in text  # the weight is nowhere in another width
+
+
+BLOCK = 8
+"""The smallest block that the kernels take."""
+LATER = {"whole sequences", "whole sequences, window and sinks", "longer than a chunk of queries"}
+PAGED = [replace(case, head_dim=64) for case in ATTENTION if not case.segments]
+FEW = [case for case in PAGED if case.name not in LATER]
+
+
+def paged(case, *, with_first=False):
+    """q, pools, and the keywords of `paged_attention`, for blocks in no order."""
+    q, k, v, keywords = case.arrays()
+    context = keywords["context_lens"]
+    first = np.zeros_like(context)
+    if with_first:  # blocks that no query of this step can see are gone
+        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        first = (oldest // BLOCK * BLOCK).astype(np.int32)
+    length = int(-(-(context - first).max() // BLOCK)) + 2
+    k_pool, v_pool, tables = into_blocks(k, v, context, first, BLOCK, length)
+    names = ("positions", "context_lens", "sinks")
+    arrays = {name: keywords[name] for name in names} | {
+        "block_tables": tables,
+        "first_positions": first,
+    }
+    arrays = {name: None if a is None else jnp.asarray(a) for name, a in arrays.items()}
+    fixed = {"scale": keywords["scale"], "window": case.window}
+    return jnp.asarray(q), jnp.asarray(k_pool), jnp.asarray(v_pool), arrays | fixed
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
+def test_paged_attention_of_few_queries(case, interpreted):
+    q, k, v, given = case.arrays()
+    exact = by_hand(q, k, v, **given)
+    for with_first in {False, case.window is not None}:
+        q, k_pool, v_pool, keywords = paged(case, with_first=with_first)
+        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_paged_attention_over_narrow_pools(kind, interpreted):
+    """Against the reference over the same pools: what is narrow is so before the kernel."""
+    case = replace(FEW[0], head_dim=128, sinks=True, window=4)
+    q, k_pool, v_pool, keywords = paged(case)
+    if kind == "int8":
+        k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
+    else:
+        k_pool, v_pool = k_pool.astype(kind), v_pool.astype(kind)
+    out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+    close(out, paged_attention(q, k_pool, v_pool, **keywords, implementation="reference"))
+
+
+def test_contexts_split_over_programs(interpreted, monkeypatch):
+    case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
+    q, k_pool, v_pool, keywords = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    monkeypatch.setattr(attention_gpu, "LEAST_BLOCKS", 1)
+    for programs in (1, 15, 999):
+        monkeypatch.setattr(attention_gpu, "ENOUGH_PROGRAMS", programs)
+        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        close(out, wanted)
+
+
+def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
+    case = replace(FEW[0], query_len=1)
+    q, k_pool, v_pool, keywords = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    close(paged_attention(q, k_pool, v_pool, **keywords), wanted)
+    narrow = [a[..., :24] for a in (q, k_pool, v_pool)]
+    wanted = paged_attention(*narrow, **keywords, implementation="reference")
+    close(paged_attention(*narrow, **keywords), wanted)
+    with pytest.raises(NotImplementedError, match="heads by 64, not 8 and 24"):
+        paged_attention(*narrow, **keywords, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="never copies"):
+        paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=True, implementation="pallas")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8"])
+def test_paged_attention_lowers_for_cuda(kind, head_dim):
+    case = replace(FEW[0], head_dim=head_dim, query_len=1, sinks=True, window=4)
+    q, k_pool, v_pool, keywords = paged(case)
+    if kind == "int8":
+        k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
+    else:
+        q, k_pool, v_pool = (a.astype(kind) for a in (q, k_pool, v_pool))
+    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
+    lowered(attend, q, k_pool, v_pool)

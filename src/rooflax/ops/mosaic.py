@@ -16,8 +16,8 @@ _plgpu: Any = plgpu
 """With signatures that are not 0.10.2's, where these functions are never called."""
 WORDS_TILE = (32, 16)
 """Rows and outputs of packed words that a warpgroup takes at a time: 16 bytes a thread."""
-VALUES_TILE = (16, 64)
-"""Rows and columns of plain values that a warpgroup takes at a time: eight a thread."""
+VALUES_TILE = (8, 64)
+"""Rows and columns of plain values that a warpgroup takes at a time: four a thread."""
 
 
 def words_layout() -> Any:
@@ -28,9 +28,9 @@ def words_layout() -> Any:
 
 
 def values_layout() -> Any:
-    """Of [16, 64] values: a warp has four rows, a thread eight neighbours of one of them."""
+    """Of [8, 64] values: a warp has two rows, a thread four neighbours of one of them."""
     return plgpu.Layout.TILED(
-        plgpu.Tiling((VALUES_TILE, (4, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+        plgpu.Tiling((VALUES_TILE, (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
     )
 
 
@@ -56,6 +56,8 @@ def launch(
     body: Callable[..., None],
     out: Any,
     grid: dict[str, int],
+    *,
+    scratch_bytes: int = 2048,
     **how: Any,
 ) -> Callable[..., Any]:
     """A kernel of one warpgroup per program, unless `how` says more.
@@ -63,13 +65,17 @@ def launch(
     Args:
         out: shapes and types of what it writes.
         grid: names and sizes of its axes.
+        scratch_bytes: shared memory for sums over rows.
     """
     return plgpu.kernel(
         body,
         out_type=out,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=scratch_bytes,
+        ),
         **how,
     )
 

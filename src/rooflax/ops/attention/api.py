@@ -8,7 +8,8 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
-from rooflax.ops.attention import cpu, reference, xla
+from rooflax.ops.accelerator import per_platform
+from rooflax.ops.attention import cpu, gpu, reference, xla
 from rooflax.ops.dispatch import choose
 from rooflax.ops.quantization import QuantizedPool
 
@@ -17,6 +18,7 @@ PAGED_IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "native": cpu.paged_attention,
+    "pallas": per_platform("paged_attention", gpu=gpu.paged_attention),
 }
 
 

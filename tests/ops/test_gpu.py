@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from rooflax.ops import accelerator
+from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import gpu as attention_gpu
 from rooflax.ops.attention import paged_attention
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import linear, reference, unembed
+from rooflax.ops.moe import experts, route
+from rooflax.ops.moe import gpu as moe_gpu
 from rooflax.ops.quantization import QuantizedPool, dequantize, pack, quantize, tokens_as_int8
 from rooflax.ops.stacked import Stacked, taken
-from tests.ops.cases import ATTENTION, normal
+from tests.ops.cases import ATTENTION, MOE, normal
 from tests.ops.test_attention import by_hand, into_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -255,3 +258,104 @@ def test_paged_attention_lowers_for_cuda(kind, head_dim):
         q, k_pool, v_pool = (a.astype(kind) for a in (q, k_pool, v_pool))
     attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
     lowered(attend, q, k_pool, v_pool)
+
+
+SIZED = {case.name: replace(case, hidden=64, mlp=64) for case in MOE}
+FORMATS_OF_EXPERTS = ("float32", "mxfp4-a16")
+
+
+def moe_arguments(case, kind):
+    x, logits, (gate_up, gate_up_bias, down, down_bias) = case.arrays()
+    hidden, mlp = case.hidden, case.mlp
+    if kind in FORMATS:
+        gate_up = quantize(gate_up, kind, (hidden,), (2, mlp))
+        down = quantize(down, kind, (mlp,), (hidden,))
+    else:
+        x, gate_up, down = (jnp.asarray(a, jnp.dtype(kind)) for a in (x, gate_up, down))
+    ids, shares = route(jnp.asarray(logits), case.chosen)
+    biases = jnp.asarray(gate_up_bias), jnp.asarray(down_bias)
+    return jnp.asarray(x), ids, shares, gate_up, biases[0], down, biases[1]
+
+
+def run_experts(*arguments, **how):
+    return moe_gpu.experts(*arguments, activation=clamped_swiglu, method="grouped", **how)
+
+
+def reference_experts(*arguments):
+    return experts(*arguments, activation=clamped_swiglu, implementation="reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("few tokens", "float32"),
+        ("few tokens", "mxfp4-a16"),
+        ("all tokens the same experts", "float32"),
+        ("more experts than pairs", "mxfp4-a16"),
+    ],
+)
+def test_experts_with_few_tokens(name, kind, interpreted):
+    arguments = moe_arguments(SIZED[name], kind)
+    close(run_experts(*arguments), reference_experts(*arguments))
+
+
+def test_only_the_chosen_experts_are_read(interpreted):
+    """The others are NaN, or scaled by 2^127."""
+    case = SIZED["one token"]
+    for kind in FORMATS_OF_EXPERTS:
+        x, ids, shares, gate_up, bias, down, down_bias = moe_arguments(case, kind)
+        wanted = reference_experts(x, ids, shares, gate_up, bias, down, down_bias)
+        chosen = np.isin(np.arange(case.experts), np.asarray(ids))
+
+        def spoilt(w, chosen=chosen):
+            if isinstance(w, jax.Array):
+                return jnp.where(chosen.reshape(-1, *(1,) * (w.ndim - 1)), w, jnp.nan)
+            rest = chosen.reshape(-1, *(1,) * (w.scales.ndim - 1))
+            return replace(w, scales=jnp.where(rest, w.scales, jnp.uint8(254)))
+
+        found = run_experts(x, ids, shares, spoilt(gate_up), bias, spoilt(down), down_bias)
+        close(found, wanted)
+
+
+def test_experts_of_one_layer_of_a_stack(interpreted):
+    arguments = moe_arguments(SIZED["few tokens"], "float32")
+    stacks = [
+        Stacked(jnp.stack([a * jnp.nan, a]), jnp.int32(1)) if at > 2 else a
+        for at, a in enumerate(arguments)
+    ]
+    close(run_experts(*stacks), reference_experts(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("many tokens", "bfloat16"), ("experts without a token", "mxfp4-a16")]
+)
+def test_experts_with_many_tokens(name, kind, interpreted):
+    """On tensor cores: between the products rows are rounded to bfloat16, as the model's are."""
+    x, *rest = moe_arguments(SIZED[name], kind)
+    x = x.astype(jnp.bfloat16)
+    found = run_experts(x, *rest)
+    assert found.dtype == jnp.bfloat16
+    close(found.astype(jnp.float32), reference_experts(x.astype(jnp.float32), *rest), 2**-7)
+
+
+def test_experts_dispatch_and_go_on_to_xla(on_gpu):
+    arguments = moe_arguments(SIZED["one token"], "float32")
+    wanted = reference_experts(*arguments)
+    close(experts(*arguments, activation=clamped_swiglu, implementation="pallas"), wanted)
+    for method in ("per_token", "dense"):
+        close(experts(*arguments, activation=clamped_swiglu, method=method), wanted)
+    small = moe_arguments(MOE[0], "float32")
+    close(experts(*small, activation=clamped_swiglu), reference_experts(*small))
+    with pytest.raises(NotImplementedError, match="by 64, not 6 and 14"):
+        experts(*small, activation=clamped_swiglu, implementation="pallas")
+    many = moe_arguments(SIZED["many tokens"], "float32")
+    with pytest.raises(NotImplementedError, match="take bfloat16, not float32"):
+        experts(*many, activation=clamped_swiglu, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("one token", "mxfp4-a16"), ("few tokens", "bfloat16"), ("many tokens", "mxfp4-a16")],
+)
+def test_experts_lower_for_cuda(name, kind):
+    lowered(run_experts, *moe_arguments(SIZED[name], kind))

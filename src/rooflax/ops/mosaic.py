@@ -34,6 +34,17 @@ def values_layout() -> Any:
     )
 
 
+def swizzled(dtype: Any) -> tuple[Any, ...]:
+    """How rows of 128 bytes lie in shared memory, for the tensor cores and the copies to it."""
+    width = 128 // jax.numpy.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Sums of a product on the tensor cores."""
+    return _plgpu.ACC((rows, columns), jax.numpy.float32)
+
+
 def load(ref: Any, layout: Any = None) -> jax.Array:
     """What a reference holds, in registers; from global memory without a stop in shared memory."""
     return _plgpu.load(ref, layout=layout, optimized=False)
@@ -83,12 +94,14 @@ def launch(
 __all__ = [
     "VALUES_TILE",
     "WORDS_TILE",
+    "accumulator",
     "filled",
     "launch",
     "load",
     "pl",
     "plgpu",
     "store",
+    "swizzled",
     "values_layout",
     "words_layout",
 ]

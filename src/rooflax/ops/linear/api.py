@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
-from rooflax.ops.linear import cpu, reference, tpu, xla
+from rooflax.ops.linear import cpu, gpu, reference, tpu, xla
 from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
 from rooflax.ops.stacked import Stacked
@@ -17,7 +17,7 @@ IMPLEMENTATIONS = {
     "reference": unfused(reference.matmul),
     "xla": unfused(xla.matmul),
     "native": cpu.matmul,
-    "pallas": per_platform("linear", tpu=tpu.matmul),
+    "pallas": per_platform("linear", gpu=unfused(gpu.matmul, in_stacks=True), tpu=tpu.matmul),
 }
 
 
@@ -48,7 +48,7 @@ def linear(
         contract: number of axes in `*in`.
         prologue: a norm or an activation of the rows, which a kernel does while it reads them.
         residual: [..., *out], what the result is added to; or None.
-        implementation: "reference", "xla", "native", or None for the platform's best.
+        implementation: "reference", "xla", "native", "pallas", or None for the platform's best.
 
     Raises:
         ValueError: the contracted axes differ.
@@ -107,7 +107,7 @@ UNEMBED_IMPLEMENTATIONS = {
     "reference": normalised(reference.unembed),
     "xla": normalised(xla.unembed),
     "native": cpu.unembed,
-    "pallas": per_platform("unembed", tpu=tpu.unembed),
+    "pallas": per_platform("unembed", gpu=normalised(gpu.unembed), tpu=tpu.unembed),
 }
 
 

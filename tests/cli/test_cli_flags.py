@@ -150,13 +150,14 @@ COMMANDS = {
     "verify": (
         [TINY, "--isolate", "-n", "2"],
         FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
-        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None},  # the base has it
+        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None,  # the base has it
+           "--mesh": (["tensor=2"], "drop --mesh")},
     ),
     "perplexity": (
         [TINY],
         FINDING | CHECK | LENGTH | QUANTIZE | LAYERS | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
-           "--max-model-len": ["12"]},
+           "--max-model-len": ["12"], "--mesh": ["tensor=2"]},
     ),
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],

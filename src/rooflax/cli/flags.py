@@ -290,7 +290,12 @@ def add_device(parser: Parser, *, mesh: bool = False) -> None:
         help="CPU threads; default the cores this process may use",
     )  # fmt: skip
     if mesh:
-        add("--mesh", metavar="tensor=N", help="split the model over N devices")
+        add(
+            "--mesh",
+            metavar="AXIS=N",
+            help="split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, "
+            "tensor",
+        )
 
 
 def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:

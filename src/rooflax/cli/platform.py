@@ -16,7 +16,6 @@ from rooflax.cli.flags import PLATFORMS
 from rooflax.errors import RequestError
 
 THREADS_VARIABLE = "PJRT_NPROC"
-MESH_AXES = ("tensor",)
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -97,44 +96,14 @@ def cgroup_cores(folder: Path) -> float | None:
     return int(quota) / int(period)
 
 
-def parse_mesh(text: str | None) -> int | None:
-    """The number of devices in "tensor=N"; None if no mesh is wanted.
-
-    Raises:
-        RequestError: another axis, or not a number.
-    """
-    if text is None:
-        return None
-    sizes = {}
-    for part in text.split(","):
-        axis, equals, size = part.partition("=")
-        if axis not in MESH_AXES or not equals or not size.isascii() or not size.isdigit():
-            raise RequestError(f"--mesh is {text!r}; it must be tensor=N with N devices.")
-        if axis in sizes:
-            raise RequestError(f"--mesh is {text!r}, which names {axis} twice.")
-        sizes[axis] = int(size)
-    if sizes["tensor"] < 1:
-        raise RequestError(f"--mesh is {text!r}; N must be at least 1.")
-    return sizes["tensor"]
-
-
 def make_mesh(text: str | None) -> Any:
     """The mesh that --mesh asks for, None without it.
 
     Raises:
         RequestError: there are not that many devices.
     """
-    size = parse_mesh(text)
-    if size is None:
+    if text is None:
         return None
-    import jax
+    from rooflax.nn.mesh import make_mesh
 
-    devices = jax.devices()
-    if size > len(devices):
-        more = ""
-        if devices[0].platform == "cpu":
-            flag = f"--xla_force_host_platform_device_count={size}"
-            more = f" (XLA_FLAGS={flag} simulates them)"
-        raise RequestError(f"--mesh {text} needs {size} devices, here: {len(devices)}{more}.")
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((size,), MESH_AXES, axis_types=auto, devices=devices[:size])
+    return make_mesh(text)

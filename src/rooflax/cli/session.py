@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -26,7 +27,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     flags.check_speculation(args, options)
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
-    platform.parse_mesh(mesh_text)
+    if mesh_text is not None:
+        parse_mesh(mesh_text)
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
         platform.start_jax(args)

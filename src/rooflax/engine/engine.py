@@ -53,7 +53,7 @@ class Engine:
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
         speculation: who drafts tokens; None is nobody.
-        mesh: devices with a "tensor" axis; None for one device.
+        mesh: devices that share the model and its cache; None for one device.
     """
 
     def __init__(

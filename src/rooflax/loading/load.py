@@ -28,6 +28,7 @@ from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import resolve_format
 
@@ -163,7 +164,7 @@ def load(
     max_model_len: int | None = None,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
-    place: Callable[..., Any] | None = None,
+    place: Placer | None = None,
     **find: Any,
 ) -> Model:
     """A model with its weights on the device.
@@ -178,6 +179,7 @@ def load(
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
+        place: for the devices of a mesh; the model is then still to be `Model.placed`.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)

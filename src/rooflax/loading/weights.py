@@ -19,8 +19,9 @@ from rooflax.loading import mxfp4
 from rooflax.loading.arrays import aligned_empty
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
+from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, assemble, slots
+from rooflax.nn.weights import Slot, Where, assemble, slots
 from rooflax.ops.quantization import E8M0_VALUES, QuantizedArray
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -47,7 +48,7 @@ def load_weights(
     storage: Storage = DEFAULT_STORAGE,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
-    place: Callable[[Slot, np.ndarray], Any] | None = None,
+    place: Placer | None = None,
     packed: Callable[[Slot], QuantizedArray] | None = None,
     own: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def load_weights(
         storage: at which width each weight is kept.
         check: refuse weights that hold NaN or infinity.
         progress: called with the bytes of each weight when it is done.
-        place: puts a slot's host array on its devices; `storage.keep` otherwise.
+        place: reads of each slot what devices of a mesh hold, and puts it there.
         packed: gives the slots of `storage.kept`.
         own: by slot, tensors of ours that hold it packed, in place of the table's.
 
@@ -68,7 +69,17 @@ def load_weights(
             weight's (the first ten named).
     """
     plan = _Plan(source, name, config, own or {})
-    place = place or (lambda slot, array: storage.keep(slot, array, config))
+
+    def placed(slot: Slot) -> Any:
+        def read(where: Where | None) -> np.ndarray:
+            array = plan.read(slot, storage, config, where)
+            if check:
+                _check_finite(slot, array)
+            return array
+
+        if place is None:
+            return storage.keep(slot, read(None), config)
+        return place(slot, read, lambda part: storage.keep_part(slot, part, config))
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in plan.slots:
@@ -78,10 +89,7 @@ def load_weights(
                     scales = np.asarray(leaf.scales)
                     _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
             else:
-                array = plan.read(slot, storage, config)
-                if check:
-                    _check_finite(slot, array)
-                leaf = place(slot, array)
+                leaf = placed(slot)
             yield slot, leaf
             plan.release(slot)
             if progress:
@@ -99,16 +107,30 @@ class _Plan:
         self.names = _NameMap(set(source.names()), family(name))
         self._check(config)
 
-    def read(self, slot: Slot, storage: Storage, config: Any) -> np.ndarray:
-        """A slot's tensors in our layout: a copy, or the file's own pages where that will do."""
-        parts = [self._read(hf) for hf in self._found(slot)]
-        shape = slot.weight.shape(self.sizes)
+    def read(
+        self, slot: Slot, storage: Storage, config: Any, where: Where | None = None
+    ) -> np.ndarray:
+        """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
+
+        Args:
+            where: of each axis what is wanted, and alone read; None is everything.
+        """
+        shape, whole = slot.weight.shape(self.sizes), where is None
+        found = self._found(slot)
+        first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
+        parts = [self._read(hf, first) for hf in found]
+        if where is not None:
+            sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
+            if first != slice(None):  # these experts alone were made
+                shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
+            parts, shape = slot.weight.layout.narrow(parts, shape, where), tuple(sizes)
         if storage.takes_views(slot, config):
             return parts[0].reshape(shape)
         dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
         out = aligned_empty(shape, jnp.dtype(dtype))
         slot.weight.layout.join(parts, out)
-        self.release(slot)
+        if whole:  # else there may be more of it to read
+            self.release(slot)
         return out
 
     def release(self, slot: Slot) -> None:
@@ -128,9 +150,9 @@ class _Plan:
         names = [self.names.find(hf) for hf in slot.hf_names]
         return [name for name in names if name is not None]
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read(self, name: str, experts: slice) -> np.ndarray:
         if self.names.is_mxfp4(name):
-            blocks, scales = (self.source.read(n) for n in self.names.stored(name))
+            blocks, scales = (self.source.read(n)[experts] for n in self.names.stored(name))
             return mxfp4.dequantize(blocks, scales)
         return self.source.read(name)
 

@@ -19,8 +19,9 @@ instruction for all of them: bytes are [out / 16, in / 4, 16, 4] (with groups [o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,11 +120,13 @@ def quantize(
     out_shape: tuple[int, ...],
     *,
     transposed: bool = False,
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """A weight on the host to a format, chunk by chunk of its outputs.
 
     Args:
         w: [*stack, *in, *out], or [*stack, *out, *in] if transposed, of any float dtype.
+        put: the packed arrays to where they stay.
     """
     inner, outer = math.prod(in_shape), math.prod(out_shape)
     matrices = w.reshape(-1, outer, inner) if transposed else w.reshape(-1, inner, outer)
@@ -136,7 +139,7 @@ def quantize(
                 yield encode(code, rows[begin : begin + CHUNK].astype(np.float32))
 
     stack = w.shape[: w.ndim - (len(in_shape) + len(out_shape))]
-    return _packed(encoded(), format, in_shape, out_shape, stack)
+    return _packed(encoded(), format, in_shape, out_shape, stack, put)
 
 
 def pack(
@@ -145,6 +148,7 @@ def pack(
     scales: np.ndarray,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """Codes and scales that exist already, as a checkpoint has them.
 
@@ -161,7 +165,7 @@ def pack(
             for begin in range(0, outer, CHUNK):
                 yield code[begin : begin + CHUNK], scale[begin : begin + CHUNK]
 
-    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2])
+    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2], put)
 
 
 def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
@@ -195,6 +199,7 @@ def _packed(
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
     stack: tuple[int, ...],
+    put: Callable[[np.ndarray], Any],
 ) -> QuantizedArray:
     """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
     inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
@@ -216,8 +221,8 @@ def _packed(
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
-    put = [jax.device_put(array) for array in arrays]
-    return QuantizedArray(put[0], put[1], put[2], format, in_shape, out_shape)
+    values, scales, sums = map(put, arrays)
+    return QuantizedArray(values, scales, sums, format, in_shape, out_shape)
 
 
 def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:

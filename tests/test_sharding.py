@@ -1,15 +1,19 @@
 """Models over meshes of eight simulated devices: the single device's tokens and logits."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rooflax import LLM, save
 from rooflax.errors import RequestError
 from rooflax.models.registry import family, read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
-from tests.sharding import CONFIGS, Worker
+from tests import goldens
+from tests.sharding import CONFIGS, Worker, write_checkpoint
 
+ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
 SPLITS = {
     "tensor=4": "llama",
@@ -116,6 +120,67 @@ def test_stages_of_scanned_layers(ask, mesh):
 )
 def test_options_change_nothing_on_a_mesh(ask, mesh, options):
     same(ask, "llama", mesh, options=options)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "format"),
+    [
+        ("llama", "tensor=4", "w4a16"),
+        ("gpt_oss", "tensor=2,expert=2,stage=2", "mxfp4-a16"),
+        pytest.param("qwen2", "tensor=2", "w8a16-g32", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "expert=4,tensor=2", "w4a16+head=w8a16", marks=pytest.mark.slow),
+        pytest.param("llama", "stage=2,data=2", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_quantised_weights_are_the_same_in_every_part(ask, model, mesh, format):
+    one, many = same(ask, model, mesh, settings={"quantize": format})
+    check_gathers(many)
+    assert mesh == "stage=2,data=2" or one["bytes"][0] > 1.5 * many["bytes"][0]
+
+
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_one_scale_per_output_and_part_errs_no_more(ask, format):
+    """The parts of a split input have scales of their own, over fewer numbers."""
+    exact = np.array(ask("llama")["logits"])
+    one, many = (ask("llama", mesh, settings={"quantize": format}) for mesh in (None, "tensor=2"))
+    errors = [np.sqrt(np.mean((np.array(x["logits"]) - exact) ** 2)) for x in (one, many)]
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
+def test_a_split_that_cuts_a_group_is_refused_with_the_arithmetic(ask):
+    found = ask("gpt_oss", "tensor=4", settings={"quantize": "int4"})
+    assert "mlp.down has 16 inputs on each device" in found["error"]
+    assert "(16 = 0 x 32 + 16)" in found["error"]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """Checkpoints that hold quantised weights, by kind: MXFP4, packed by ourselves, GGUF."""
+    folder = tmp_path_factory.mktemp("quantised")
+    variant = "gpt_oss_mxfp4"
+    mxfp4 = goldens.write_checkpoint(folder / variant, variant, goldens.committed(variant))
+    source = write_checkpoint(folder, "gpt_oss")
+    llm = LLM(source, quantize="w4a16+head=w8a16")
+    save(llm.model, folder / "packed", dtype="float32", files_from=source)
+    files = {path.name: path for path in (ROOT / "tests" / "data" / "gguf").glob("*.gguf")}
+    return {"mxfp4": mxfp4, "packed": folder / "packed"} | files
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "parts"),
+    [
+        ("mxfp4", "expert=5", 5),
+        ("packed", "tensor=2,expert=2", 4),
+        ("qwen2.q4_0.gguf", "stage=2", 2),
+        pytest.param("mxfp4", "stage=2,data=2", 2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss_mxfp4.bf16.gguf", "expert=3", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_checkpoint_holds_quantised_stays_so(ask, quantised, kind, mesh, parts):
+    one, many = same(ask, quantised[kind], mesh)
+    values = {key: pair for key, pair in many["weights"].items() if "mlp.gate_up'].values" in key}
+    assert values and many["bytes"][0] < one["bytes"][0]
+    assert all(np.prod(whole) == parts * np.prod(own) for whole, own in values.values())
 
 
 def test_what_does_not_divide_is_refused_with_the_arithmetic(ask):

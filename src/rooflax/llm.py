@@ -104,8 +104,6 @@ class LLM:
         self.options, self.max_num_seqs = options, max_num_seqs
         self.prefix_caching = prefix_caching
         self.precision = Precision(dtype, kv_dtype, quantize).resolve(jax.default_backend())
-        if mesh is not None and quantize is not None:
-            raise RequestError("quantize with a mesh does not exist yet; drop one of them.")
         self.about = (
             model
             if isinstance(model, Description)
@@ -127,7 +125,7 @@ class LLM:
             self.precision.dtype or "float32",
             quantize,
             narrow=dtype is None and native_linear,
-            keep=dtype is None and mesh is None,
+            keep=dtype is None,
         )
         with count_compilations(self._compiled):
             self.model = self._load(check, progress)

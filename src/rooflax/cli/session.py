@@ -67,8 +67,7 @@ def _bytes(about: Any, given: dict[str, Any]) -> int:
     config = about.config
     precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
     own = given["dtype"] is None
-    keep = own and given["mesh"] is None
-    storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=keep)
+    storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
     return sum(
         storage.num_bytes(slot, config, stored_narrow=storage.narrow)
         for slot in slots(family(about.family).weights(config), config.num_layers)

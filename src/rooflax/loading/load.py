@@ -199,7 +199,7 @@ def load(
             check=check,
             progress=progress,
             place=place,
-            packed=kept.packed if kept else None,
+            kept=kept,
             own=kept.tensors if isinstance(kept, PackedWeights) else {},
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)

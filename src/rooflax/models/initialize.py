@@ -42,7 +42,9 @@ def random_weights(
     def put(slot: Slot, array: np.ndarray) -> Any:
         if place is None:
             return storage.keep(slot, array, config)
-        return place(slot, lambda w: array[w], lambda part: storage.keep_part(slot, part, config))
+        return place(
+            slot, lambda w: array[w], lambda part, _: storage.keep_part(slot, part, config)
+        )
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in slots(family(name).weights(config), config.num_layers):

@@ -20,8 +20,8 @@ from rooflax.nn.weights import Slot, Weight, Where
 
 Read = Callable[[Where], np.ndarray]
 """Gives a part of a weight as the checkpoint has it, in our layout."""
-Keep = Callable[[np.ndarray], Any]
-"""Makes of a part what its devices hold: the same array, or a quantised one."""
+Keep = Callable[[np.ndarray, Where], Any]
+"""Makes of a part, and where it lies, what its devices hold: the same array, or a quantised one."""
 
 
 def put(array: Any, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
@@ -79,7 +79,7 @@ class Placer:
         lead = (STAGE,) if staged else ()
         leaves, read = [], _remembering(read)
         for where, devices in self._held(slot, staged):
-            part = keep(self._part(slot.weight, where, read))
+            part = keep(self._part(slot.weight, where, read), where)
             if staged:
                 part = jax.tree.map(lambda array: array[None], part)
             leaves += [jax.device_put(part, device) for device in devices]

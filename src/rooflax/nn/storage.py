@@ -95,13 +95,7 @@ class Storage:
         if found is None:
             return np.ascontiguousarray(array)
         shapes = part_shape(slot, config, array.shape)
-        inner = math.prod(shapes[0])
-        if not fits(found, inner):
-            raise RequestError(
-                f"{slot.name} has {inner} inputs on each device, which {found} cannot keep in "
-                f"groups of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); "
-                f"choose a smaller tensor axis, or int8."
-            )
+        check_groups(slot, found, math.prod(shapes[0]))
         return quantize(array, found, *shapes, transposed=is_head(slot, config), put=np.asarray)
 
     def num_bytes(self, slot: Slot, config: Any, *, stored_narrow: bool) -> int:
@@ -123,6 +117,20 @@ def is_head(slot: Slot, config: Any) -> bool:
 def is_product(slot: Slot, config: Any) -> bool:
     """Whether a weight multiplies activations."""
     return "->" in slot.weight.axes or is_head(slot, config)
+
+
+def check_groups(slot: Slot, format: str, inner: int) -> None:
+    """Refuses a part of a weight that cuts a group of inputs with one scale.
+
+    Raises:
+        RequestError: with the arithmetic.
+    """
+    if not fits(format, inner):
+        raise RequestError(
+            f"{slot.name} has {inner} inputs on each device, which {format} cannot keep in groups "
+            f"of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); choose a "
+            f"smaller tensor axis, another format, or a --dtype in place of the file's blocks."
+        )
 
 
 def part_shape(

@@ -168,6 +168,21 @@ def pack(
     return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2], put)
 
 
+def unpack(w: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of host arrays, as `pack` takes them."""
+    inner, outer, code = math.prod(w.in_shape), math.prod(w.out_shape), FORMATS[w.format].code
+    values, scales, lead = np.asarray(w.values), np.asarray(w.scales), w.stack
+    if code in ("int8", "fp8"):
+        codes = values.swapaxes(-3, -2).reshape(*lead, values.shape[-4] * PANEL, -1)
+        return codes[..., :outer, :inner], scales[..., :outer]
+    groups = np.moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
+    codes = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
+    if code != "int8-g32":
+        codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+    scales = scales.swapaxes(-1, -2).reshape(*codes.shape[:-1])
+    return codes.reshape(*codes.shape[:-2], inner)[..., :outer, :], scales[..., :outer, :]
+
+
 def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
     grouped = FORMATS[format].grouped
     return scales.reshape(-1, outer, scales.shape[-1]) if grouped else scales.reshape(-1, outer)

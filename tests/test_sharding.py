@@ -8,8 +8,10 @@ import pytest
 
 from rooflax import LLM, save
 from rooflax.errors import RequestError
+from rooflax.models.memory import estimate
 from rooflax.models.registry import family, read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
+from rooflax.nn.storage import Storage
 from tests import goldens
 from tests.sharding import CONFIGS, Worker, write_checkpoint
 
@@ -75,6 +77,9 @@ def check_bytes(model, mesh, one, many):
         for key, w in table.items()
     )
     assert many["bytes"] == [wanted] * shards.num_devices
+    how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
+    counted = estimate(name, read_config(CONFIGS[model])[1], **how, shards=shards).weights
+    assert counted == wanted + (model != "gpt2") * 4 * config.max_position * config.head_dim
     copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
     assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies
 

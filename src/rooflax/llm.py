@@ -38,6 +38,7 @@ from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
+from rooflax.nn.shards import Shards
 from rooflax.ops import kernels
 from rooflax.ops.sampling_limits import MAX_STOP_IDS
 from rooflax.structured import Forms
@@ -175,6 +176,7 @@ class LLM:
 
     def _check_memory(self, rows: int, tokens: int) -> None:
         """Refuses a KV cache that does not fit; the weights are there already."""
+        shards = mesh_lib.shards_of(self.mesh) or Shards()
         need = estimate(
             self.about.family,
             self.about.config,
@@ -182,9 +184,10 @@ class LLM:
             kv_dtype=self.precision.kv_dtype or "float32",
             rows=rows,
             tokens=tokens,
+            shards=shards,
         )
         what = f"{self.about.name} with {rows} x {tokens} tokens"
-        check_fits(replace(need, weights=0), free_bytes(), what)
+        check_fits(replace(need, weights=0), free_bytes(shards.num_devices), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -145,7 +145,7 @@ COMMANDS = {
     "inspect": (
         [TINY],
         FINDING | LENGTH | PRECISION | QUANTIZE | DEVICE
-        | {"--batch": ["3"], "--json": [], "--help": []},
+        | {"--batch": ["3"], "--mesh": ["tensor=2"], "--json": [], "--help": []},
     ),
     "verify": (
         [TINY, "--isolate", "-n", "2"],

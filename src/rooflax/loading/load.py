@@ -23,12 +23,13 @@ from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
-from rooflax.models.memory import check_fits, estimate
+from rooflax.models.memory import ONE_DEVICE, check_fits, estimate
 from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.placement import Placer
+from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import resolve_format
 
@@ -184,7 +185,8 @@ def load(
     """
     about = model if isinstance(model, Description) else describe(model, **find)
     storage = about.storage(dtype, quantize, narrow=narrow, keep=keep)
-    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len))
+    shards = place.shards if place else ONE_DEVICE
+    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len), shards)
     if about.folder is None:
         weights = random_weights(
             about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
@@ -205,7 +207,7 @@ def load(
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 
 
-def _check_fits(about: Description, storage: Storage, max_model_len: int) -> None:
+def _check_fits(about: Description, storage: Storage, max_model_len: int, shards: Shards) -> None:
     """The weights with a small cache must fit; a request's own cache is checked when it comes."""
     need = estimate(
         about.family,
@@ -215,8 +217,10 @@ def _check_fits(about: Description, storage: Storage, max_model_len: int) -> Non
         rows=1,
         tokens=min(256, max_model_len),
         max_model_len=max_model_len,
+        shards=shards,
     )
-    check_fits(need, free_bytes(), about.name)
+    what = about.name if shards == ONE_DEVICE else f"{about.name} on each device of {shards}"
+    check_fits(need, free_bytes(shards.num_devices), what)
 
 
 def from_state_dict(

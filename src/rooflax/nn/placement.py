@@ -55,15 +55,16 @@ class Placer:
 
     Attributes:
         config: the model's, with as many K/V heads as the split needs.
+        shards: of the mesh.
 
     Raises:
         RequestError: a split that leaves a remainder.
     """
 
     def __init__(self, config: Any, mesh: Mesh):
-        self._mesh, self._shards = mesh, shards_of(mesh)
-        self._copies = kv_copies(config, self._shards)
-        self.config = config_on(config, self._shards)
+        self._mesh, self.shards = mesh, shards_of(mesh)
+        self._copies = kv_copies(config, self.shards)
+        self.config = config_on(config, self.shards)
 
     def __call__(self, slot: Slot, read: Read, keep: Keep) -> Any:
         """A weight on its devices; with stages a layer's is a tree of `Parts` until `finish`.
@@ -75,7 +76,7 @@ class Placer:
         Returns:
             None where another process has all of it.
         """
-        staged = slot.layer is not None and self._shards.stage > 1
+        staged = slot.layer is not None and self.shards.stage > 1
         lead = (STAGE,) if staged else ()
         leaves, read = [], _remembering(read)
         for where, devices in self._held(slot, staged):
@@ -85,7 +86,7 @@ class Placer:
             leaves += [jax.device_put(part, device) for device in devices]
         if not leaves:
             return None
-        specs = leaf_spec(slot.weight, leaves[0], self._shards, lead)
+        specs = leaf_spec(slot.weight, leaves[0], self.shards, lead)
         parts = jax.tree.map(lambda spec, *arrays: Parts(spec, arrays), specs, *leaves)
         return parts if staged else _joined(parts, self._mesh)
 
@@ -94,12 +95,12 @@ class Placer:
         mesh = self._mesh
         if staged:
             assert slot.layer is not None
-            stage = slot.layer // (self.config.num_layers // self._shards.stage)
+            stage = slot.layer // (self.config.num_layers // self.shards.stage)
             axis = mesh.axis_names.index(STAGE)
             names = tuple(name for name in mesh.axis_names if name != STAGE)
             mesh = Mesh(mesh.devices.take(stage, axis), names)
-        shape = whole_shape(slot.weight, self.config, self._shards)
-        sharding = NamedSharding(mesh, weight_spec(slot.weight, self._shards))
+        shape = whole_shape(slot.weight, self.config, self.shards)
+        sharding = NamedSharding(mesh, weight_spec(slot.weight, self.shards))
         by_part: dict[tuple, list[Any]] = {}
         for device, where in sharding.addressable_devices_indices_map(shape).items():
             ends = tuple(w.indices(n)[:2] for w, n in zip(where or (), shape, strict=True))
@@ -138,7 +139,7 @@ class Placer:
         With stages, row s of entry j of "stacked_layers" is the j-th layer of stage s; with `scan`
         each stage has its layers stacked by the repeating group.
         """
-        period, stages = self.config.groups.period, self._shards.stage
+        period, stages = self.config.groups.period, self.shards.stage
         if stages == 1:
             return _stack(weights, period=period) if scan else weights
         layers, each = weights["layers"], self.config.num_layers // stages
@@ -159,7 +160,7 @@ class Placer:
 
     def _restacked(self, weights: dict[str, Any], table: Mapping[str, Weight]) -> dict[str, Any]:
         layers, period = {"stacked_layers": weights["stacked_layers"]}, self.config.groups.period
-        specs = weights_specs(table, layers, self._shards)
+        specs = weights_specs(table, layers, self.shards)
         restack = jax.shard_map(
             lambda layers: stack_layers(unstack_layers(layers), period),
             mesh=self._mesh,

@@ -98,14 +98,30 @@ class Storage:
         check_groups(slot, found, math.prod(shapes[0]))
         return quantize(array, found, *shapes, transposed=is_head(slot, config), put=np.asarray)
 
-    def num_bytes(self, slot: Slot, config: Any, *, stored_narrow: bool) -> int:
-        """What a weight will take."""
+    def num_bytes(
+        self,
+        slot: Slot,
+        config: Any,
+        *,
+        stored_narrow: bool,
+        sizes: Mapping[str, int] | None = None,
+    ) -> int:
+        """What a weight will take.
+
+        Args:
+            sizes: of the axes of a part of it; None is all of it.
+
+        Raises:
+            RequestError: the part cuts a group of inputs that share a scale.
+        """
         found = self.format_of(slot, config)
+        shape = slot.weight.shape(sizes or config.axis_sizes)
         if found is None:
-            size = math.prod(slot.weight.shape(config.axis_sizes))
+            size = math.prod(shape)
             return size * ITEM_BYTES[self.dtype_of(slot, config, stored_narrow)]
-        in_shape, out_shape = product_shape(slot, config)
-        stack = math.prod(slot.weight.shape(config.axis_sizes)[: slot.weight.num_stacked])
+        in_shape, out_shape = part_shape(slot, config, shape)
+        check_groups(slot, found, math.prod(in_shape))
+        stack = math.prod(shape[: slot.weight.num_stacked])
         return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
 
 

@@ -99,6 +99,7 @@ class LLM:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
+        _check_processes(mesh, speculate)
         enable_persistent_cache()
         started = time.perf_counter()
         self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
@@ -421,6 +422,25 @@ class LLM:
         run = getattr(StepFunctions(self.options, self.mesh, max_steps=1), function)
         found, _ = run(self.model, (None, ()), padded, lengths)
         return np.asarray(found)[0, : len(ids)]
+
+
+def _check_processes(mesh: object, speculate: object) -> None:
+    """
+    Raises:
+        RequestError: what several processes of one job cannot do alike.
+    """
+    if jax.process_count() == 1:
+        return
+    if mesh is None:
+        raise RequestError(
+            f"There are {jax.process_count()} processes and no mesh; give one of all their "
+            f"{jax.device_count()} devices."
+        )
+    if speculate is not None:
+        raise RequestError(
+            "speculate goes by each process's own clock, and several processes must do the same; "
+            "leave it out."
+        )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -64,6 +64,12 @@ OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
 CHECK = {"--check": []}
 LENGTH = {"--max-model-len": ["100"]}
 
+PROCESSES = {
+    "--coordinator": (["nowhere"], "it must be HOST:PORT"),
+    "--num-processes": (["2"], "need --coordinator"),
+    "--process-id": (["0"], "need --coordinator"),
+}
+
 COMMANDS = {
     "generate": (
         [TINY, "-n", "3"],
@@ -73,7 +79,7 @@ COMMANDS = {
            "--early-stopping": (["never"], "is for beams"),
            "--json-schema": ['{"type": "boolean"}'], "--regex": ["[ab]+"],
            "--grammar": ['start: "ab"'],
-           "--mesh": ["tensor=2"]} | DRAFTS,
+           "--mesh": ["tensor=2"]} | DRAFTS | PROCESSES,
     ),
     "chat": (
         [TINY, "-n", "3"],
@@ -157,7 +163,7 @@ COMMANDS = {
         [TINY],
         FINDING | CHECK | LENGTH | QUANTIZE | LAYERS | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
-           "--max-model-len": ["12"], "--mesh": ["tensor=2"]},
+           "--max-model-len": ["12"], "--mesh": ["tensor=2"]} | PROCESSES,
     ),
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],

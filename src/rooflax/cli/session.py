@@ -29,6 +29,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
         parse_mesh(mesh_text)
+    platform.check_processes(args)
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
         platform.start_jax(args)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import jax
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
@@ -305,6 +306,8 @@ class Engine:
         """
         if self.options.decode_steps is None and self.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
+            if jax.process_count() > 1:  # all must choose alike, and clocks differ
+                fitting = self.scheduler.decode_steps
             if self.speculation is not None:
                 fitting = min(fitting, self.speculation.most_steps)
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)

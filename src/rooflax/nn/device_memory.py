@@ -13,7 +13,7 @@ def free_bytes(num_devices: int = 1) -> int | None:
     Args:
         num_devices: of a mesh; CPU devices share the host's memory.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if device.platform == "cpu":
         available = available_bytes()
         here = max(1, num_devices // jax.process_count())

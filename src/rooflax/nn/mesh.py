@@ -55,6 +55,11 @@ def make_mesh(text: str) -> Mesh:
         raise RequestError(
             f"--mesh {text} needs {needed}{product} devices, here: {len(devices)}{more}."
         )
+    if jax.process_count() > 1 and needed < len(devices):
+        raise RequestError(
+            f"--mesh {text} takes {needed} devices and the processes have {len(devices)} together; "
+            f"a mesh of several processes takes all of them."
+        )
     return jax.make_mesh(
         tuple(shards.sizes.values()),
         AXES,

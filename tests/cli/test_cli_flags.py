@@ -128,6 +128,7 @@ COMMANDS = {
         | {
             "--platform": ["gpu"],  # refused in the row's own process
             "--batch": ["2,3"],
+            "--mesh": ["data=2"],
             "--prompt-tokens": ["8"],
             "--output-tokens": ["9"],
             "--trials": ["2"],

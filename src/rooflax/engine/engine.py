@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import jax
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
@@ -54,7 +55,7 @@ class Engine:
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
         speculation: who drafts tokens; None is nobody.
-        mesh: devices with a "tensor" axis; None for one device.
+        mesh: devices that share the model and its cache; None for one device.
     """
 
     def __init__(
@@ -306,6 +307,8 @@ class Engine:
         """
         if self.options.decode_steps is None and self.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
+            if jax.process_count() > 1:  # all must choose alike, and clocks differ
+                fitting = self.scheduler.decode_steps
             if self.speculation is not None:
                 fitting = min(fitting, self.speculation.most_steps)
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
@@ -29,7 +29,9 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
-from rooflax.nn.mesh import CACHE_SPEC
+from rooflax.nn.mesh import cache_spec, shards_of
+from rooflax.nn.placement import put
+from rooflax.nn.shards import Shards
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts
@@ -112,7 +114,7 @@ class Runner:
         self._device_masks = self._put(self._masks.copy())
 
     def _allocate_cache(self) -> Any:
-        config = self.model.config
+        config, shards = self.model.config, shards_of(self.mesh) or Shards()
         return allocate(
             config.groups,
             self.num_blocks,
@@ -121,13 +123,13 @@ class Runner:
             block_size=block_size(),
             dtype=self.kv_dtype,
             stacked=self.options.layers == "scan",
-            sharding=None if self.mesh is None else NamedSharding(self.mesh, CACHE_SPEC),
+            stages=shards.stage,
+            put=lambda array: put(array, self.mesh, cache_spec(shards)),
         )
 
     def _put(self, tree: Any) -> Any:
         """To every device, whole."""
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(tree, sharding)
+        return jax.tree.map(lambda array: put(array, self.mesh, PartitionSpec()), tree)
 
     @property
     def reads_in_place(self) -> bool:

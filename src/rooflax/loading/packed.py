@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.matrix_packing import as_panels
-from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed
+from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed, unpack
 
 METHOD = "rooflax"
 PARTS = ("values", "scales", "sums")
@@ -119,11 +120,25 @@ class PackedWeights:
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """A weight's arrays, as they are."""
+        stored = self._stored(slot)
+        arrays = [np.array(getattr(stored, part)) for part in PARTS]
+        return placed(arrays, stored.format, stored.in_shape, stored.out_shape)
+
+    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales [*experts, out, ...]."""
+        stored = self._stored(slot)
+        if slot.weight.num_stacked:
+            stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
+        return unpack(stored)
+
+    def _stored(self, slot: Slot) -> QuantizedArray:
+        """A weight's arrays in the file's pages."""
         stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
-        arrays = [
-            np.array(self._source.read(stored[part]))
+        values, scales, sums = (
+            self._source.read(stored[part])
             if part in stored
             else np.zeros(wanted.shape, wanted.dtype)
             for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
-        ]
-        return placed(arrays, self.formats[slot.name], *product_shape(slot, self._config))
+        )
+        shapes = product_shape(slot, self._config)
+        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,9 +100,11 @@ def pool_shapes(
     block_size: int,
     *,
     stacked: bool = False,
+    stages: int = 1,
 ) -> list[tuple[int, int, int, int]]:
-    """Shapes of the K (or V) pools, one per entry of `KVCache.k`."""
-    num_pools = groups.period if stacked else len(groups.of_layer)
+    """Shapes of the K (or V) pools, one per entry of `KVCache.k`; each has the layers of all stages
+    at its place."""
+    num_pools = groups.period if stacked else len(groups.of_layer) // stages
     repeats, width = len(groups.of_layer) // num_pools, cache_width(head_dim)
     return [
         (repeats * num_blocks[groups.of_layer[i]], num_kv_heads, block_size, width)
@@ -118,19 +121,25 @@ def allocate(
     block_size: int = 16,
     dtype: str = "float32",
     stacked: bool = False,
-    sharding: jax.sharding.Sharding | None = None,
+    stages: int = 1,
+    put: Callable[[np.ndarray], jax.Array] = jax.device_put,
 ) -> KVCache:
     """Zeroed pools of `num_blocks[g]` blocks for each group g, block 0 included.
 
     The zeros come from the host: nothing is compiled for them.
+
+    Args:
+        stages: of a pipeline, whose layers at one place share a pool.
+        put: host arrays to their devices.
     """
-    shapes = pool_shapes(groups, num_blocks, num_kv_heads, head_dim, block_size, stacked=stacked)
+    sizes = (num_blocks, num_kv_heads, head_dim, block_size)
+    shapes = pool_shapes(groups, *sizes, stacked=stacked, stages=stages)
 
     def zeros_of(shape: tuple[int, ...]) -> Any:
         if dtype == "int8":
             values, scales = np.zeros(shape, np.int8), np.zeros(shape[:3], np.float32)
-            return QuantizedPool(*jax.device_put((values, scales), sharding))
-        return jax.device_put(np.zeros(shape, jnp.dtype(dtype)), sharding)
+            return QuantizedPool(put(values), put(scales))
+        return put(np.zeros(shape, jnp.dtype(dtype)))
 
     zeros = [zeros_of(shape) for shape in shapes * 2]
     half = len(shapes)

@@ -22,8 +22,9 @@ of mxfp4 as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,11 +135,13 @@ def quantize(
     out_shape: tuple[int, ...],
     *,
     transposed: bool = False,
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """A weight on the host to a format, chunk by chunk of its outputs.
 
     Args:
         w: [*stack, *in, *out], or [*stack, *out, *in] if transposed, of any float dtype.
+        put: the packed arrays to where they stay.
     """
     inner, outer = math.prod(in_shape), math.prod(out_shape)
     matrices = w.reshape(-1, outer, inner) if transposed else w.reshape(-1, inner, outer)
@@ -151,7 +154,7 @@ def quantize(
                 yield encode(code, rows[begin : begin + CHUNK].astype(np.float32))
 
     stack = w.shape[: w.ndim - (len(in_shape) + len(out_shape))]
-    return _packed(encoded(), format, in_shape, out_shape, stack)
+    return _packed(encoded(), format, in_shape, out_shape, stack, put)
 
 
 def pack(
@@ -160,6 +163,7 @@ def pack(
     scales: np.ndarray,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """Codes and scales that exist already, as a checkpoint has them.
 
@@ -176,7 +180,22 @@ def pack(
             for begin in range(0, outer, CHUNK):
                 yield code[begin : begin + CHUNK], scale[begin : begin + CHUNK]
 
-    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2])
+    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2], put)
+
+
+def unpack(w: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of host arrays, as `pack` takes them."""
+    inner, outer, code = math.prod(w.in_shape), math.prod(w.out_shape), FORMATS[w.format].code
+    values, scales, lead = np.asarray(w.values), np.asarray(w.scales), w.stack
+    if code in ("int8", "fp8"):
+        codes = values.swapaxes(-3, -2).reshape(*lead, values.shape[-4] * PANEL, -1)
+        return codes[..., :outer, :inner], scales[..., :outer]
+    groups = np.moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
+    codes = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
+    if code != "int8-g32":
+        codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+    scales = scales.swapaxes(-1, -2).reshape(*codes.shape[:-1])
+    return codes.reshape(*codes.shape[:-2], inner)[..., :outer, :], scales[..., :outer, :]
 
 
 def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
@@ -210,6 +229,7 @@ def _packed(
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
     stack: tuple[int, ...],
+    put: Callable[[np.ndarray], Any],
 ) -> QuantizedArray:
     """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
     inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
@@ -231,19 +251,24 @@ def _packed(
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
-    return placed(arrays, format, in_shape, out_shape)
+    return placed(arrays, format, in_shape, out_shape, put)
 
 
 def placed(
-    arrays: Sequence[np.ndarray], format: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+    arrays: Sequence[np.ndarray],
+    format: str,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """A weight on the device, packed as the kernels there read it.
 
     Args:
         arrays: values, scales and sums on the host, in panels.
+        put: them to where they stay.
     """
     w = QuantizedArray(*arrays, format, in_shape, out_shape)  # type: ignore[arg-type]
-    return jax.device_put(as_matrix(w) if accelerator.platform() == "tpu" else w)
+    return jax.tree.map(put, as_matrix(w) if accelerator.platform() == "tpu" else w)
 
 
 def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:

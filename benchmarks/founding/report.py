@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.founding import forecasts, gpt2, gpt_oss, many_devices, memory, qwen, text
+from benchmarks.founding import forecasts, gpt2, gpt_oss, many_devices, memory, qwen, text, tpu_plan
 from benchmarks.founding.settings import WANTED, Settings
 
 Tables = dict[str, dict[str, Any]]
@@ -76,6 +76,7 @@ def markdown(document: dict[str, Any]) -> str:
                 gpt_oss.markdown(tables["gpt-oss"], settings),
                 memory.markdown(tables["memory"], settings),
                 many_devices.markdown(),
+                tpu_plan.markdown(),
                 forecasts.markdown(
                     tables["forecasts"],
                     environment,

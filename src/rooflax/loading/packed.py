@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.arrays import aligned_copy
 from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
 from rooflax.models.registry import family
 from rooflax.nn.storage import product_shape
@@ -121,7 +122,7 @@ class PackedWeights:
     def packed(self, slot: Slot) -> QuantizedArray:
         """A weight's arrays, as they are."""
         stored = self._stored(slot)
-        arrays = [np.array(getattr(stored, part)) for part in PARTS]
+        arrays = [aligned_copy(getattr(stored, part)) for part in PARTS]
         return placed(arrays, stored.format, stored.in_shape, stored.out_shape)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -31,6 +33,8 @@ WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.i
 
 NAMED_IN_ERRORS = 10
 DEFAULT_STORAGE = Storage()
+READERS = 2
+"""Threads that copy weights out of the file's pages; quantising takes memory, so it is done in turn."""
 
 
 class Source(Protocol):
@@ -91,15 +95,38 @@ def load_weights(
             _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
         return leaf
 
+    def leaf_of(slot: Slot) -> Any:
+        return packed(slot, kept) if kept is not None and storage.is_kept(slot) else placed(slot)
+
     def arrays() -> Iterator[tuple[Slot, Any]]:
-        for slot in plan.slots:
-            keep = kept is not None and storage.is_kept(slot)
-            yield slot, packed(slot, kept) if kept is not None and keep else placed(slot)
+        copies = place is None and storage.quantize is None
+        for slot, leaf in _ahead(leaf_of, plan.slots, READERS if copies else 0):
+            yield slot, leaf
             plan.release(slot)
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
 
     return assemble(config.num_layers, arrays())
+
+
+def _ahead(
+    leaf_of: Callable[[Slot], Any], found: Iterable[Slot], readers: int
+) -> Iterator[tuple[Slot, Any]]:
+    """Leaves in order, made by so many threads ahead of their turn; 0 makes each in its turn."""
+    if readers == 0:
+        for slot in found:
+            yield slot, leaf_of(slot)
+        return
+    with ThreadPoolExecutor(readers) as pool:
+        waiting: deque[tuple[Slot, Future]] = deque()
+        for slot in found:
+            waiting.append((slot, pool.submit(leaf_of, slot)))
+            if len(waiting) > readers:
+                first, leaf = waiting.popleft()
+                yield first, leaf.result()
+        while waiting:
+            first, leaf = waiting.popleft()
+            yield first, leaf.result()
 
 
 class Kept(Protocol):

@@ -6,6 +6,7 @@ GPU kernels are Mosaic GPU's and need JAX 0.11 or later; TPU kernels run on ever
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -38,17 +39,22 @@ def missing() -> str | None:
     return None
 
 
-def per_platform(operation: str, **kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """One implementation of several platforms'.
+def per_platform(
+    operation: str, name: str, **adapted: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """One implementation of several platforms': the function `name` of ops/<operation>/<platform>.py.
+
+    That file is imported when it is called, because it brings Pallas, which takes its time.
 
     Args:
-        kernels: by the platform's name.
+        adapted: by platform, what makes of its function one with the operation's arguments.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         here = platform()
-        if here not in kernels:
-            raise NotImplementedError(f"{operation} has no Pallas kernel for {here}.")
-        return kernels[here](*args, **kwargs)
+        kernel = getattr(import_module(f"rooflax.ops.{operation}.{here}"), name, None)
+        if kernel is None:
+            raise NotImplementedError(f"{operation} has no Pallas kernel {name!r} for {here}.")
+        return adapted.get(here, lambda same: same)(kernel)(*args, **kwargs)
 
     return run

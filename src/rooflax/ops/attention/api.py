@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.accelerator import per_platform, platform
-from rooflax.ops.attention import cpu, gpu, reference, tpu, xla
+from rooflax.ops.attention import cpu, reference, xla
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.dispatch import choose
 from rooflax.ops.quantization import QuantizedPool
@@ -20,7 +20,7 @@ PAGED_IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "native": cpu.paged_attention,
-    "pallas": per_platform("paged_attention", gpu=gpu.paged_attention, tpu=tpu.paged_attention),
+    "pallas": per_platform("attention", "paged_attention"),
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
-from rooflax.ops.linear import cpu, gpu, reference, tpu, xla
+from rooflax.ops.linear import cpu, reference, xla
 from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
 from rooflax.ops.quantization import QuantizedArray, rows_of
 from rooflax.ops.stacked import Stacked
@@ -17,7 +19,7 @@ IMPLEMENTATIONS = {
     "reference": unfused(reference.matmul),
     "xla": unfused(xla.matmul),
     "native": cpu.matmul,
-    "pallas": per_platform("linear", gpu=unfused(gpu.matmul, in_stacks=True), tpu=tpu.matmul),
+    "pallas": per_platform("linear", "matmul", gpu=partial(unfused, in_stacks=True)),
 }
 
 
@@ -107,7 +109,7 @@ UNEMBED_IMPLEMENTATIONS = {
     "reference": normalised(reference.unembed),
     "xla": normalised(xla.unembed),
     "native": cpu.unembed,
-    "pallas": per_platform("unembed", gpu=normalised(gpu.unembed), tpu=tpu.unembed),
+    "pallas": per_platform("linear", "unembed", gpu=normalised),
 }
 
 

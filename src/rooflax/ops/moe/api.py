@@ -13,7 +13,7 @@ from rooflax.ops import parts
 from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear.prologue import Norm
-from rooflax.ops.moe import cpu, gpu, reference, tpu, xla
+from rooflax.ops.moe import cpu, reference, xla
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.stacked import Stacked, taken
 
@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
     "reference": _after_norm(reference.experts),
     "xla": _after_norm(xla.experts),
     "native": cpu.experts,
-    "pallas": per_platform("experts", gpu=gpu.experts, tpu=tpu.experts),
+    "pallas": per_platform("moe", "experts"),
 }
 
 

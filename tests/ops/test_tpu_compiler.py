@@ -85,6 +85,14 @@ def test_products(temporary_bytes, format):
         assert temporary_bytes(step, x, weight) < 1 << 20
 
 
+@pytest.mark.parametrize("format", ["w8a16", "w4a16", "mxfp4-a16"])
+def test_xla_widens_four_bits_in_memory_and_int8_inside_its_product(temporary_bytes, format):
+    weight, x = matrix_like(format, 14336, 8192), like((8, 14336), "bfloat16")
+    needed = temporary_bytes(functools.partial(unembed, implementation="xla"), x, weight)
+    assert (needed > 14336 * 8192) == (format != "w8a16")
+    assert temporary_bytes(functools.partial(unembed, implementation="pallas"), x, weight) < 1 << 20
+
+
 @pytest.mark.parametrize("format", ["mxfp4-a16", "mxfp4-a8", "w8a8"])
 def test_experts(temporary_bytes, format):
     step = functools.partial(experts, activation=ClampedSwiglu(), implementation="pallas")

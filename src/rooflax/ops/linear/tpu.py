@@ -1,7 +1,8 @@
 """Products of quantised weights on TPU: codes reach VMEM at their width and are widened there.
 
-XLA dequantises such a weight into memory first, which moves several times its bytes. Unquantised
-weights are refused: XLA's own product reads them once already.
+XLA for TPU writes weights of four bits to memory at their full width before it multiplies, which
+moves many times their bytes; weights of one scale per output it widens inside the product, as this
+does. Unquantised weights are refused: XLA's own product reads them once already.
 
 Operands are multiplied in bfloat16 where that loses nothing (MXFP4 and codes of one scale per
 output, over bfloat16 activations), int8 by int8 where activations are rounded per row, and else in

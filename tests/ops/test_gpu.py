@@ -247,6 +247,34 @@ def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
         paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=True, implementation="pallas")
 
 
+PROMPTS = [
+    replace(FEW[0], query_len=33, key_len=90, context_lens=(90, 33, 0), sinks=True, window=40),
+    replace(next(c for c in PAGED if c.name.startswith("longer")), head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=["a chunk from an offset", "a whole prompt"])
+def test_paged_attention_of_many_queries(case, interpreted):
+    """On tensor cores: scores are float32, their weights bfloat16."""
+    q, k_pool, v_pool, keywords = paged(case)
+    narrow = [a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)]
+    out = attention_gpu.paged_attention(*narrow, **keywords, repeat_kv=False)
+    assert out.dtype == jnp.bfloat16
+    wide = (narrow[0].astype(jnp.float32), *narrow[1:])
+    wanted = paged_attention(*wide, **keywords, implementation="reference")
+    close(out.astype(jnp.float32), wanted, 2**-7)
+    for arrays in ((q, *narrow[1:]), (narrow[0], k_pool, v_pool)):
+        with pytest.raises(NotImplementedError, match="bfloat16 over bfloat16 only"):
+            attention_gpu.paged_attention(*arrays, **keywords, repeat_kv=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_paged_attention_of_many_queries_lowers_for_cuda(head_dim):
+    q, k_pool, v_pool, keywords = paged(replace(PROMPTS[0], head_dim=head_dim))
+    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
+    lowered(attend, *(a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8"])
 def test_paged_attention_lowers_for_cuda(kind, head_dim):

@@ -142,6 +142,15 @@ def test_linear_and_unembed_dispatch_to_the_kernel(on_gpu):
     assert "mpmd_map" in str(jax.make_jaxpr(lambda x: linear(x, w))(x))
 
 
+def test_another_gpu_than_a_hopper_takes_xla(on_gpu, monkeypatch):
+    w, x = weights("w4a16", 96, 200), jnp.asarray(normal(1, 96))
+    for found in ("8.0", "10.0"):
+        monkeypatch.setattr(accelerator, "capability", lambda found=found: found)
+        with pytest.raises(NotImplementedError, match=f"Hopper.*this GPU has {found}"):
+            linear(x, w, implementation="pallas")
+        close(linear(x, w), linear(x, w, implementation="reference"))
+
+
 def test_plain_weights_are_xlas(on_gpu):
     x, w = jnp.asarray(normal(3, 5)), jnp.asarray(normal(5, 7))
     close(linear(x, w), np.asarray(x) @ np.asarray(w))

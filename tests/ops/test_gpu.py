@@ -142,6 +142,15 @@ def test_linear_and_unembed_dispatch_to_the_kernel(on_gpu):
     assert "mpmd_map" in str(jax.make_jaxpr(lambda x: linear(x, w))(x))
 
 
+def test_another_gpu_than_a_hopper_takes_xla(on_gpu, monkeypatch):
+    w, x = weights("w4a16", 96, 200), jnp.asarray(normal(1, 96))
+    for found in ("8.0", "10.0"):
+        monkeypatch.setattr(accelerator, "capability", lambda found=found: found)
+        with pytest.raises(NotImplementedError, match=f"Hopper.*this GPU has {found}"):
+            linear(x, w, implementation="pallas")
+        close(linear(x, w), linear(x, w, implementation="reference"))
+
+
 def test_plain_weights_are_xlas(on_gpu):
     x, w = jnp.asarray(normal(3, 5)), jnp.asarray(normal(5, 7))
     close(linear(x, w), np.asarray(x) @ np.asarray(w))
@@ -245,6 +254,34 @@ def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
         paged_attention(*narrow, **keywords, implementation="pallas")
     with pytest.raises(NotImplementedError, match="never copies"):
         paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=True, implementation="pallas")
+
+
+PROMPTS = [
+    replace(FEW[0], query_len=33, key_len=90, context_lens=(90, 33, 0), sinks=True, window=40),
+    replace(next(c for c in PAGED if c.name.startswith("longer")), head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=["a chunk from an offset", "a whole prompt"])
+def test_paged_attention_of_many_queries(case, interpreted):
+    """On tensor cores: scores are float32, their weights bfloat16."""
+    q, k_pool, v_pool, keywords = paged(case)
+    narrow = [a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)]
+    out = attention_gpu.paged_attention(*narrow, **keywords, repeat_kv=False)
+    assert out.dtype == jnp.bfloat16
+    wide = (narrow[0].astype(jnp.float32), *narrow[1:])
+    wanted = paged_attention(*wide, **keywords, implementation="reference")
+    close(out.astype(jnp.float32), wanted, 2**-7)
+    for arrays in ((q, *narrow[1:]), (narrow[0], k_pool, v_pool)):
+        with pytest.raises(NotImplementedError, match="bfloat16 over bfloat16 only"):
+            attention_gpu.paged_attention(*arrays, **keywords, repeat_kv=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_paged_attention_of_many_queries_lowers_for_cuda(head_dim):
+    q, k_pool, v_pool, keywords = paged(replace(PROMPTS[0], head_dim=head_dim))
+    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
+    lowered(attend, *(a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -1,6 +1,7 @@
 """Pallas kernels: on which platform they run, and which of them runs here.
 
-GPU kernels are Mosaic GPU's and need JAX 0.11 or later; TPU kernels run on every JAX supported.
+GPU kernels are Mosaic GPU's, for Hopper, and need JAX 0.11 or later; TPU kernels run on every JAX
+supported.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 OLDEST_GPU_JAX = (0, 11)
+HOPPER = "9."
 
 
 def platform() -> str:
@@ -29,11 +31,18 @@ def cache_width(head_dim: int) -> int:
     return -(-head_dim // 128) * 128 if platform() == "tpu" else head_dim
 
 
+def capability() -> str | None:
+    """What the first device computes, as NVIDIA counts ("9.0"); None where it does not say."""
+    return getattr(jax.devices()[0], "compute_capability", None)
+
+
 def missing() -> str | None:
     """Why Pallas kernels cannot run here; None if they can."""
     here = platform()
     if here == "gpu" and jax.__version_info__ < OLDEST_GPU_JAX:
         return f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
+    if here == "gpu" and not (found := capability() or HOPPER).startswith(HOPPER):
+        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {found}"
     if here not in ("gpu", "tpu"):
         return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None

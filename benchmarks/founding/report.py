@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.founding import forecasts, gpt2, gpt_oss, memory, qwen, text
+from benchmarks.founding import forecasts, gpt2, gpt_oss, many_devices, memory, qwen, text, tpu_plan
 from benchmarks.founding.settings import WANTED, Settings
 
 Tables = dict[str, dict[str, Any]]
@@ -58,7 +58,7 @@ def _unequal(document: dict[str, Any]) -> list[str]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The page; a function of the document alone."""
+    """The page; a function of the document, and of what can be counted without a run."""
     tables, settings = document["tables"], document["settings"]
     environment = document["environment"]
     return (
@@ -75,6 +75,8 @@ def markdown(document: dict[str, Any]) -> str:
                 qwen.markdown(tables["qwen2.5"], settings),
                 gpt_oss.markdown(tables["gpt-oss"], settings),
                 memory.markdown(tables["memory"], settings),
+                many_devices.markdown(),
+                tpu_plan.markdown(),
                 forecasts.markdown(
                     tables["forecasts"],
                     environment,

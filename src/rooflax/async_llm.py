@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from jax.sharding import Mesh
+
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engine
@@ -22,6 +25,8 @@ from rooflax.llm import LLM, MAX_SLOTS, Prompt
 from rooflax.loading.load import Description
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.layout import most_new_tokens
+from rooflax.nn.mesh import shards_of
+from rooflax.nn.shards import Shards
 
 DEFAULT_MAX_WAITING = 256
 
@@ -65,6 +70,8 @@ class AsyncLLM:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number from 1 up.")
         self.llm = LLM(model, max_num_seqs=max_num_seqs, **arguments)
+        if jax.process_count() > 1:
+            raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
         if not (self.llm.options.use_cache and self.llm.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
         engine = self._engine(max_num_seqs, max_tokens_per_step, kv_blocks)
@@ -87,7 +94,7 @@ class AsyncLLM:
                 new_tokens=most_new_tokens(
                     chunk, llm.options.decode_steps or MOST_DECODE_STEPS, draft_tokens
                 ),
-                free=free_bytes(),
+                free=_free_for_parts(llm.mesh),
             )
         return Engine(
             llm.model,
@@ -196,6 +203,13 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown(drain=False)
+
+
+def _free_for_parts(mesh: Mesh | None) -> int | None:
+    """Free memory for a KV cache of which each device has a part."""
+    shards = shards_of(mesh) or Shards()
+    free = free_bytes(shards.num_devices)
+    return None if free is None else free * shards.tensor * shards.stage
 
 
 def _put(pairs: list[tuple[_Inbox, StepOutput]]) -> None:

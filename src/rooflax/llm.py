@@ -37,6 +37,8 @@ from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
 from rooflax.nn.host_memory import give_back_freed
+from rooflax.nn.placement import Placer
+from rooflax.nn.shards import Shards
 from rooflax.ops import kernels
 from rooflax.ops.sampling_limits import MAX_STOP_IDS
 from rooflax.structured import Forms
@@ -65,7 +67,8 @@ class LLM:
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
         options: what may change speed but never a token.
-        mesh: devices with a "tensor" axis; None is one device.
+        mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
+            one device.
         revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
 
     Raises:
@@ -85,7 +88,7 @@ class LLM:
         speculate: str | Path | None = None,
         num_draft_tokens: int | None = None,
         options: ExecutionOptions = DEFAULT_OPTIONS,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         revision: str | None = None,
         offline: bool = False,
         ignore_config_keys: Sequence[str] = (),
@@ -96,13 +99,13 @@ class LLM:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
+        _check_processes(mesh, speculate)
         enable_persistent_cache()
         started = time.perf_counter()
-        self.options, self.mesh, self.max_num_seqs = options, mesh, max_num_seqs
+        self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
+        self.options, self.max_num_seqs = options, max_num_seqs
         self.prefix_caching = prefix_caching
         self.precision = Precision(dtype, kv_dtype, quantize).resolve(jax.default_backend())
-        if mesh is not None and quantize is not None:
-            raise RequestError("quantize with a mesh does not exist yet; drop one of them.")
         self.about = (
             model
             if isinstance(model, Description)
@@ -124,7 +127,7 @@ class LLM:
             self.precision.dtype or "float32",
             quantize,
             narrow=dtype is None and native_linear,
-            keep=dtype is None and mesh is None,
+            keep=dtype is None,
         )
         with count_compilations(self._compiled):
             self.model = self._load(check, progress)
@@ -151,7 +154,7 @@ class LLM:
             )
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
-        place = None if self.mesh is None else mesh_lib.Placer(self.about.config, self.mesh)
+        place = None if self.mesh is None else Placer(self.about.config, self.mesh)
         model = load(
             self.about,
             dtype=self.storage.dtype,
@@ -163,15 +166,18 @@ class LLM:
             progress=progress,
             place=place,
         )
-        if place is not None:
-            model = replace(model, config=place.config)
-        model = model.stacked() if self.options.layers == "scan" else model
+        scan = self.options.layers == "scan"
+        if self.mesh is not None and place is not None:
+            model = model.placed(place, self.mesh, scan=scan)
+        elif scan:
+            model = model.stacked()
         jax.block_until_ready(model.weights)
         give_back_freed()
         return model
 
     def _check_memory(self, rows: int, tokens: int) -> None:
         """Refuses a KV cache that does not fit; the weights are there already."""
+        shards = mesh_lib.shards_of(self.mesh) or Shards()
         need = estimate(
             self.about.family,
             self.about.config,
@@ -179,9 +185,10 @@ class LLM:
             kv_dtype=self.precision.kv_dtype or "float32",
             rows=rows,
             tokens=tokens,
+            shards=shards,
         )
         what = f"{self.about.name} with {rows} x {tokens} tokens"
-        check_fits(replace(need, weights=0), free_bytes(), what)
+        check_fits(replace(need, weights=0), free_bytes(shards.num_devices), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -399,18 +406,41 @@ class LLM:
         scores = self._score([[*prompt, *continuation] for prompt, continuation in ids])
         return [all_[len(p) - 1 :] for all_, (p, _) in zip(scores, ids, strict=True)]
 
+    def logits(self, prompt: Prompt) -> np.ndarray:
+        """[tokens, vocab] float32: the logits after each token of a prompt."""
+        return self._dense("logits", self.encode(prompt))
+
     def _score(self, prompts: list[list[int]]) -> list[np.ndarray]:
-        functions = StepFunctions(self.options, self.mesh, max_steps=1)
-        scores = []
-        for ids in prompts:
-            check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
-            length = min(bucket(len(ids), 16), self.max_model_len)
-            padded = np.zeros((1, length), np.int32)
-            padded[0, : len(ids)] = ids
-            lengths = np.array([len(ids)], np.int32)
-            logprobs, _ = functions.score(self.model, (None, ()), padded, lengths)
-            scores.append(np.asarray(logprobs)[0, : len(ids) - 1])
-        return scores
+        return [self._dense("score", ids)[:-1] for ids in prompts]
+
+    def _dense(self, function: str, ids: list[int]) -> np.ndarray:
+        """What a step function without a cache gives for each token of a sequence."""
+        check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
+        padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
+        padded[0, : len(ids)] = ids
+        lengths = np.array([len(ids)], np.int32)
+        run = getattr(StepFunctions(self.options, self.mesh, max_steps=1), function)
+        found, _ = run(self.model, (None, ()), padded, lengths)
+        return np.asarray(found)[0, : len(ids)]
+
+
+def _check_processes(mesh: object, speculate: object) -> None:
+    """
+    Raises:
+        RequestError: what several processes of one job cannot do alike.
+    """
+    if jax.process_count() == 1:
+        return
+    if mesh is None:
+        raise RequestError(
+            f"There are {jax.process_count()} processes and no mesh; give one of all their "
+            f"{jax.device_count()} devices."
+        )
+    if speculate is not None:
+        raise RequestError(
+            "speculate goes by each process's own clock, and several processes must do the same; "
+            "leave it out."
+        )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

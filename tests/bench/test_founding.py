@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.founding import memory, text
+from benchmarks.founding import many_devices, memory, text
 from benchmarks.founding.counted import cache_bytes, count
 from benchmarks.founding.report import document, failures, markdown
 from benchmarks.founding.settings import SMOKE, WANTED, Shape, settings
@@ -70,6 +70,18 @@ def test_memory_of_gpt2():
     assert found["cache_bfloat16"] == found["cache_one_float32"] == 37_748_736  # theirs: 38 MB
     config = describe("preset:gpt-oss-tiny").config
     assert cache_bytes(config, 10, "float32") == 4 * 10 * 2 * 2 * 32 * 4
+
+
+def test_memory_of_large_models_is_divided():
+    """Theirs: 42 GB in bf16 and 21 in fp8 for gpt-oss-20b."""
+    rows = many_devices.counted()
+    whole = {(r[0], r[1]): r[4] for r in rows if r[3] == "one device"}
+    assert whole["preset:gpt-oss-20b", "bfloat16"] == "41.83 GB"
+    assert whole["preset:gpt-oss-20b", "fp8"] == "21.53 GB"
+    assert whole["preset:gpt-oss-20b", many_devices.MXFP4] == "13.76 GB"
+    assert [r[4] for r in rows if r[3] == "tensor=8"] == [
+        "5.24 GB", "2.71 GB", "17.64 GB", "8.97 GB"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -202,7 +214,7 @@ def test_the_page_is_a_function_of_the_json():
     ):
         assert here in page
     tables = [line for line in page.splitlines() if line.startswith("| ---")]
-    assert len(tables) == 10
+    assert len(tables) == 11
 
 
 def test_the_committed_page_is_what_the_committed_figures_render_to():

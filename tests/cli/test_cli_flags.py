@@ -64,6 +64,12 @@ OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
 CHECK = {"--check": []}
 LENGTH = {"--max-model-len": ["100"]}
 
+PROCESSES = {
+    "--coordinator": (["nowhere"], "it must be HOST:PORT"),
+    "--num-processes": (["2"], "need --coordinator"),
+    "--process-id": (["0"], "need --coordinator"),
+}
+
 COMMANDS = {
     "generate": (
         [TINY, "-n", "3"],
@@ -73,7 +79,7 @@ COMMANDS = {
            "--early-stopping": (["never"], "is for beams"),
            "--json-schema": ['{"type": "boolean"}'], "--regex": ["[ab]+"],
            "--grammar": ['start: "ab"'],
-           "--mesh": ["tensor=2"]} | DRAFTS,
+           "--mesh": ["tensor=2"]} | DRAFTS | PROCESSES,
     ),
     "chat": (
         [TINY, "-n", "3"],
@@ -122,6 +128,7 @@ COMMANDS = {
         | {
             "--platform": ["gpu"],  # refused in the row's own process
             "--batch": ["2,3"],
+            "--mesh": ["data=2"],
             "--prompt-tokens": ["8"],
             "--output-tokens": ["9"],
             "--trials": ["2"],
@@ -145,18 +152,19 @@ COMMANDS = {
     "inspect": (
         [TINY],
         FINDING | LENGTH | PRECISION | QUANTIZE | DEVICE
-        | {"--batch": ["3"], "--json": [], "--help": []},
+        | {"--batch": ["3"], "--mesh": ["tensor=2"], "--json": [], "--help": []},
     ),
     "verify": (
         [TINY, "--isolate", "-n", "2"],
         FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
-        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None},  # the base has it
+        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None,  # the base has it
+           "--mesh": (["tensor=2"], "drop --mesh")},
     ),
     "perplexity": (
         [TINY],
         FINDING | CHECK | LENGTH | QUANTIZE | LAYERS | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
-           "--max-model-len": ["12"]},
+           "--max-model-len": ["12"], "--mesh": ["tensor=2"]} | PROCESSES,
     ),
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],

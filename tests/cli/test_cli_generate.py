@@ -57,12 +57,14 @@ def test_a_mesh_splits_the_weights_and_keeps_the_tokens(rooflax):
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ("4", "it must be tensor=N"),
-        ("tensor=x", "it must be tensor=N"),
-        ("data=2", "it must be tensor=N"),
-        ("tensor=0", "at least 1"),
+        ("4", "it must be AXIS=N"),
+        ("tensor=x", "it must be AXIS=N"),
+        ("rows=2", "of data, expert, sequence, stage, tensor"),
+        ("tensor=0", "tensor must be at least 1"),
         ("tensor=2,tensor=2", "twice"),
         ("tensor=64", "needs 64 devices, here: 2"),
+        ("data=4,tensor=2", "needs 8 = 4 x 2 devices, here: 2"),
+        ("expert=2", "no experts"),
     ],
 )
 def test_wrong_meshes_are_refused(rooflax, mesh, said):

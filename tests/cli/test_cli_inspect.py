@@ -75,6 +75,22 @@ def test_mxfp4_is_called_so(rooflax, tmp_path):
     assert "in the file: MXFP4" in rooflax("inspect", tmp_path).out
 
 
+def test_bytes_per_device_of_a_mesh_that_is_not_here(rooflax):
+    flags = ("inspect", "preset:gpt-oss-20b", "--dtype", "bfloat16", "-c", 8192)
+    ran = rooflax(*flags, "--mesh", "tensor=2,expert=4", "--json")
+    found = json.loads(ran.out)["memory"]
+    assert (found["mesh"]["devices"], found["fits"], found["server"]) == (8, None, None)
+    assert found["mesh"]["axes"] == {"expert": 4, "tensor": 2}
+    assert found["weights_bytes"] / found["mesh"]["weights_bytes_per_device"] > 6
+    assert found["kv_cache_bytes"] == 2 * found["mesh"]["kv_cache_bytes_per_device"]
+    shown = rooflax(*flags, "--mesh", "tensor=8").out
+    assert "on each of 8 devices (tensor=8)\n  weights     4.91 GiB" in shown
+    assert "only these devices could say" in shown
+    ran = rooflax(*flags, "--mesh", "tensor=8", "-q", "mxfp4")
+    assert ran.code == 2 and "(360 = 11 x 32 + 8)" in ran.err
+    assert rooflax(*flags, "--mesh", "stage=5").code == 2
+
+
 @pytest.mark.parametrize("broken", ["nowhere/at/all", "preset:nope"])
 def test_what_is_not_there_is_one_sentence(rooflax, broken):
     ran = rooflax("inspect", broken)

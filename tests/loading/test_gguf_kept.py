@@ -73,9 +73,8 @@ def test_a_model_keeps_them_unless_a_width_is_asked_for():
     assert LLM(path, dtype="float32").format == "float32"
     assert LLM(path, quantize="int4").format == "w4a8"
     assert LLM(gguf_cases.gguf("llama3", "f32")).format == "float32"
-    with_mesh = LLM(path, mesh=jax.make_mesh((2,), ("tensor",)))
-    assert with_mesh.format == "float32"
-    plain = LLM(path, dtype="float32")
+    plain, with_mesh = LLM(path), LLM(path, mesh=jax.make_mesh((2,), ("data",)))
+    assert with_mesh.format == "w8a8-g32"
     tokens = [llm.generate([[1, 2, 3]], GREEDY)[0].tokens for llm in (with_mesh, plain)]
     assert tokens[0] == tokens[1]
 

@@ -19,7 +19,7 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
 from rooflax.nn.batch import Batch
-from rooflax.nn.mesh import check_split, padded_vocab
+from rooflax.nn.shards import Shards, check_split, padded_vocab
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble, slots
 from rooflax.ops import native
@@ -228,7 +228,7 @@ def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, me
     with pytest.raises(RequestError, match=r"3 kv_heads.*3 = 2 x 1 \+ 1"):
         LLM(case("qwen2").folder, mesh=mesh)
     with pytest.raises(RequestError, match=r"104 mlp.*104 = 3 x 34 \+ 2"):
-        check_split({"kv_heads": 6, "mlp": 104}, 3)
+        check_split({"kv_heads": 6, "mlp": 104}, Shards(tensor=3))
 
 
 def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):

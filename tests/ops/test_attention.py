@@ -155,5 +155,5 @@ def test_heads_that_do_not_divide_are_refused():
 def test_an_implementation_that_is_not_here_is_refused_by_name():
     q, k, v, keywords = ATTENTION[0].arrays()
     keywords = on_device(keywords)
-    with pytest.raises(NotImplementedError, match="attention has no 'pallas'"):
+    with pytest.raises(NotImplementedError, match="attention's 'pallas' cannot run"):
         attention(*as_jax(q, k, v), **keywords, implementation="pallas")

@@ -92,7 +92,7 @@ def compare_documents(a: dict[str, Any], b: dict[str, Any]) -> list[Comparison]:
     rows = []
     for x in a["results"]:
         same_work = [y for y in b["results"] if _identity(x) == _identity(y)]
-        same = [y for y in same_work if all(x[name] == y[name] for name in SETTINGS)]
+        same = [y for y in same_work if all(x.get(n) == y.get(n) for n in (*SETTINGS, "mesh"))]
         rows += [(x, y) for y in same or same_work]
     if not rows:
         raise RequestError("the two files have no row in common: model, batch or lengths differ")
@@ -116,5 +116,6 @@ def _label(a: dict[str, Any], b: dict[str, Any]) -> str:
         for group in SETTINGS
         for name in sorted({*a[group], *b[group]})
     ]
+    pairs.append(("mesh", a.get("mesh"), b.get("mesh")))
     changes = [f"{name} {x} -> {y}" for name, x, y in pairs if x != y]
     return f"{label} ({', '.join(changes)})" if changes else label

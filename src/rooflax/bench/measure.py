@@ -6,6 +6,8 @@ Load outside the clock; warm up until nothing compiles; then trials. Token ids i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,6 +97,7 @@ class Bench:
             quantize=work.precision.quantize,
             options=work.options,
             max_num_seqs=work.batch,
+            mesh=work.mesh,
             prefix_caching=False,  # every trial computes its prompts
         )
         longest, room = work.prompt_tokens + work.output_tokens, self.llm.max_model_len
@@ -115,6 +118,12 @@ class Bench:
         middle = work.prompt_tokens + work.output_tokens // 2
         self.decode = decode_cost(about.family, about.config, context=middle, **widths)
         self.prefill = prefill_cost(about.family, about.config, prompt=work.prompt_tokens, **widths)
+
+    @property
+    def num_devices(self) -> int:
+        """Of the mesh; simulated ones are a single CPU."""
+        simulated = jax.default_backend() == "cpu"
+        return 1 if self.llm.mesh is None or simulated else self.llm.mesh.size
 
     def _sequences(self) -> list[Sequence]:
         params = self.work.params()
@@ -152,6 +161,7 @@ class Bench:
             "kernels": chosen(work.options.kernels),
             "precision": vars(llm.precision),
             "deterministic": work.deterministic,
+            **({"mesh": work.mesh} if work.mesh else {}),
             "weights_bytes": llm.model.weights_bytes,
             "kv_cache_bytes": self.engine.kv_cache_bytes,
         }
@@ -159,10 +169,24 @@ class Bench:
 
 def timed_trials(bench: Bench) -> tuple[list[Trial], list[Trial], dict[str, Any]]:
     """(valid trials, void ones, the machine before and after); the ceilings' buffers are let go."""
-    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
+    read = _of_all(ceiling_reader(bench.decode.total_bytes, bench.dtype), bench.num_devices)
     before = machine_state()
     trials, void = run_trials(bench.run, read, bench.work.trials)
     return trials, void, {"before": before, "after": machine_state()}
+
+
+def _of_all(read: Callable[[], Ceiling], num_devices: int) -> Callable[[], Ceiling]:
+    """The ceilings of a mesh: of all its devices together."""
+
+    def together() -> Ceiling:
+        one = read()
+        return replace(
+            one,
+            read_gb_per_s=one.read_gb_per_s * num_devices,
+            flops_per_s=one.flops_per_s * num_devices,
+        )
+
+    return together
 
 
 def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:

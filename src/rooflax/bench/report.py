@@ -36,8 +36,9 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def options_of(result: Result) -> str:
-    """The switches that are not the default."""
-    return ExecutionOptions(**result["options"]).describe()
+    """The switches that are not the default, and the mesh if there is one."""
+    options, mesh = ExecutionOptions(**result["options"]).describe(), result.get("mesh")
+    return f"{options}, mesh {mesh}" if mesh else options
 
 
 def labels(results: Sequence[Result], without: str = "") -> list[str]:

@@ -29,6 +29,7 @@ class Workload:
         source: how the model is found, as arguments of `describe`.
         deterministic: fixed matmul precision, and XLA's deterministic operations.
         platform: that must be here, "cpu", "gpu" or "tpu"; None takes the best.
+        mesh: devices that share the work, as in "tensor=4,data=2"; None is one.
     """
 
     model: str | None
@@ -41,6 +42,7 @@ class Workload:
     source: dict[str, Any] = field(default_factory=dict)
     deterministic: bool = False
     platform: str | None = None
+    mesh: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in AT_LEAST.items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, at_least_one, number
 from rooflax.errors import RequestError
+from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.bench.workload import Workload
@@ -30,7 +31,7 @@ SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
 LENGTHS = ("prompt_tokens", "output_tokens")
 ONE_SERVED = (*MODEL, *LISTS, *DEVICE, *LENGTHS)
-ONE_ROW = (*ONE_SERVED, "no_cache", "no_jit")
+ONE_ROW = (*ONE_SERVED, "no_cache", "no_jit", "mesh")
 ALWAYS = ("json", "quiet", "verbose", "help")
 MEANT = {
     "": (*ONE_ROW, "batch", "trials", "deterministic", "markdown", "report", "html"),
@@ -71,7 +72,7 @@ def add_flags(parser: Parser) -> None:
     add("--target-tpot", metavar="S", type=number, help="seconds a token; default 0.1")
     flags.add_precision(parser, lists=True)
     flags.add_execution(parser, lists=True)
-    flags.add_device(parser)
+    flags.add_device(parser, mesh=True)
     add = parser.group("output").add_argument
     add("--markdown", action="store_true", help="the table as Markdown")
     add("--report", action="store_true", help="everything about each row, as text")
@@ -81,6 +82,8 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     mode = _mode(args)
+    if args.mesh is not None:
+        parse_mesh(args.mesh)
     if args.html:
         from rooflax.bench.html import check_page
 
@@ -339,6 +342,7 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         source=flags.find_arguments(args),
         deterministic=args.deterministic,
         platform=args.platform,
+        mesh=args.mesh,
     )
     singles = [
         argparse.Namespace(**vars(args) | dict(zip(LISTS, values, strict=True)))

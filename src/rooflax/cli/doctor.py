@@ -88,7 +88,7 @@ def kernels() -> dict[str, dict[str, str]]:
     """Per operation, each implementation: "used", "available", or why it is not there."""
     from rooflax.nn.execution import KERNELS
     from rooflax.ops import native
-    from rooflax.ops.dispatch import available
+    from rooflax.ops.dispatch import MISSING, available
     from rooflax.ops.kernels import OPERATIONS, chosen
 
     found, best = {}, chosen(None)
@@ -97,7 +97,7 @@ def kernels() -> dict[str, dict[str, str]]:
         states = {name: "used" if name == best[operation] else "available" for name in here}
         for name in KERNELS:
             if name in known and name not in here:
-                states[name] = f"cannot run: {native.status().reason}"
+                states[name] = f"cannot run: {MISSING[name]()}"
             elif name not in known:
                 states[name] = f"not built: {NOT_WRITTEN}"
         if "native" in here:

@@ -281,8 +281,13 @@ def execution_options(args: argparse.Namespace) -> ExecutionOptions:
     )
 
 
-def add_device(parser: Parser, *, mesh: bool = False) -> None:
-    """Where to run."""
+def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> None:
+    """Where to run.
+
+    Args:
+        mesh: over several devices.
+        hosts: and several processes, each with the same command but for its number.
+    """
     add = parser.group("where to run").add_argument
     add("--platform", metavar="NAME", help="cpu, gpu or tpu; default the best that is here")
     add(
@@ -290,7 +295,16 @@ def add_device(parser: Parser, *, mesh: bool = False) -> None:
         help="CPU threads; default the cores this process may use",
     )  # fmt: skip
     if mesh:
-        add("--mesh", metavar="tensor=N", help="split the model over N devices")
+        add(
+            "--mesh",
+            metavar="AXIS=N",
+            help="split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, "
+            "tensor",
+        )
+    if hosts:
+        add("--coordinator", metavar="HOST:PORT", help="of a job of several processes: its first")
+        add("--num-processes", metavar="N", type=at_least_one, help="how many there are")
+        add("--process-id", metavar="I", type=whole, help="which of them this is, from 0")
 
 
 def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:

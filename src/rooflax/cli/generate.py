@@ -33,7 +33,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_precision(parser)
     flags.add_execution(parser)
     flags.add_speculation(parser)
-    flags.add_device(parser, mesh=True)
+    flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser)
 
 

@@ -16,6 +16,7 @@ from rooflax.cli import flags, platform, terminal
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
+from rooflax.nn.shards import Shards, parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.loading.load import Description
@@ -31,18 +32,19 @@ def add_flags(parser: Parser) -> None:
     parser.group("memory and precision").add_argument(
         "--batch", metavar="N", type=at_least_one, default=1, help="sequences at once; default 1"
     )
-    flags.add_device(parser)
+    flags.add_device(parser, mesh=True)
     flags.add_output(parser, progress=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is known before loading."""
     flags.check_precision(args)
+    shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
     from rooflax.loading.load import describe
 
     about = describe(args.model, **flags.find_arguments(args))
-    found = document(about, args)
+    found = document(about, args, shards)
     if args.json:
         terminal.print_json(found)
     else:
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def document(about: Description, args: argparse.Namespace) -> dict[str, Any]:
+def document(about: Description, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """Everything, as `--json` prints it."""
     return {
         "model": about.name,
@@ -59,7 +61,7 @@ def document(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "folder": str(about.folder) if about.folder else None,
         "architecture": architecture(about.config),
         "weights": weights(about),
-        "memory": memory(about, args),
+        "memory": memory(about, args, shards),
     }
 
 
@@ -129,7 +131,7 @@ def _is_mxfp4(name: str, names: set[str]) -> bool:
     return False
 
 
-def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
+def memory(about: Description, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """The arithmetic of what running it will take, and whether that is free."""
     import jax
 
@@ -144,14 +146,14 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         precision.dtype or "float32", precision.quantize, narrow=narrow, keep=args.dtype is None
     )
     tokens = resolve_max_model_len(about.config, args.max_model_len)
-    need = estimate(
-        about.family,
-        about.config,
-        storage=storage,
-        kv_dtype=precision.kv_dtype or "float32",
-        rows=args.batch,
-        tokens=tokens,
-    )
+    work: dict[str, Any] = {
+        "storage": storage,
+        "kv_dtype": precision.kv_dtype or "float32",
+        "rows": args.batch,
+        "tokens": tokens,
+    }
+    need = estimate(about.family, about.config, **work)
+    each = estimate(about.family, about.config, **work, shards=shards) if shards else None
     free = free_bytes()
     return {
         "batch": args.batch,
@@ -165,9 +167,36 @@ def memory(about: Description, args: argparse.Namespace) -> dict[str, Any]:
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
         "free_bytes": free,
-        "server": _server(about.config, precision.kv_dtype or "float32", tokens, free, need),
-        "fits": None if free is None else need.total <= free,
+        "server": None
+        if shards
+        else _server(about.config, precision.kv_dtype or "float32", tokens, free, need),
+        "mesh": _mesh(shards, each) if shards and each else None,
+        "fits": _fits(need if each is None else each, shards),
     }
+
+
+def _mesh(shards: Shards, each: MemoryEstimate) -> dict[str, Any]:
+    """What each device of a mesh will hold, whether or not it is here."""
+    return {
+        "axes": {axis: parts for axis, parts in shards.sizes.items() if parts > 1},
+        "devices": shards.num_devices,
+        "weights_bytes_per_device": each.weights,
+        "kv_cache_bytes_per_device": each.kv_cache,
+        "workspace_bytes_per_device": each.workspace,
+        "total_bytes_per_device": each.total,
+    }
+
+
+def _fits(need: MemoryEstimate, shards: Shards | None) -> bool | None:
+    """Whether the devices have room for it; None where they are not here."""
+    import jax
+
+    from rooflax.nn.device_memory import free_bytes
+
+    if shards and shards.num_devices > jax.device_count():
+        return None
+    free = free_bytes(shards.num_devices if shards else 1)
+    return None if free is None else need.total <= free
 
 
 def _server(
@@ -176,8 +205,8 @@ def _server(
     """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
     from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
     from rooflax.engine.plan import plan_server
-    from rooflax.engine.runner import BLOCK_SIZE
     from rooflax.nn.layout import blocks_needed, most_new_tokens
+    from rooflax.ops.accelerator import block_size
 
     new_tokens = most_new_tokens(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
     try:
@@ -191,12 +220,12 @@ def _server(
         )
     except RequestError as error:
         return {"refused": str(error)}
-    longest = max(blocks_needed(w, tokens, new_tokens, BLOCK_SIZE) for w in config.groups.windows)
+    longest = max(blocks_needed(w, tokens, new_tokens, block_size()) for w in config.groups.windows)
     return {
         "sequences": MAX_SLOTS,
         "of_full_length": (max(blocks) - 1) // longest,
         "kv_blocks": list(blocks),
-        "block_size": BLOCK_SIZE,
+        "block_size": block_size(),
     }
 
 
@@ -209,8 +238,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_section("architecture", _architecture_rows(found["architecture"])),
         *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
         *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
+        *_mesh_section(found["memory"]["mesh"]),
         _verdict(found["memory"]),
-        *textwrap.wrap(_server_line(found["memory"]["server"]), 80),
+        *_server_lines(found["memory"]["server"]),
     ]
 
 
@@ -270,20 +300,39 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _server_line(server: dict[str, Any]) -> str:
+def _mesh_section(known: dict[str, Any] | None) -> list[str]:
+    from rooflax.models.memory import gib
+
+    if known is None:
+        return []
+    parts = ("weights", "kv_cache", "workspace", "total")
+    sizes = [gib(known[f"{part}_bytes_per_device"]) for part in parts]
+    names = ("weights", "KV cache", "workspace", "together")
+    axes = ",".join(f"{axis}={parts}" for axis, parts in known["axes"].items()) or "one device"
+    title = f"on each of {known['devices']} devices ({axes})"
+    return _section(title, list(zip(names, sizes, strict=True)), right=(1,))
+
+
+def _server_lines(server: dict[str, Any] | None) -> list[str]:
     """The plan of `AsyncLLM`, for people."""
+    if server is None:
+        return []
     if "refused" in server:
-        return f"As a server: {server['refused']}"
+        return textwrap.wrap(f"As a server: {server['refused']}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
-    return (
+    line = (
         f"As a server of {server['sequences']} sequences: {blocks} KV blocks of "
         f"{server['block_size']} tokens, for {server['of_full_length']} of full length."
     )
+    return textwrap.wrap(line, 80)
 
 
 def _verdict(known: dict[str, Any]) -> str:
+    if known["fits"] is None and known["mesh"]:
+        return "Whether that is free, only these devices could say."
     if known["fits"] is None:
         return "Whether that is free, this device does not say."
     if known["fits"]:
         return "It fits."
-    return "It does not fit: choose a smaller --max-model-len, --batch or --dtype."
+    larger = ", or a larger --mesh" if known["mesh"] else ""
+    return f"It does not fit: choose a smaller --max-model-len, --batch or --dtype{larger}."

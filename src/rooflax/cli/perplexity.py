@@ -37,7 +37,7 @@ def add_flags(parser: Parser) -> None:
     )
     flags.add_precision(parser, kv=False)
     flags.add_execution(parser, cached=False)
-    flags.add_device(parser)
+    flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser)
 
 

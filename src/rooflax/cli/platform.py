@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from rooflax.cli.flags import PLATFORMS
 from rooflax.errors import RequestError
 
 THREADS_VARIABLE = "PJRT_NPROC"
-MESH_AXES = ("tensor",)
+COORDINATOR_VARIABLE = "JAX_COORDINATOR_ADDRESS"
+COUNT_VARIABLE, NUMBER_VARIABLE = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+JOIN_S = 120
+"""How long a process waits for the others of its job."""
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -48,7 +52,7 @@ def start_jax(args: argparse.Namespace) -> Any:
     import jax
 
     platform = args.platform
-
+    join_processes(args)
     try:
         found = jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # an assertion: no named platform is there
@@ -97,25 +101,55 @@ def cgroup_cores(folder: Path) -> float | None:
     return int(quota) / int(period)
 
 
-def parse_mesh(text: str | None) -> int | None:
-    """The number of devices in "tensor=N"; None if no mesh is wanted.
+def check_processes(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        RequestError: the flags of several processes do not fit together.
+    """
+    coordinator = getattr(args, "coordinator", None)
+    count, number = getattr(args, "num_processes", None), getattr(args, "process_id", None)
+    if coordinator is None and (count is not None or number is not None):
+        raise RequestError("--num-processes and --process-id need --coordinator HOST:PORT.")
+    if coordinator is None:
+        return
+    host, colon, port = coordinator.rpartition(":")
+    if not host or not colon or not port.isascii() or not port.isdigit():
+        raise RequestError(f"--coordinator is {coordinator!r}; it must be HOST:PORT.")
+    if count is not None and number is not None and number >= count:
+        raise RequestError(
+            f"--process-id is {number} of --num-processes {count}; it must be 0 to {count - 1}."
+        )
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Joins the job of several processes that flags or JAX's own variables name.
+
+    All but the first are silent from then on.
 
     Raises:
-        RequestError: another axis, or not a number.
+        RequestError: the others were not found.
     """
-    if text is None:
-        return None
-    sizes = {}
-    for part in text.split(","):
-        axis, equals, size = part.partition("=")
-        if axis not in MESH_AXES or not equals or not size.isascii() or not size.isdigit():
-            raise RequestError(f"--mesh is {text!r}; it must be tensor=N with N devices.")
-        if axis in sizes:
-            raise RequestError(f"--mesh is {text!r}, which names {axis} twice.")
-        sizes[axis] = int(size)
-    if sizes["tensor"] < 1:
-        raise RequestError(f"--mesh is {text!r}; N must be at least 1.")
-    return sizes["tensor"]
+    check_processes(args)
+    named = getattr(args, "coordinator", None)
+    if not hasattr(args, "coordinator") or not (named or os.environ.get(COORDINATOR_VARIABLE)):
+        return
+    import jax
+
+    given = {"num_processes": args.num_processes, "process_id": args.process_id}
+    for name, variable in (("num_processes", COUNT_VARIABLE), ("process_id", NUMBER_VARIABLE)):
+        if given[name] is None and os.environ.get(variable, "").isdigit():
+            given[name] = int(os.environ[variable])
+    try:
+        jax.distributed.initialize(named, **given, initialization_timeout=JOIN_S)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"the job's processes did not come together: {reason}") from None
+    silent = open(os.devnull, "w")  # noqa: SIM115
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(silent.fileno(), 1)  # Gloo says there whom it has met
+    if jax.process_index() > 0:
+        args.quiet = True
+    sys.stdout = silent if jax.process_index() > 0 else own
 
 
 def make_mesh(text: str | None) -> Any:
@@ -124,17 +158,8 @@ def make_mesh(text: str | None) -> Any:
     Raises:
         RequestError: there are not that many devices.
     """
-    size = parse_mesh(text)
-    if size is None:
+    if text is None:
         return None
-    import jax
+    from rooflax.nn.mesh import make_mesh
 
-    devices = jax.devices()
-    if size > len(devices):
-        more = ""
-        if devices[0].platform == "cpu":
-            flag = f"--xla_force_host_platform_device_count={size}"
-            more = f" (XLA_FLAGS={flag} simulates them)"
-        raise RequestError(f"--mesh {text} needs {size} devices, here: {len(devices)}{more}.")
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((size,), MESH_AXES, axis_types=auto, devices=devices[:size])
+    return make_mesh(text)

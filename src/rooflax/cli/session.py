@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -26,7 +27,9 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     flags.check_speculation(args, options)
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
-    platform.parse_mesh(mesh_text)
+    if mesh_text is not None:
+        parse_mesh(mesh_text)
+    platform.check_processes(args)
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
         platform.start_jax(args)
@@ -65,8 +68,7 @@ def _bytes(about: Any, given: dict[str, Any]) -> int:
     config = about.config
     precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
     own = given["dtype"] is None
-    keep = own and given["mesh"] is None
-    storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=keep)
+    storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
     return sum(
         storage.num_bytes(slot, config, stored_narrow=storage.narrow)
         for slot in slots(family(about.family).weights(config), config.num_layers)

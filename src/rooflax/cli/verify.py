@@ -46,13 +46,15 @@ def add_flags(parser: Parser) -> None:
         help=f"greedy tokens per prompt; default {DEFAULT_TOKENS}",
     )  # fmt: skip
     flags.add_execution(parser)
-    flags.add_device(parser)
+    flags.add_device(parser, mesh=True)
     flags.add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 if everything is equal, 1 if not."""
     args.dtype = "float32"
+    if args.isolate and args.mesh is not None:
+        raise RequestError("--isolate compares settings on one device; drop --mesh.")
     if args.isolate:
         found = isolate.run(args, args.prompt or PROMPTS)
         return _report(args, found, isolate.lines(found))
@@ -172,7 +174,7 @@ def compare(
 def _row(llm: LLM, prompt: list[int], wanted: Any, theirs: list[int], mine: list[int]) -> dict:
     import numpy as np
 
-    computed = isolate.dense_logits(llm.model, llm.options, prompt)
+    computed = llm.logits(prompt)
     error = float(np.abs(computed - wanted).max())
     same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
     return {

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from rooflax.engine.buckets import bucket
 from rooflax.engine.engine import Engine
-from rooflax.engine.runner import BLOCK_SIZE, SMALLEST_PREFILL, Compiled
+from rooflax.engine.runner import SMALLEST_PREFILL, Compiled
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import Drafter
 from rooflax.errors import EngineError
+from rooflax.ops.accelerator import block_size
 
 
 class ModelDrafter(Drafter):
@@ -68,7 +69,7 @@ class ModelDrafter(Drafter):
         """Few shapes: whole prompts one by one, and for all at once what came since the last step,
         with the part of a block that was not full by then."""
         engine = self.engine
-        new = bucket(BLOCK_SIZE + num_tokens, SMALLEST_PREFILL)
+        new = bucket(block_size() + num_tokens, SMALLEST_PREFILL)
         prefills = {(1, new), (engine.num_slots, new), (1, max(new, engine.runner.longest_prefill))}
         buckets = replace(
             engine.server_buckets(),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import jax
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
@@ -17,7 +18,7 @@ from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
-from rooflax.engine.runner import BLOCK_SIZE, Call, Compiled, Runner
+from rooflax.engine.runner import Call, Compiled, Runner
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
@@ -25,6 +26,7 @@ from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.ops.accelerator import block_size
 
 DEFAULT_PREFILL_CHUNK = 512
 MOST_DECODE_STEPS = 32
@@ -53,7 +55,7 @@ class Engine:
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
         speculation: who drafts tokens; None is nobody.
-        mesh: devices with a "tensor" axis; None for one device.
+        mesh: devices that share the model and its cache; None for one device.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Engine:
         blocks = BlockManager(
             self.runner.windows,
             self.runner.num_blocks,
-            BLOCK_SIZE,
+            block_size(),
             prefix_caching=self._prefix_caching,
         )
         return Scheduler(blocks, num_slots=self.num_slots, **self._budget)
@@ -125,7 +127,7 @@ class Engine:
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
                     f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
-                    f"cache of {self.runner.num_blocks} blocks of {BLOCK_SIZE} cannot; lower "
+                    f"cache of {self.runner.num_blocks} blocks of {block_size()} cannot; lower "
                     f"max_tokens."
                 )
 
@@ -305,6 +307,8 @@ class Engine:
         """
         if self.options.decode_steps is None and self.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
+            if jax.process_count() > 1:  # all must choose alike, and clocks differ
+                fitting = self.scheduler.decode_steps
             if self.speculation is not None:
                 fitting = min(fitting, self.speculation.most_steps)
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)

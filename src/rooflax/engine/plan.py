@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rooflax.engine.runner import BLOCK_SIZE
 from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
+from rooflax.ops.accelerator import block_size
 
 CACHE_SHARE = 0.5
 """Of the memory that is free once the weights are there, for the KV cache of a server."""
@@ -74,7 +74,7 @@ def plan_server(
         num_slots=num_slots,
         max_tokens=max_tokens,
         new_tokens=new_tokens,
-        block_size=BLOCK_SIZE,
+        block_size=block_size(),
         limit_bytes=None if free is None else int(CACHE_SHARE * max(0, free)),
     )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
@@ -29,11 +29,13 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
-from rooflax.nn.mesh import CACHE_SPEC
+from rooflax.nn.mesh import cache_spec, shards_of
+from rooflax.nn.placement import put
+from rooflax.nn.shards import Shards
+from rooflax.ops.accelerator import block_size
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts
 
-BLOCK_SIZE = 16
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
 SMALLEST_PREFILL = 16
@@ -87,7 +89,7 @@ class Runner:
         self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, draft_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL
         self.longest_tables = tuple(
-            blocks_needed(window, max_tokens, self.new_tokens, BLOCK_SIZE)
+            blocks_needed(window, max_tokens, self.new_tokens, block_size())
             for window in self.windows
         )
         self.num_blocks = num_blocks or tuple(1 + num_slots * n for n in self.longest_tables)
@@ -112,28 +114,28 @@ class Runner:
         self._device_masks = self._put(self._masks.copy())
 
     def _allocate_cache(self) -> Any:
-        config = self.model.config
+        config, shards = self.model.config, shards_of(self.mesh) or Shards()
         return allocate(
             config.groups,
             self.num_blocks,
             config.num_kv_heads,
             config.head_dim,
-            block_size=BLOCK_SIZE,
+            block_size=block_size(),
             dtype=self.kv_dtype,
             stacked=self.options.layers == "scan",
-            sharding=None if self.mesh is None else NamedSharding(self.mesh, CACHE_SPEC),
+            stages=shards.stage,
+            put=lambda array: put(array, self.mesh, cache_spec(shards)),
         )
 
     def _put(self, tree: Any) -> Any:
         """To every device, whole."""
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(tree, sharding)
+        return jax.tree.map(lambda array: put(array, self.mesh, PartitionSpec()), tree)
 
     @property
     def reads_in_place(self) -> bool:
         """Whether attention reads the blocks that a row sees, and not its whole table."""
-        native = chosen(self.options.kernels)["attention"] == "native"
-        return native and self.options.gqa != "repeat" and self.options.use_cache
+        in_place = chosen(self.options.kernels)["attention"] in ("native", "pallas")
+        return in_place and self.options.gqa != "repeat" and self.options.use_cache
 
     def _contexts(self) -> tuple[int, ...]:
         sizes = {self.max_tokens}
@@ -244,8 +246,8 @@ class Runner:
         new_tokens = self.decode_steps if shape.kind == "decode" else shape.seq
         return tuple(
             min(
-                blocks_needed(window, shape.context, new_tokens, BLOCK_SIZE),
-                ceil_div(shape.context, BLOCK_SIZE),
+                blocks_needed(window, shape.context, new_tokens, block_size()),
+                ceil_div(shape.context, block_size()),
             )
             for window in self.windows
         )
@@ -292,7 +294,7 @@ class Runner:
         copies = []
         for group, table in enumerate(sequence.block_tables):
             shared = sequence.num_published_blocks
-            first = max(0, shared - sequence.first_positions[group] // BLOCK_SIZE)
+            first = max(0, shared - sequence.first_positions[group] // block_size())
             copies += [BlockCopy(group, 0, block) for block in table[first:]]
         for begin in range(0, len(copies), self.num_slots):
             self.copy(copies[begin : begin + self.num_slots])
@@ -378,7 +380,7 @@ class Runner:
         if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
             return {rows for rows, _ in self.buckets.prefills}
         calls = self._prefill_calls(list(zip(sequences, new, strict=True)))
-        beginnings = {tuple(s.tokens[:BLOCK_SIZE]) for s in sequences}
+        beginnings = {tuple(s.tokens[: block_size()]) for s in sequences}
         alone = set() if len(beginnings) == len(sequences) else {1}
         return {call.shape.rows for call in calls} | alone
 

@@ -20,8 +20,9 @@ from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, copy_blocks
-from rooflax.nn.mesh import CACHE_SPEC, Shards, tensor_shards, weight_spec
-from rooflax.nn.weights import assemble, slots
+from rooflax.nn.layers import unstack_layers
+from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
+from rooflax.nn.shards import Shards
 from rooflax.ops.control import while_loop
 from rooflax.ops.sampling import NO_ID, Sampling, TokenCounts, logprobs_of, sample
 
@@ -242,6 +243,21 @@ def score(
     return scores.reshape(rows, seq), carry
 
 
+def logits(
+    model: Model,
+    carry: tuple[None, tuple[()]],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[Float[Array, "B T V"], tuple[None, tuple[()]]]:
+    """Logits of every token of whole sequences."""
+    batch = Batch.dense(tokens, lengths=lengths)
+    hidden, _ = model.forward(batch, None, options=options, shards=shards)
+    return model.logits(hidden, options=options, shards=shards), carry
+
+
 def _choose(
     model: Model,
     counts: TokenCounts,
@@ -315,10 +331,11 @@ class StepFunctions:
     """The step functions for one set of options and one mesh, jitted once per process."""
 
     def __init__(self, options: ExecutionOptions, mesh: Mesh | None, max_steps: int):
-        static = {"options": options, "shards": tensor_shards(mesh)}
+        static = {"options": options, "shards": shards_of(mesh)}
         self.prefill = _compiled(prefill, options.jit, mesh, **static)
         self.rerun = _compiled(rerun, options.jit, mesh, **static)
         self.score = _compiled(score, options.jit, mesh, **static)
+        self.logits = _compiled(logits, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
         self.verify = _compiled(verify, options.jit, mesh, **static)
         self.scored = _compiled(scored, options.jit, mesh, **static)
@@ -334,7 +351,7 @@ def _compiled(function: Callable, jit: bool, mesh: Mesh | None, **static: Any) -
     if key not in _JITTED:
         bound = _named(function, static)
         if mesh is not None:
-            bound = _sharded(bound, mesh)
+            bound = _sharded(bound, mesh, static["options"])
         _JITTED[key] = jax.jit(bound, donate_argnums=1) if jit else _eager(bound)
     return _JITTED[key]
 
@@ -352,21 +369,23 @@ def _named(function: Callable, static: dict[str, Any]) -> Callable:
     return bound
 
 
-def _sharded(function: Callable, mesh: Mesh) -> Callable:
+def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Callable:
     """The whole step inside one shard_map: weights and KV split, everything else whole."""
+    shards, whole = shards_of(mesh), PartitionSpec()
+
+    def of_one_device(model: Model | None, carry: Any, *rest: Any) -> tuple[Any, Any]:
+        if shards.stage > 1:
+            model, own = _own_layers(model, options), _with_layers_of(carry, shards.stage)
+            out, new = function(model, own, *rest)
+            return out, _like(carry, new)
+        return function(model, carry, *rest)
 
     def run(model: Model | None, carry: Any, *rest: Any) -> Any:
-        whole = PartitionSpec()
-        carry_specs = jax.tree.map(
-            lambda part: CACHE_SPEC if isinstance(part, KVCache) else whole,
-            carry,
-            is_leaf=lambda part: isinstance(part, KVCache),
-        )
-        model_spec = None if model is None else model_specs(model)
+        carry_specs = _by_cache(lambda _: cache_spec(shards), carry, lambda _: whole)
         mapped = jax.shard_map(
-            function,
+            of_one_device,
             mesh=mesh,
-            in_specs=(model_spec, carry_specs, *(whole for _ in rest)),
+            in_specs=(_model_specs(model, shards), carry_specs, *(whole for _ in rest)),
             out_specs=(whole, carry_specs),
             check_vma=False,
         )
@@ -376,18 +395,43 @@ def _sharded(function: Callable, mesh: Mesh) -> Callable:
     return run
 
 
-def model_specs(model: Model) -> Model:
-    """A Model whose leaves say where each array is split."""
-    config = model.config
-    specs = assemble(
-        config.num_layers,
-        ((slot, weight_spec(slot.weight)) for slot in slots(model.table, config.num_layers)),
+def _by_cache(
+    change: Callable[[KVCache], Any], carry: Any, others: Callable[[Any], Any] = lambda part: part
+) -> Any:
+    """The carry with its cache changed, and its other parts."""
+    return jax.tree.map(
+        lambda part: change(part) if isinstance(part, KVCache) else others(part),
+        carry,
+        is_leaf=lambda part: isinstance(part, KVCache),
     )
-    if "stacked_layers" in model.weights:
-        period = config.groups.period
-        layers = specs.pop("layers")[:period]
-        specs["stacked_layers"] = tuple(
-            {name: PartitionSpec(None, *spec) for name, spec in layer.items()} for layer in layers
-        )
+
+
+def _with_layers_of(carry: Any, num_stages: int) -> Any:
+    """A stage's own view of the cache: as if its layers were all."""
+
+    def own(cache: KVCache) -> KVCache:
+        layers = cache.groups.of_layer
+        groups = replace(cache.groups, of_layer=layers[: len(layers) // num_stages])
+        return replace(cache, groups=groups)
+
+    return _by_cache(own, carry)
+
+
+def _like(carry: Any, new: Any) -> Any:
+    """The new arrays, described as the carry is."""
+    return jax.tree.unflatten(jax.tree.structure(carry), jax.tree.leaves(new))
+
+
+def _own_layers(model: Model | None, options: ExecutionOptions) -> Model | None:
+    """A stage's layers; stacked ones are one of each but for a scan."""
+    if model is None or options.layers == "scan":
+        return model
+    return replace(model, weights=unstack_layers(model.weights))
+
+
+def _model_specs(model: Model | None, shards: Shards) -> Model | None:
+    """A Model whose leaves say where each array is split."""
+    if model is None:
+        return None
     rope = jax.tree.map(lambda _: PartitionSpec(), model.rope)
-    return replace(model, weights=specs, rope=rope)
+    return replace(model, weights=weights_specs(model.table, model.weights, shards), rope=rope)

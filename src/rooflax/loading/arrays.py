@@ -14,3 +14,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A copy that begins at a multiple of ALIGNMENT."""
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy

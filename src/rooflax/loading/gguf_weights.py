@@ -159,17 +159,22 @@ class GGUFWeights:
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """A product's weight from the file's own codes, its outputs in our order."""
-        format = self.formats[slot.name]
-        read = rounded_codes if format == ROUNDED else codes_and_scales
-        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
-        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
         shapes = product_shape(slot, self.config)
+        return pack(self.formats[slot.name], *self.codes(slot), *shapes)
+
+    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales [*experts, out, ...] in our order of outputs."""
+        read = rounded_codes if self.formats[slot.name] == ROUNDED else codes_and_scales
+        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
         if slot.weight.num_stacked:  # experts: gate's outputs, then up's, as they lie here
-            return pack(format, np.concatenate(codes, 1), np.concatenate(scales, 1), *shapes)
+            found = [read(kind, blocks[experts]) for kind, blocks in parts]
+            codes, scales = zip(*found, strict=True)
+            return np.concatenate(codes, 1), np.concatenate(scales, 1)
+        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
         order = self._order(slot)
         if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
-            return pack(format, codes[0], scales[0], *shapes)
-        return pack(format, np.concatenate(codes)[order], np.concatenate(scales)[order], *shapes)
+            return codes[0], scales[0]
+        return np.concatenate(codes)[order], np.concatenate(scales)[order]
 
     def _parts(self, slot: Slot) -> list[str]:
         return [stored for name in slot.hf_names for stored in self.entries[name].stored]

@@ -23,11 +23,13 @@ from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import ArraySource, Source, load_weights
 from rooflax.models.initialize import random_weights
-from rooflax.models.memory import check_fits, estimate
+from rooflax.models.memory import ONE_DEVICE, check_fits, estimate
 from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.placement import Placer
+from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import resolve_format
 
@@ -163,7 +165,7 @@ def load(
     max_model_len: int | None = None,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
-    place: Callable[..., Any] | None = None,
+    place: Placer | None = None,
     **find: Any,
 ) -> Model:
     """A model with its weights on the device.
@@ -178,11 +180,13 @@ def load(
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
+        place: for the devices of a mesh; the model is then still to be `Model.placed`.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
     storage = about.storage(dtype, quantize, narrow=narrow, keep=keep)
-    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len))
+    shards = place.shards if place else ONE_DEVICE
+    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len), shards)
     if about.folder is None:
         weights = random_weights(
             about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
@@ -197,13 +201,13 @@ def load(
             check=check,
             progress=progress,
             place=place,
-            packed=kept.packed if kept else None,
+            kept=kept,
             own=kept.tensors if isinstance(kept, PackedWeights) else {},
         )
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 
 
-def _check_fits(about: Description, storage: Storage, max_model_len: int) -> None:
+def _check_fits(about: Description, storage: Storage, max_model_len: int, shards: Shards) -> None:
     """The weights with a small cache must fit; a request's own cache is checked when it comes."""
     need = estimate(
         about.family,
@@ -213,8 +217,10 @@ def _check_fits(about: Description, storage: Storage, max_model_len: int) -> Non
         rows=1,
         tokens=min(256, max_model_len),
         max_model_len=max_model_len,
+        shards=shards,
     )
-    check_fits(need, free_bytes(), about.name)
+    what = about.name if shards == ONE_DEVICE else f"{about.name} on each device of {shards}"
+    check_fits(need, free_bytes(shards.num_devices), what)
 
 
 def from_state_dict(

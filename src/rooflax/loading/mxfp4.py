@@ -78,12 +78,16 @@ class Mxfp4Weights:
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """An array of experts from the file's own codes, gate's outputs before up's."""
+        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config))
+
+    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""
         (name,) = slot.hf_names
-        blocks, scales = (self._source.read(part) for part in names(name))
+        blocks, scales = (self._source.read(part)[experts] for part in names(name))
         codes = np.stack([blocks & 0x0F, blocks >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
         if isinstance(slot.weight.layout, InterleavedGateUp):
-            codes, scales = _gates_first(codes), _gates_first(scales)
-        return pack(KEPT, codes, scales, *product_shape(slot, self._config))
+            return _gates_first(codes), _gates_first(scales)
+        return codes, scales
 
 
 def _gates_first(rows: np.ndarray) -> np.ndarray:

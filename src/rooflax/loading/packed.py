@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.arrays import aligned_copy
 from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
 from rooflax.models.registry import family
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS
-from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays
+from rooflax.ops.matrix_packing import as_panels
+from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed, unpack
 
 METHOD = "rooflax"
 PARTS = ("values", "scales", "sums")
@@ -52,7 +55,8 @@ def to_config(formats: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tensors_of(slot: Slot, leaf: QuantizedArray) -> list[TensorToWrite]:
-    """A packed weight's arrays as tensors."""
+    """A packed weight's arrays as tensors, in panels wherever they are."""
+    leaf = as_panels(leaf)
 
     def tensor(part: str, array: jax.Array) -> TensorToWrite:
         name = f"{slot.name}.{part}"
@@ -117,14 +121,25 @@ class PackedWeights:
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """A weight's arrays, as they are."""
+        stored = self._stored(slot)
+        arrays = [aligned_copy(getattr(stored, part)) for part in PARTS]
+        return placed(arrays, stored.format, stored.in_shape, stored.out_shape)
+
+    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales [*experts, out, ...]."""
+        stored = self._stored(slot)
+        if slot.weight.num_stacked:
+            stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
+        return unpack(stored)
+
+    def _stored(self, slot: Slot) -> QuantizedArray:
+        """A weight's arrays in the file's pages."""
         stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
         values, scales, sums = (
-            jax.device_put(
-                np.array(self._source.read(stored[part]))
-                if part in stored
-                else np.zeros(wanted.shape, wanted.dtype)
-            )
+            self._source.read(stored[part])
+            if part in stored
+            else np.zeros(wanted.shape, wanted.dtype)
             for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
         )
         shapes = product_shape(slot, self._config)
-        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)
+        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)  # type: ignore[arg-type]

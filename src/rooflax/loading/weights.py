@@ -6,8 +6,11 @@ made so far and nothing else: the file's pages are let go of as they are consume
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -19,15 +22,19 @@ from rooflax.loading import mxfp4
 from rooflax.loading.arrays import aligned_empty
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
-from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, assemble, slots
-from rooflax.ops.quantization import E8M0_VALUES, QuantizedArray
+from rooflax.nn.placement import Placer
+from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
+from rooflax.nn.weights import Slot, Where, assemble, slots
+from rooflax.ops.formats import FORMATS, GROUP
+from rooflax.ops.quantization import E8M0_VALUES, QuantizedArray, pack
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
 
 NAMED_IN_ERRORS = 10
 DEFAULT_STORAGE = Storage()
+READERS = 2
+"""Threads that copy weights out of the file's pages; quantising takes memory, so it is done in turn."""
 
 
 class Source(Protocol):
@@ -47,8 +54,8 @@ def load_weights(
     storage: Storage = DEFAULT_STORAGE,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
-    place: Callable[[Slot, np.ndarray], Any] | None = None,
-    packed: Callable[[Slot], QuantizedArray] | None = None,
+    place: Placer | None = None,
+    kept: Kept | None = None,
     own: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
     """The weights of a model, on the device.
@@ -59,8 +66,8 @@ def load_weights(
         storage: at which width each weight is kept.
         check: refuse weights that hold NaN or infinity.
         progress: called with the bytes of each weight when it is done.
-        place: puts a slot's host array on its devices; `storage.keep` otherwise.
-        packed: gives the slots of `storage.kept`.
+        place: reads of each slot what devices of a mesh hold, and puts it there.
+        kept: gives the slots of `storage.kept`.
         own: by slot, tensors of ours that hold it packed, in place of the table's.
 
     Raises:
@@ -68,26 +75,113 @@ def load_weights(
             weight's (the first ten named).
     """
     plan = _Plan(source, name, config, own or {})
-    place = place or (lambda slot, array: storage.keep(slot, array, config))
+
+    def placed(slot: Slot) -> Any:
+        def read(where: Where | None) -> np.ndarray:
+            array = plan.read(slot, storage, config, where)
+            if check:
+                _check_finite(slot, array)
+            return array
+
+        if place is None:
+            return storage.keep(slot, read(None), config)
+        return place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
+
+    def packed(slot: Slot, kept: Kept) -> Any:
+        parts = _KeptParts(kept, slot, storage.kept[slot.name], config)
+        leaf: Any = kept.packed(slot) if place is None else place(slot, parts.rows, parts.keep)
+        if check and leaf is not None:
+            scales = np.asarray(leaf.scales) if place is None else parts.scales
+            _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
+        return leaf
+
+    def leaf_of(slot: Slot) -> Any:
+        return packed(slot, kept) if kept is not None and storage.is_kept(slot) else placed(slot)
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
-        for slot in plan.slots:
-            if packed is not None and storage.is_kept(slot):
-                leaf = packed(slot)
-                if check:
-                    scales = np.asarray(leaf.scales)
-                    _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
-            else:
-                array = plan.read(slot, storage, config)
-                if check:
-                    _check_finite(slot, array)
-                leaf = place(slot, array)
+        copies = place is None and storage.quantize is None
+        for slot, leaf in _ahead(leaf_of, plan.slots, READERS if copies else 0):
             yield slot, leaf
             plan.release(slot)
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
 
     return assemble(config.num_layers, arrays())
+
+
+def _ahead(
+    leaf_of: Callable[[Slot], Any], found: Iterable[Slot], readers: int
+) -> Iterator[tuple[Slot, Any]]:
+    """Leaves in order, made by so many threads ahead of their turn; 0 makes each in its turn."""
+    if readers == 0:
+        for slot in found:
+            yield slot, leaf_of(slot)
+        return
+    with ThreadPoolExecutor(readers) as pool:
+        waiting: deque[tuple[Slot, Future]] = deque()
+        for slot in found:
+            waiting.append((slot, pool.submit(leaf_of, slot)))
+            if len(waiting) > readers:
+                first, leaf = waiting.popleft()
+                yield first, leaf.result()
+        while waiting:
+            first, leaf = waiting.popleft()
+            yield first, leaf.result()
+
+
+class Kept(Protocol):
+    """A checkpoint's own quantised weights."""
+
+    def packed(self, slot: Slot) -> QuantizedArray: ...
+    def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class _KeptParts:
+    """Parts of a weight that a checkpoint holds quantised, for a `Placer`.
+
+    What is split there are not the codes but the numbers of the weight's outputs.
+    """
+
+    def __init__(self, kept: Kept, slot: Slot, format: str, config: Any):
+        self._kept, self._slot, self._format, self._config = kept, slot, format, config
+        self._experts: slice | None = None
+        self._codes: np.ndarray = np.zeros(0)
+        self.scales: np.ndarray = np.zeros(0, np.float32)
+
+    def rows(self, where: Where) -> np.ndarray:
+        """Numbers of a part's outputs; every other axis has one entry."""
+        weight = self._slot.weight
+        _, out_shape = product_shape(self._slot, self._config)
+        numbers = np.arange(math.prod(out_shape)).reshape(out_shape)
+        if is_head(self._slot, self._config):
+            return numbers[where[0]][:, None]
+        inner = len(weight.axis_names) - len(out_shape)
+        return numbers[where[inner:]][(None,) * inner]
+
+    def keep(self, rows: np.ndarray, where: Where) -> QuantizedArray:
+        """The codes of these outputs and of the inputs that the part has."""
+        slot, stacked = self._slot, self._slot.weight.num_stacked
+        in_shape, out_shape = product_shape(slot, self._config)
+        experts = where[0] if stacked else slice(None)
+        if self._experts != experts:
+            self._codes, self.scales = self._kept.codes(slot, experts)
+            self._experts = experts
+        own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
+        begin, end = 0, math.prod(in_shape)
+        if is_head(slot, self._config):
+            own_out = rows.shape[:1]
+        else:
+            first, each = where[stacked], end // in_shape[0]
+            begin, end = first.start * each, first.stop * each
+            own_in = (first.stop - first.start, *in_shape[1:])
+        check_groups(slot, self._format, end - begin)
+        flat = rows.reshape(-1)
+        codes = self._codes[..., flat, begin:end]
+        if FORMATS[self._format].grouped:
+            scales = self.scales[..., flat, begin // GROUP : end // GROUP]
+        else:
+            scales = self.scales[..., flat]
+        return pack(self._format, codes, scales, own_in, own_out, put=np.asarray)
 
 
 class _Plan:
@@ -99,16 +193,30 @@ class _Plan:
         self.names = _NameMap(set(source.names()), family(name))
         self._check(config)
 
-    def read(self, slot: Slot, storage: Storage, config: Any) -> np.ndarray:
-        """A slot's tensors in our layout: a copy, or the file's own pages where that will do."""
-        parts = [self._read(hf) for hf in self._found(slot)]
-        shape = slot.weight.shape(self.sizes)
+    def read(
+        self, slot: Slot, storage: Storage, config: Any, where: Where | None = None
+    ) -> np.ndarray:
+        """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
+
+        Args:
+            where: of each axis what is wanted, and alone read; None is everything.
+        """
+        shape, whole = slot.weight.shape(self.sizes), where is None
+        found = self._found(slot)
+        first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
+        parts = [self._read(hf, first) for hf in found]
+        if where is not None:
+            sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
+            if first != slice(None):  # these experts alone were made
+                shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
+            parts, shape = slot.weight.layout.narrow(parts, shape, where), tuple(sizes)
         if storage.takes_views(slot, config):
             return parts[0].reshape(shape)
         dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
         out = aligned_empty(shape, jnp.dtype(dtype))
         slot.weight.layout.join(parts, out)
-        self.release(slot)
+        if whole:  # else there may be more of it to read
+            self.release(slot)
         return out
 
     def release(self, slot: Slot) -> None:
@@ -128,9 +236,9 @@ class _Plan:
         names = [self.names.find(hf) for hf in slot.hf_names]
         return [name for name in names if name is not None]
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read(self, name: str, experts: slice) -> np.ndarray:
         if self.names.is_mxfp4(name):
-            blocks, scales = (self.source.read(n) for n in self.names.stored(name))
+            blocks, scales = (self.source.read(n)[experts] for n in self.names.stored(name))
             return mxfp4.dequantize(blocks, scales)
         return self.source.read(name)
 

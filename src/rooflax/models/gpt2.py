@@ -177,9 +177,8 @@ def forward(
 
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
     x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
-    return run_layers(
-        layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
-    )
+    how = {"options": options, "shards": shards, "remat": remat}
+    return run_layers(layer, weights, x, batch, cache, groups=config.groups, **how)
 
 
 def logits(

@@ -75,6 +75,7 @@ class Config:
             "qkv_group": self.num_heads // self.num_kv_heads + 2,
             "gate_up": 2,
             "experts": self.num_experts,
+            "routes": self.num_experts,
             "head_dim": self.head_dim,
         }
 
@@ -156,8 +157,8 @@ def weights(config: Config) -> dict[str, Weight]:
         "layers.{i}.mlp.norm": Weight(
             "hidden", f"{layer}.post_attention_layernorm.weight", init="ones"
         ),
-        "layers.{i}.mlp.router": Weight("hidden -> experts", f"{mlp}.router.weight", Linear()),
-        "layers.{i}.mlp.router_bias": Weight("experts", f"{mlp}.router.bias", init="zeros"),
+        "layers.{i}.mlp.router": Weight("hidden -> routes", f"{mlp}.router.weight", Linear()),
+        "layers.{i}.mlp.router_bias": Weight("routes", f"{mlp}.router.bias", init="zeros"),
         "layers.{i}.mlp.gate_up": Weight(
             "experts | hidden -> gate_up mlp", f"{experts}.gate_up_proj", split
         ),
@@ -204,6 +205,8 @@ def forward(
         norm = Norm(w["mlp.norm"], eps=config.norm_eps)
         router = product(x, w["mlp.router"], w["mlp.router_bias"], prologue=norm)
         expert_ids, shares = route(router, config.experts_per_token)
+        num_own = w["mlp.gate_up"].shape[0]
+        expert_ids, shares = mesh.own_experts(expert_ids, shares, num_own, shards)
         return experts(
             x,
             expert_ids,
@@ -232,10 +235,9 @@ def forward(
         x = mesh.all_reduce(x, shards)
 
         h = mlp(w, x.reshape(-1, config.hidden_size)).reshape(x.shape)
-        return x + mesh.all_reduce(h, shards)
+        return x + mesh.all_reduce(h, shards, (mesh.TENSOR, mesh.EXPERT))
 
     cos, sin = rope_rows(rope.cos, rope.sin, batch.positions)
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
-    return run_layers(
-        layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
-    )
+    how = {"options": options, "shards": shards, "remat": remat}
+    return run_layers(layer, weights, x, batch, cache, groups=config.groups, **how)

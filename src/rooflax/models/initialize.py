@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rooflax.models.registry import family
+from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
 
@@ -23,7 +24,7 @@ def random_weights(
     *,
     seed: int = 0,
     storage: Storage = DEFAULT_STORAGE,
-    place: Callable[[Slot, np.ndarray], Any] | None = None,
+    place: Placer | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Weights as a family's table initialises them.
@@ -34,10 +35,16 @@ def random_weights(
 
     Args:
         storage: at which width each weight is kept.
-        place: puts a slot's host array on its devices; `storage.keep` otherwise.
+        place: puts of each slot's host array what devices of a mesh hold there.
         progress: called with the bytes of each weight when it is done.
     """
-    put = place or (lambda slot, array: storage.keep(slot, array, config))
+
+    def put(slot: Slot, array: np.ndarray) -> Any:
+        if place is None:
+            return storage.keep(slot, array, config)
+        return place(
+            slot, lambda w: array[w], lambda part, _: storage.keep_part(slot, part, config)
+        )
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in slots(family(name).weights(config), config.num_layers):

@@ -227,9 +227,8 @@ def forward(
 
     cos, sin = rope_rows(rope.cos, rope.sin, batch.positions)
     x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
-    return run_layers(
-        layer, weights, x, batch, cache, groups=config.groups, options=options, remat=remat
-    )
+    how = {"options": options, "shards": shards, "remat": remat}
+    return run_layers(layer, weights, x, batch, cache, groups=config.groups, **how)
 
 
 def logits(

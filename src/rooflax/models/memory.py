@@ -9,8 +9,11 @@ from rooflax.errors import RequestError
 from rooflax.models.registry import family
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
+from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import slots
+
+ONE_DEVICE = Shards()
 
 
 @dataclass(frozen=True)
@@ -43,28 +46,34 @@ def estimate(
     max_model_len: int | None = None,
     prefill_chunk: int = 512,
     block_size: int = 16,
+    shards: Shards = ONE_DEVICE,
 ) -> MemoryEstimate:
-    """Counts weights, cache and workspace.
+    """Counts weights, cache and workspace of one device.
 
     Args:
         storage: at which width each weight will be kept.
         rows: sequences that run at once.
         tokens: longest context of each.
         max_model_len: rows of the RoPE table; the model's own by default.
+        shards: of a mesh, which need not be here.
+
+    Raises:
+        RequestError: a split that leaves a remainder.
     """
-    table = family(name).weights(config)
+    table, config = family(name).weights(config), config_on(config, shards)
+    sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.num_bytes(slot, config, stored_narrow=storage.narrow)
-        for slot in slots(table, config.num_layers)
+        storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
+        for slot in slots(table, layers)
     )
     chunk = min(prefill_chunk, tokens)
-    per_token = bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
+    per_token = bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
     groups = config.groups
     kv_cache = sum(
         (1 + rows * blocks_needed(groups.windows[g], tokens, chunk, block_size))
         * block_size
         * per_token
-        for g in groups.of_layer
+        for g in groups.of_layer[:layers]
     )
     rope = 0
     if hasattr(config, "rope_theta"):
@@ -72,14 +81,19 @@ def estimate(
     return MemoryEstimate(
         weights=weights + rope,
         kv_cache=kv_cache,
-        workspace=workspace_bytes(config, rows, tokens, chunk),
+        workspace=workspace_bytes(config, rows, tokens, chunk, shards),
     )
 
 
-def workspace_bytes(config: Any, rows: int, tokens: int, chunk: int) -> int:
+def workspace_bytes(
+    config: Any, rows: int, tokens: int, chunk: int, shards: Shards = ONE_DEVICE
+) -> int:
     """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
-    scores = config.num_heads * chunk * tokens * 4
-    hidden = chunk * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
+    rows = rows // shards.data if rows % shards.data == 0 else rows
+    chunk = chunk // shards.sequence if chunk % shards.sequence == 0 else chunk
+    scores = config.num_heads // shards.tensor * chunk * tokens * 4
+    mlp = config.intermediate_size // shards.tensor
+    hidden = chunk * (4 * config.hidden_size + 3 * mlp) * 4
     logits = 3 * config.vocab_size * 4
     return rows * (2 * scores + hidden + logits)
 

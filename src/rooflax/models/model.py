@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from rooflax.errors import RequestError
@@ -19,6 +20,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache
 from rooflax.nn.layers import stack_layers
+from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, rope_arrays
 from rooflax.nn.weights import Weight, num_parameters
 
@@ -66,17 +68,19 @@ class Model:
         remat: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states of the tokens, before the final norm; the cache with their K and V."""
-        return family(self.family).forward(
+        own = mesh_lib.own_tokens(batch, shards)
+        hidden, cache = family(self.family).forward(
             self.config,
             self.weights,
             self.rope,
-            batch,
+            own,
             cache,
             options=options,
             shards=shards,
             remat=remat,
             dtype=self.dtype,
         )
+        return mesh_lib.gather_tokens(hidden, own), cache
 
     def logits(
         self,
@@ -94,6 +98,12 @@ class Model:
         """The same model with stacked layers, for `layers="scan"`."""
         stack = jax.jit(stack_layers, static_argnames="period")
         return replace(self, weights=stack(self.weights, period=self.config.groups.period))
+
+    def placed(self, place: Placer, mesh: Mesh, *, scan: bool) -> Model:
+        """The same model as the steps of a mesh take it."""
+        weights = place.finish(self.weights, self.table, scan=scan)
+        rope = jax.tree.map(lambda array: put(array, mesh, PartitionSpec()), self.rope)
+        return replace(self, weights=weights, rope=rope, config=place.config)
 
 
 def make_rope(config: Any, max_model_len: int) -> RopeTable | None:

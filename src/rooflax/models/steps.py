@@ -19,8 +19,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, allocate
 from rooflax.nn.layout import ceil_div
-
-BLOCK_SIZE = 16
+from rooflax.ops.accelerator import block_size
 
 
 def new_cache(
@@ -40,13 +39,13 @@ def new_cache(
     if rows < 1:
         raise RequestError(f"rows is {rows}; a cache needs at least 1.")
     length = model.max_model_len if max_tokens is None else max_tokens
-    blocks = ceil_div(resolve_max_model_len(config, length), BLOCK_SIZE)
+    blocks = ceil_div(resolve_max_model_len(config, length), block_size())
     return allocate(
         config.groups,
         (1 + rows * blocks,) * len(config.groups.windows),
         config.num_kv_heads,
         config.head_dim,
-        block_size=BLOCK_SIZE,
+        block_size=block_size(),
         dtype=dtype,
         stacked=options.layers == "scan",
     )

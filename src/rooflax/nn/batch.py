@@ -6,7 +6,7 @@ requests, text or weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class Batch:
         first_positions: per layer group, the position of the first slot of the row's table
             (above 0 only where a window has let go of older blocks).
         segment_ids: documents packed into one row; a token sees only its own. None: one document.
+        split: axes of a mesh over which this is a part: "data" has other rows, "sequence" other
+            tokens of the same rows. `block_tables` and `context_lens` are of whole rows always.
     """
 
     tokens: Int[Array, "rows seq"]
@@ -40,6 +42,7 @@ class Batch:
     block_tables: tuple[Int[Array, "rows _"], ...] = ()
     first_positions: tuple[Int[Array, " rows"], ...] = ()
     segment_ids: Int[Array, "rows seq"] | None = None
+    split: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     @staticmethod
     def dense(

@@ -7,11 +7,17 @@ import jax
 from rooflax.nn.host_memory import available_bytes
 
 
-def free_bytes() -> int | None:
-    """What is free: of the host for the CPU backend, of the device elsewhere; None if unknown."""
-    device = jax.devices()[0]
+def free_bytes(num_devices: int = 1) -> int | None:
+    """What is free for each device; None if unknown.
+
+    Args:
+        num_devices: of a mesh; CPU devices share the host's memory.
+    """
+    device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return available_bytes()
+        available = available_bytes()
+        here = max(1, num_devices // jax.process_count())
+        return None if available is None else available // here
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

@@ -9,6 +9,7 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import cache_width
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
 
@@ -58,7 +60,8 @@ class KVCache:
     """Paged keys and values.
 
     Attributes:
-        k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim]. With
+        k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim], on TPU with
+            head_dim padded by zeros to its lanes. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
             block b is block r * num_blocks + b. As int8 each pool is a `QuantizedPool`.
         groups: which layers share block numbers.
@@ -84,7 +87,8 @@ class KVCache:
 
 def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
     """Of one layer's K and V; int8 has a float32 scale for each head."""
-    per_head = head_dim + 4 if dtype == "int8" else head_dim * jnp.dtype(dtype).itemsize
+    width = cache_width(head_dim)
+    per_head = width + 4 if dtype == "int8" else width * jnp.dtype(dtype).itemsize
     return 2 * num_kv_heads * per_head
 
 
@@ -96,12 +100,14 @@ def pool_shapes(
     block_size: int,
     *,
     stacked: bool = False,
+    stages: int = 1,
 ) -> list[tuple[int, int, int, int]]:
-    """Shapes of the K (or V) pools, one per entry of `KVCache.k`."""
-    num_pools = groups.period if stacked else len(groups.of_layer)
-    repeats = len(groups.of_layer) // num_pools
+    """Shapes of the K (or V) pools, one per entry of `KVCache.k`; each has the layers of all stages
+    at its place."""
+    num_pools = groups.period if stacked else len(groups.of_layer) // stages
+    repeats, width = len(groups.of_layer) // num_pools, cache_width(head_dim)
     return [
-        (repeats * num_blocks[groups.of_layer[i]], num_kv_heads, block_size, head_dim)
+        (repeats * num_blocks[groups.of_layer[i]], num_kv_heads, block_size, width)
         for i in range(num_pools)
     ]
 
@@ -115,19 +121,25 @@ def allocate(
     block_size: int = 16,
     dtype: str = "float32",
     stacked: bool = False,
-    sharding: jax.sharding.Sharding | None = None,
+    stages: int = 1,
+    put: Callable[[np.ndarray], jax.Array] = jax.device_put,
 ) -> KVCache:
     """Zeroed pools of `num_blocks[g]` blocks for each group g, block 0 included.
 
     The zeros come from the host: nothing is compiled for them.
+
+    Args:
+        stages: of a pipeline, whose layers at one place share a pool.
+        put: host arrays to their devices.
     """
-    shapes = pool_shapes(groups, num_blocks, num_kv_heads, head_dim, block_size, stacked=stacked)
+    sizes = (num_blocks, num_kv_heads, head_dim, block_size)
+    shapes = pool_shapes(groups, *sizes, stacked=stacked, stages=stages)
 
     def zeros_of(shape: tuple[int, ...]) -> Any:
         if dtype == "int8":
             values, scales = np.zeros(shape, np.int8), np.zeros(shape[:3], np.float32)
-            return QuantizedPool(*jax.device_put((values, scales), sharding))
-        return jax.device_put(np.zeros(shape, jnp.dtype(dtype)), sharding)
+            return QuantizedPool(put(values), put(scales))
+        return put(np.zeros(shape, jnp.dtype(dtype)))
 
     zeros = [zeros_of(shape) for shape in shapes * 2]
     half = len(shapes)
@@ -137,7 +149,7 @@ def allocate(
 @parts.cache_writes
 def write(
     pool: Pool,
-    new: Float[Array, "rows seq kv_heads head_dim"],
+    new: Float[Array, "rows seq kv_heads own_head_dim"],
     slots: Int[Array, "rows seq"],
 ) -> Pool:
     """Puts new keys (or values) into their slots; in place when the pool is donated.
@@ -148,6 +160,8 @@ def write(
     flat_slots, block_size = slots.reshape(-1).astype(jnp.uint32), pool.shape[2]
     block, offset = flat_slots // block_size, flat_slots % block_size
     flat = new.reshape(-1, *new.shape[2:])
+    if padding := pool.shape[3] - flat.shape[2]:
+        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))
     if isinstance(pool, QuantizedPool):
         values, scales = tokens_as_int8(flat)
         return QuantizedPool(

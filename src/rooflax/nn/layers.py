@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
+from rooflax.ops.accelerator import platform
 from rooflax.ops.attention import attention, paged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
@@ -44,9 +46,10 @@ def run_layers(
     *,
     groups: LayerGroups,
     options: ExecutionOptions,
+    shards: mesh.Shards | None = None,
     remat: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """x through all layers.
+    """x through all layers; with stages through each one's own, one stage after the other.
 
     Args:
         layer: (its weights, x, attend) -> x, where attend(q, k, v, scale=, sinks=) sees to
@@ -56,9 +59,27 @@ def run_layers(
         cache: paged cache, stacked exactly when the weights are; None runs whole sequences.
         remat: name in REMAT_POLICIES; None keeps every intermediate for the backward pass.
     """
-    if "stacked_layers" in weights:
-        return _scan(layer, weights["stacked_layers"], x, batch, cache, groups, options, remat)
+    run = _scan if "stacked_layers" in weights else _unrolled
+    layers = weights.get("stacked_layers") or weights["layers"]
     slots = _slots(batch, cache)
+
+    def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
+        return run(layer, layers, x, batch, cache, slots, groups, options, remat)
+
+    return mesh.in_stages(own, x, cache, shards)
+
+
+def _unrolled(
+    layer: Layer,
+    layers: tuple[LayerWeights, ...],
+    x: jax.Array,
+    batch: Batch,
+    cache: KVCache | None,
+    slots: tuple[jax.Array, ...],
+    groups: LayerGroups,
+    options: ExecutionOptions,
+    remat: str | None,
+) -> tuple[jax.Array, KVCache | None]:
     k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
 
     def run(group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
@@ -66,7 +87,7 @@ def run_layers(
         return layer(w, x, attend), attend.pools
 
     runs = [_once(partial(run, group), x, cache, remat) for group in range(len(groups.windows))]
-    for index, layer_weights in enumerate(weights["layers"]):
+    for index, layer_weights in enumerate(layers):
         pools = _Pools(k_pools[index], v_pools[index], cache.block_size, 0) if cache else None
         x, pools = runs[groups.of_layer[index]](layer_weights, x, pools)
         if pools is not None:
@@ -80,6 +101,7 @@ def _scan(
     x: jax.Array,
     batch: Batch,
     cache: KVCache | None,
+    slots: tuple[jax.Array, ...],
     groups: LayerGroups,
     options: ExecutionOptions,
     remat: str | None,
@@ -88,9 +110,9 @@ def _scan(
 
     Products' weights stay in their stacks where a kernel reads them there; the rest is small.
     """
-    repeats, slots = jax.tree.leaves(stacked)[0].shape[0], _slots(batch, cache)
-    in_place = chosen(options.kernels)["linear"] == "native"
-    kept = [{k: w for k, w in layer.items() if in_place and _is_large(w)} for layer in stacked]
+    repeats = jax.tree.leaves(stacked)[0].shape[0]
+    kernels = chosen(options.kernels)["linear"]
+    kept = [{k: w for k, w in layer.items() if _stays(w, kernels)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -116,17 +138,20 @@ def _scan(
     return x, with_pools(cache, list(k), list(v)) if cache else None
 
 
-def _is_large(stack: jax.Array | QuantizedArray) -> bool:
-    """Whether a layer's part of a stack is a matrix or more; norms and sinks are vectors."""
-    return isinstance(stack, QuantizedArray) or stack.ndim > 2
+def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
+    """Whether kernels read a layer's part in its stack: matrices; norms and sinks are vectors."""
+    if isinstance(stack, QuantizedArray):
+        return kernels == "native" or (kernels == "pallas" and stack.is_matrix == (platform() == "tpu"))
+    return kernels == "native" and stack.ndim > 2
 
 
 def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:
-    """Per layer group, where the new tokens' K and V go; traced once for all its layers."""
+    """Per layer group, where everybody's new K and V go; traced once for all its layers."""
     if cache is None:
         return ()
     groups = range(len(batch.block_tables))
-    return tuple(batch.slot_mapping(group, cache.block_size) for group in groups)
+    own = (batch.slot_mapping(group, cache.block_size) for group in groups)
+    return tuple(mesh.gather_tokens(slots, batch) for slots in own)
 
 
 def _once(run: Callable, x: jax.Array, cache: KVCache | None, remat: str | None) -> Callable:
@@ -195,16 +220,20 @@ class _Attend:
             },
         )
         if self.pools is None:
+            k, v, keys = (
+                mesh.gather_tokens(a, batch, (mesh.SEQUENCE,)) for a in (k, v, batch.positions)
+            )
             return attention(
                 q,
                 k.swapaxes(1, 2),
                 v.swapaxes(1, 2),
-                key_positions=batch.positions,
+                key_positions=keys,
                 segment_ids=batch.segment_ids,
-                causal_order=True,
+                causal_order=mesh.SEQUENCE not in batch.split,
                 **common,
             )
         pools = self.pools
+        k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
         slots = self.slots[self.group] + pools.first_block * pools.block_size
         pools = _Pools(
             write(pools.k, k, slots), write(pools.v, v, slots), pools.block_size, pools.first_block

@@ -1,128 +1,156 @@
-"""Tensor parallelism: which axis of a weight is split, and the reductions a model needs.
+"""A mesh of devices: where arrays are split, and what a model's parts exchange.
 
 With a mesh the whole step runs inside one `jax.shard_map`; models then see local shapes and call
 the helpers here where the parts meet. `Shards` is passed to them, never ambient; without it the
-helpers are the identity.
+helpers are the identity. The rules of what is split over what are in `nn.shards`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Slot, Weight
+from rooflax.nn.batch import Batch
+from rooflax.nn.kv_cache import KVCache
+from rooflax.nn.shards import (
+    AXES,
+    DATA,
+    EXPERT,
+    SEQUENCE,
+    STAGE,
+    TENSOR,
+    Shards,
+    parse_mesh,
+    split_axes,
+)
+from rooflax.nn.weights import LAYER_PREFIX, Weight
 from rooflax.ops.linear import lookup
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.stacked import Stacked, taken
 
-TENSOR = "tensor"
-SPLIT_AXES = ("kv_heads", "heads", "mlp", "vocab")
-"""Logical axes that are split over the mesh's tensor axis; every other axis is whole everywhere."""
 
-
-@dataclass(frozen=True)
-class Shards:
-    """How many parts the tensor axis has, and its name inside the shard_map."""
-
-    size: int
-    axis: str = TENSOR
-
-
-def check_split(sizes: Mapping[str, int], num_shards: int) -> None:
-    """Refuses a split that leaves a remainder, with the arithmetic."""
-    for axis in ("kv_heads", "mlp"):
-        if axis in sizes and sizes[axis] % num_shards:
-            raise RequestError(
-                f"{sizes[axis]} {axis} do not divide over {num_shards} devices "
-                f"({sizes[axis]} = {num_shards} x {sizes[axis] // num_shards} "
-                f"+ {sizes[axis] % num_shards}); choose a mesh whose tensor axis divides them."
-            )
-
-
-class Placer:
-    """Puts each weight of a model where a mesh splits it.
-
-    The vocabulary is padded to the split. Where there are more shards than K/V heads, each K/V head
-    is copied to as many shards, and its query heads are divided among them.
-
-    Attributes:
-        config: the model's, with as many K/V heads as the split needs.
+def make_mesh(text: str) -> Mesh:
+    """The mesh that "tensor=4,data=2" asks for, of the first devices.
 
     Raises:
-        RequestError: a split that leaves a remainder.
+        RequestError: it is no mesh, or there are not that many devices.
     """
-
-    def __init__(self, config: Any, mesh: Mesh):
-        self._mesh, self._shards = mesh, mesh.shape[TENSOR]
-        self._copies = _kv_copies(config, self._shards)
-        self.config = config
-        if self._copies > 1:
-            self.config = replace(config, num_kv_heads=self._shards)
-        check_split(self.config.axis_sizes, self._shards)
-
-    def __call__(self, slot: Slot, array: np.ndarray) -> jax.Array:
-        names = slot.weight.axis_names
-        if names[0] == "vocab":
-            array = _pad_rows(array, padded_vocab(array.shape[0], self._shards))
-        if "qkv_group" in names and self._copies > 1:
-            array = _copy_kv_heads(array, self._copies)
-        return jax.device_put(array, NamedSharding(self._mesh, weight_spec(slot.weight)))
-
-
-def _kv_copies(config: Any, num_shards: int) -> int:
-    kv_heads = config.num_kv_heads
-    fits = num_shards % kv_heads == 0 and config.num_heads % num_shards == 0
-    return num_shards // kv_heads if num_shards > kv_heads and fits else 1
-
-
-def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
-    padded = np.zeros((rows, *array.shape[1:]), array.dtype)
-    padded[: array.shape[0]] = array
-    return padded
+    shards, devices = parse_mesh(text), jax.devices()
+    needed = shards.num_devices
+    if needed > len(devices):
+        named = shards.among(*AXES)
+        product = " x ".join(str(shards.sizes[axis]) for axis in named)
+        product = f" = {product}" if len(named) > 1 else ""
+        more = ""
+        if devices[0].platform == "cpu":
+            flag = f"--xla_force_host_platform_device_count={needed}"
+            more = f" (XLA_FLAGS={flag} simulates them)"
+        raise RequestError(
+            f"--mesh {text} needs {needed}{product} devices, here: {len(devices)}{more}."
+        )
+    if jax.process_count() > 1 and needed < len(devices):
+        raise RequestError(
+            f"--mesh {text} takes {needed} devices and the processes have {len(devices)} together; "
+            f"a mesh of several processes takes all of them."
+        )
+    return jax.make_mesh(
+        tuple(shards.sizes.values()),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+        devices=devices[:needed],
+    )
 
 
-def _copy_kv_heads(array: np.ndarray, copies: int) -> np.ndarray:
-    """[..., K, G + 2, H] to [..., K * copies, G / copies + 2, H], query heads in their order."""
-    *lead, kv_heads, group, head_dim = array.shape
-    q = array[..., :-2, :].reshape(*lead, kv_heads, copies, (group - 2) // copies, head_dim)
-    kv = array[..., None, -2:, :]
-    kv = np.broadcast_to(kv, (*lead, kv_heads, copies, 2, head_dim))
-    return np.concatenate((q, kv), axis=-2).reshape(*lead, kv_heads * copies, -1, head_dim)
+@overload
+def shards_of(mesh: None) -> None: ...
+@overload
+def shards_of(mesh: Mesh) -> Shards: ...
+def shards_of(mesh: Mesh | None) -> Shards | None:
+    """What models are told of a mesh.
+
+    Raises:
+        RequestError: it has an axis that is none of ours.
+    """
+    if mesh is None:
+        return None
+    unknown = [axis for axis in mesh.axis_names if axis not in AXES]
+    if unknown:
+        raise RequestError(
+            f"The mesh has an axis {unknown[0]!r}; axes are {', '.join(sorted(AXES))}."
+        )
+    return Shards(**mesh.shape)
 
 
-def padded_vocab(vocab_size: int, num_shards: int) -> int:
-    """The vocabulary rounded up to a multiple of the number of shards."""
-    return math.ceil(vocab_size / num_shards) * num_shards
+def weight_spec(weight: Weight, shards: Shards) -> PartitionSpec:
+    """Where a weight is split."""
+    return PartitionSpec(*split_axes(weight, shards))
 
 
-def weight_spec(weight: Weight) -> PartitionSpec:
-    """Where a weight is split: its first axis that is a split axis."""
-    names = weight.axis_names
-    split = next((name for name in names if name in SPLIT_AXES), None)
-    return PartitionSpec(*(TENSOR if name == split else None for name in names))
+def weights_specs(
+    table: Mapping[str, Weight], weights: Mapping[str, Any], shards: Shards
+) -> dict[str, Any]:
+    """A tree like `weights` that says where each array is split."""
+    lead = (STAGE if shards.stage > 1 else None,)
+
+    def of_layers(layers: tuple[dict[str, Any], ...], lead: tuple) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {
+                key: leaf_spec(table[LAYER_PREFIX + key], leaf, shards, lead)
+                for key, leaf in w.items()
+            }
+            for w in layers
+        )
+
+    specs: dict[str, Any] = {}
+    for key, leaf in weights.items():
+        if key == "layers":
+            specs[key] = of_layers(leaf, ())
+        elif key == "stacked_layers":
+            specs[key] = of_layers(leaf, lead)
+        else:
+            specs[key] = leaf_spec(table[key], leaf, shards)
+    return specs
 
 
-CACHE_SPEC = PartitionSpec(None, TENSOR)
-"""KV pools (and their scales) are split over their heads."""
+def leaf_spec(weight: Weight, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()) -> Any:
+    """Where a weight's array is split, or each array of a quantised one.
+
+    A quantised weight's parts are packed each by itself and lie side by side on the first axis
+    behind the experts'.
+
+    Args:
+        lead: of the axis of stacked layers.
+    """
+    spec = split_axes(weight, shards)
+    if not isinstance(leaf, QuantizedArray):
+        return PartitionSpec(*lead, *spec)
+    stack = weight.num_stacked
+    packed = PartitionSpec(*lead, *spec[:stack], TENSOR if TENSOR in spec else None)
+    empty = leaf.sums.shape[-1] == 0
+    return replace(
+        leaf, values=packed, scales=packed, sums=PartitionSpec(*lead) if empty else packed
+    )
 
 
-def tensor_shards(mesh: Mesh | None) -> Shards | None:
-    """What models are told of a mesh."""
-    return None if mesh is None else Shards(mesh.shape[TENSOR])
+def cache_spec(shards: Shards) -> PartitionSpec:
+    """KV pools (and their scales): their layers over stages, their heads over tensor."""
+    stage, tensor = (axis if getattr(shards, axis) > 1 else None for axis in (STAGE, TENSOR))
+    return PartitionSpec(stage, tensor)
 
 
-def all_reduce(x: Float[Array, "*shape"], shards: Shards | None) -> Float[Array, "*shape"]:
+def all_reduce(
+    x: Float[Array, "*shape"], shards: Shards | None, axes: tuple[str, ...] = (TENSOR,)
+) -> Float[Array, "*shape"]:
     """Sums the parts' partial products: after the attention's and the MLP's output projection."""
-    return x if shards is None else jax.lax.psum(x, shards.axis)
+    names = shards.among(*axes) if shards else ()
+    return jax.lax.psum(x, names) if names else x
 
 
 @overload
@@ -134,11 +162,11 @@ def once(bias: Stacked, shards: Shards | None) -> Array | Stacked: ...
 def once(
     bias: Float[Array, "*shape"] | Stacked | None, shards: Shards | None
 ) -> Float[Array, "*shape"] | Stacked | None:
-    """A bias that is added before a sum over parts: whole on the first part, zero on the others."""
-    if shards is None or bias is None:
+    """What is added before a sum over tensor: whole on the first part, zero on the others."""
+    if shards is None or shards.tensor == 1 or bias is None:
         return bias
     bias = taken(bias)
-    return jnp.where(jax.lax.axis_index(shards.axis) == 0, bias, jnp.zeros_like(bias))
+    return jnp.where(jax.lax.axis_index(TENSOR) == 0, bias, jnp.zeros_like(bias))
 
 
 def embed(
@@ -154,13 +182,14 @@ def embed(
     Args:
         dtype: of the result; None is the table's.
     """
-    if shards is None or isinstance(table, QuantizedArray):
+    if shards is None or shards.tensor == 1:
         rows = lookup(table, tokens, implementation=kernels)
     else:
-        local = tokens - jax.lax.axis_index(shards.axis) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
+        size = table.out_shape[0] if isinstance(table, QuantizedArray) else table.shape[0]
+        local = tokens - jax.lax.axis_index(TENSOR) * size
+        mine = (local >= 0) & (local < size)
         rows = lookup(table, jnp.where(mine, local, 0), implementation=kernels)
-        rows = jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), shards.axis)
+        rows = jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), TENSOR)
     return rows.astype(dtype or table.dtype)
 
 
@@ -168,6 +197,86 @@ def gather_vocab(
     logits: Float[Array, "*batch part"], vocab_size: int, shards: Shards | None
 ) -> Float[Array, "*batch vocab"]:
     """The whole vocabulary's logits from the parts', padding cut off."""
-    if shards is not None:
-        logits = jax.lax.all_gather(logits, shards.axis, axis=logits.ndim - 1, tiled=True)
+    if shards is not None and shards.tensor > 1:
+        logits = jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
     return logits[..., :vocab_size]
+
+
+def own_experts(
+    expert_ids: Int[Array, "tokens chosen"],
+    expert_shares: Float[Array, "tokens chosen"],
+    num_own: int,
+    shards: Shards | None,
+) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    """The chosen experts by this device's own numbers.
+
+    Another device's expert becomes an own one whose share is zero, so that the sum over the expert
+    axis has each chosen expert once.
+
+    Args:
+        num_own: experts that this device holds.
+    """
+    if shards is None or shards.expert == 1:
+        return expert_ids, expert_shares
+    local = expert_ids - jax.lax.axis_index(EXPERT) * num_own
+    mine = (local >= 0) & (local < num_own)
+    return jnp.where(mine, local, 0), jnp.where(mine, expert_shares, 0.0)
+
+
+def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
+    """This device's rows (over data) and, of each row, its tokens (over sequence).
+
+    What does not divide stays whole: then every device runs all of it.
+    """
+    if shards is None:
+        return batch
+    rows, seq = batch.tokens.shape
+    if shards.data > 1 and rows % shards.data == 0:
+        size = rows // shards.data
+        begin = jax.lax.axis_index(DATA) * size
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), batch)
+        batch = replace(own, split=(*own.split, DATA))
+    if shards.sequence > 1 and seq % shards.sequence == 0:
+        size = seq // shards.sequence
+        begin = jax.lax.axis_index(SEQUENCE) * size
+
+        def part(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, begin, size, axis=1)
+
+        batch = replace(
+            batch,
+            tokens=part(batch.tokens),
+            positions=part(batch.positions),
+            query_lens=jnp.clip(batch.query_lens - begin, 0, size),
+            split=(*batch.split, SEQUENCE),
+        )
+    return batch
+
+
+def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENCE)) -> Array:
+    """[rows, seq, ...] of the batch that `own_tokens` split, from everybody's."""
+    for axis, name in enumerate((DATA, SEQUENCE)):
+        if name in batch.split and name in axes:
+            x = jax.lax.all_gather(x, name, axis=axis, tiled=True)
+    return x
+
+
+State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
+
+
+def in_stages(
+    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards | None
+) -> State:
+    """run(x, cache) by each stage with its own layers, one stage after the other.
+
+    Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its
+    turn runs nothing and waits.
+    """
+    if shards is None or shards.stage == 1:
+        return run(x, cache)
+    own, last = jax.lax.axis_index(STAGE), shards.stage - 1
+    for turn in range(shards.stage):
+        x, cache = jax.lax.cond(own == turn, run, lambda x, cache: (x, cache), x, cache)
+        if turn < last:
+            x = jax.lax.ppermute(x, STAGE, [(turn, turn + 1)])
+    return jax.lax.psum(jnp.where(own == last, x, jnp.zeros_like(x)), STAGE), cache

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rooflax.errors import RequestError
 from rooflax.nn.weights import Layout, Slot
-from rooflax.ops.formats import FORMATS, format_of
+from rooflax.ops.formats import FORMATS, GROUP, format_of
 from rooflax.ops.quantization import QuantizedArray, fits, packed_bytes, quantize
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -84,14 +85,43 @@ class Storage:
         in_shape, out_shape = product_shape(slot, config)
         return quantize(array, found, in_shape, out_shape, transposed=is_head(slot, config))
 
-    def num_bytes(self, slot: Slot, config: Any, *, stored_narrow: bool) -> int:
-        """What a weight will take."""
+    def keep_part(self, slot: Slot, array: np.ndarray, config: Any) -> np.ndarray | QuantizedArray:
+        """A part of a host array in our layout as its devices will hold it, still on the host.
+
+        Raises:
+            RequestError: the part cuts a group of inputs that share a scale.
+        """
         found = self.format_of(slot, config)
         if found is None:
-            size = math.prod(slot.weight.shape(config.axis_sizes))
+            return np.ascontiguousarray(array)
+        shapes = part_shape(slot, config, array.shape)
+        check_groups(slot, found, math.prod(shapes[0]))
+        return quantize(array, found, *shapes, transposed=is_head(slot, config), put=np.asarray)
+
+    def num_bytes(
+        self,
+        slot: Slot,
+        config: Any,
+        *,
+        stored_narrow: bool,
+        sizes: Mapping[str, int] | None = None,
+    ) -> int:
+        """What a weight will take.
+
+        Args:
+            sizes: of the axes of a part of it; None is all of it.
+
+        Raises:
+            RequestError: the part cuts a group of inputs that share a scale.
+        """
+        found = self.format_of(slot, config)
+        shape = slot.weight.shape(sizes or config.axis_sizes)
+        if found is None:
+            size = math.prod(shape)
             return size * ITEM_BYTES[self.dtype_of(slot, config, stored_narrow)]
-        in_shape, out_shape = product_shape(slot, config)
-        stack = math.prod(slot.weight.shape(config.axis_sizes)[: slot.weight.num_stacked])
+        in_shape, out_shape = part_shape(slot, config, shape)
+        check_groups(slot, found, math.prod(in_shape))
+        stack = math.prod(shape[: slot.weight.num_stacked])
         return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
 
 
@@ -103,6 +133,30 @@ def is_head(slot: Slot, config: Any) -> bool:
 def is_product(slot: Slot, config: Any) -> bool:
     """Whether a weight multiplies activations."""
     return "->" in slot.weight.axes or is_head(slot, config)
+
+
+def check_groups(slot: Slot, format: str, inner: int) -> None:
+    """Refuses a part of a weight that cuts a group of inputs with one scale.
+
+    Raises:
+        RequestError: with the arithmetic.
+    """
+    if not fits(format, inner):
+        raise RequestError(
+            f"{slot.name} has {inner} inputs on each device, which {format} cannot keep in groups "
+            f"of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); choose a "
+            f"smaller tensor axis, another format, or a --dtype in place of the file's blocks."
+        )
+
+
+def part_shape(
+    slot: Slot, config: Any, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`product_shape` of a part of this shape."""
+    if is_head(slot, config):
+        return shape[1:], shape[:1]
+    inner = len(slot.weight.in_out_shape(config.axis_sizes)[0])
+    return shape[slot.weight.num_stacked : inner], shape[inner:]
 
 
 def product_shape(slot: Slot, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,6 +19,8 @@ import numpy as np
 
 LAYER_PREFIX = "layers.{i}."
 Shape = tuple[int, ...]
+Where = tuple[slice, ...]
+"""Of each axis of an array what a part of it has."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ class Layout:
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         """The checkpoint's tensors from our array; the caller gives them their HF shapes."""
         return [array]
+
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        """Views of the checkpoint's tensors from which `join` makes a part of our array.
+
+        Args:
+            shape: of our whole array.
+            where: of each of its axes what the part has, from the first axis that a split may be on
+                left and right of the arrow.
+        """
+        return [parts[0].reshape(shape)[where]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,21 @@ class Linear(Layout):
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array.reshape(math.prod(in_shape), -1).T]
+
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        (part,) = parts
+        assert all(_is_whole(w, n) for w, n in zip(where[1:], shape[1:], strict=True))
+        return [part[:, _times(where[0], part.shape[1] // shape[0])]]
+
+
+def _is_whole(where: slice, size: int) -> bool:
+    return where.indices(size) == (0, size, 1)
+
+
+def _times(where: slice, step: int) -> slice:
+    """Where a slice lies once each of its items is `step` of them."""
+    begin, end = (None if n is None else n * step for n in (where.start, where.stop))
+    return slice(begin, end)
 
 
 def _qkv_slices(group: int) -> tuple[slice, slice, slice]:
@@ -106,6 +133,9 @@ class QKV(Layout):
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
 
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
+
 
 @dataclass(frozen=True)
 class FusedConv1DQKV(Layout):
@@ -123,6 +153,11 @@ class FusedConv1DQKV(Layout):
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -3, -2)]
+
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        heads, three, head_dim = shape[-3:]
+        thirds = parts[0].reshape(*shape[:-3], three, heads, head_dim)
+        return [thirds[..., where[-3], :]]
 
 
 @dataclass(frozen=True)
@@ -142,6 +177,9 @@ class GateUp(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array[..., index, :].T for index in range(2)]
 
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        return [part[where[-1]] for part in parts]
+
 
 @dataclass(frozen=True)
 class InterleavedGateUp(Layout):
@@ -157,6 +195,9 @@ class InterleavedGateUp(Layout):
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -1, -2)]
+
+    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+        return [parts[0][(*where[:-2], _times(where[-1], 2))]]
 
 
 @dataclass(frozen=True)

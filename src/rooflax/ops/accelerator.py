@@ -1,16 +1,19 @@
 """Pallas kernels: on which platform they run, and which of them runs here.
 
-GPU kernels are Mosaic GPU's and need JAX 0.11 or later; TPU kernels run on every JAX supported.
+GPU kernels are Mosaic GPU's, for Hopper, and need JAX 0.11 or later; TPU kernels run on every JAX
+supported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import jax
 
 OLDEST_GPU_JAX = (0, 11)
+HOPPER = "9."
 
 
 def platform() -> str:
@@ -18,27 +21,49 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def block_size() -> int:
+    """Tokens per block of the KV cache: on TPU as many as a tile has lanes, elsewhere 16."""
+    return 128 if platform() == "tpu" else 16
+
+
+def cache_width(head_dim: int) -> int:
+    """Elements that a token's head takes in the KV cache: on TPU whole rows of lanes."""
+    return -(-head_dim // 128) * 128 if platform() == "tpu" else head_dim
+
+
+def capability() -> str | None:
+    """What the first device computes, as NVIDIA counts ("9.0"); None where it does not say."""
+    return getattr(jax.devices()[0], "compute_capability", None)
+
+
 def missing() -> str | None:
     """Why Pallas kernels cannot run here; None if they can."""
     here = platform()
     if here == "gpu" and jax.__version_info__ < OLDEST_GPU_JAX:
         return f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
+    if here == "gpu" and not (found := capability() or HOPPER).startswith(HOPPER):
+        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {found}"
     if here not in ("gpu", "tpu"):
-        return f"Pallas kernels run on a GPU or a TPU, and the platform here is {here}"
+        return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None
 
 
-def per_platform(operation: str, **kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """One implementation of several platforms'.
+def per_platform(
+    operation: str, name: str, **adapted: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """One implementation of several platforms': the function `name` of ops/<operation>/<platform>.py.
+
+    That file is imported when it is called, because it brings Pallas, which takes its time.
 
     Args:
-        kernels: by the platform's name.
+        adapted: by platform, what makes of its function one with the operation's arguments.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         here = platform()
-        if here not in kernels:
-            raise NotImplementedError(f"{operation} has no Pallas kernel for {here}.")
-        return kernels[here](*args, **kwargs)
+        kernel = getattr(import_module(f"rooflax.ops.{operation}.{here}"), name, None)
+        if kernel is None:
+            raise NotImplementedError(f"{operation} has no Pallas kernel {name!r} for {here}.")
+        return adapted.get(here, lambda same: same)(kernel)(*args, **kwargs)
 
     return run

@@ -13,7 +13,8 @@ def choose(
 ) -> Callable[..., Any]:
     """The implementation called `name`; None takes the best that is here, the last that can run.
 
-    Of the Pallas kernels, None goes on to the next where one refuses what it is given.
+    Of the Pallas kernels, None goes on to the next where one refuses what it is given. An operation
+    that nobody wrote a kernel for is XLA's on every platform: there "native" and "pallas" are that.
 
     Raises:
         NotImplementedError: no implementation of that name is here.
@@ -24,9 +25,10 @@ def choose(
         return _or_else(best, others[-1][1]) if best_name == "pallas" else best
     if name in here:
         return here[name]
-    if name in implementations:
-        why = accelerator.missing() if name == "pallas" else native.status().reason
-        raise NotImplementedError(f"{operation}'s {name!r} cannot run: {why}.")
+    if name in MISSING:
+        if why := MISSING[name]():
+            raise NotImplementedError(f"{operation}'s {name!r} cannot run: {why}.")
+        return here["xla"]
     raise NotImplementedError(
         f"{operation} has no {name!r} implementation, only {', '.join(here)}."
     )
@@ -48,12 +50,15 @@ def available(
     """Those that can run here: the native ones need the library and the CPU as platform, Pallas
     ones a GPU or a TPU.
     """
-    cannot = {
-        "native": lambda: not native.is_ready(),
-        "pallas": lambda: accelerator.missing() is not None,
-    }
     return {
         name: function
         for name, function in implementations.items()
-        if name not in cannot or not cannot[name]()
+        if name not in MISSING or not MISSING[name]()
     }
+
+
+MISSING: Mapping[str, Callable[[], str | None]] = {
+    "native": lambda: None if native.is_ready() else native.status().reason,
+    "pallas": accelerator.missing,
+}
+"""Implementations that need something: what is missing here, or None."""

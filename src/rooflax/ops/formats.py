@@ -12,6 +12,8 @@ from rooflax.errors import RequestError
 
 GROUP = 32
 """Inputs that share a scale, where scales are not the output's."""
+PANEL = 16
+"""Outputs that are packed side by side for CPU."""
 
 
 @dataclass(frozen=True)

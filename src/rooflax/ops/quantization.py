@@ -13,14 +13,18 @@ Formats that round take activations as int8 inside the product: one scale per ro
 row and group of 32 for the others. Packing puts 16 outputs side by side, so that one load feeds one
 instruction for all of them: bytes are [out / 16, in / 4, 16, 4] (with groups [out / 16, in / 32, 8,
 16, 4]); nibbles [out / 16, in / 32, 4, 16, 4], each byte holding k = 4 s + j in its low half and
-16 + 4 s + j in its high half.
+16 + 4 s + j in its high half. That is the packing "panels"; on TPU, whose tiles are 128 wide,
+`matrix_packing` turns it into "matrix": bytes are [in, out], nibbles [in / 2, out] with k = 32 g +
+i and 32 g + 16 + i in row 16 g + i; scales are [1, out] or [in / 32 padded to 32, out], in float32,
+of mxfp4 as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +32,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.formats import FORMATS, GROUP
+from rooflax.ops import accelerator
+from rooflax.ops.formats import FORMATS, GROUP, PANEL
+from rooflax.ops.matrix_packing import as_matrix
 
-PANEL = 16
 CHUNK = 1 << 12
 """Outputs that are quantised at a time, so that intermediates stay small."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -47,9 +52,10 @@ class QuantizedArray:
     Attributes:
         values: packed, as the module says.
         scales: [out padded to 16], or with groups [out / 16, in / 32, 16].
-        sums: int8: the sum of q over k per output, int32; others: empty.
+        sums: int8 in panels: the sum of q over k per output, int32; others: empty.
         format: in ops.formats.
         in_shape, out_shape: of the weight it stands for.
+        packing: "panels" or "matrix".
     """
 
     values: Array
@@ -58,9 +64,16 @@ class QuantizedArray:
     format: str = field(metadata={"static": True})
     in_shape: tuple[int, ...] = field(metadata={"static": True})
     out_shape: tuple[int, ...] = field(metadata={"static": True})
+    packing: str = field(default="panels", metadata={"static": True})
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.packing == "matrix"
 
     @property
     def stack(self) -> tuple[int, ...]:
+        if self.is_matrix:
+            return self.values.shape[:-2]
         return self.values.shape[: self.values.ndim - (5 if FORMATS[self.format].grouped else 4)]
 
     @property
@@ -107,8 +120,11 @@ def fits(format: str, inner: int) -> bool:
 
 
 def packed_bytes(format: str, inner: int, outer: int) -> int:
-    """Bytes of a weight in a format."""
+    """Bytes of a weight in a format, as `placed` packs it here."""
     arrays = packed_arrays(format, inner, outer)
+    if accelerator.platform() == "tpu":
+        weight = QuantizedArray(*arrays, format, (inner,), (outer,))  # type: ignore[arg-type]
+        arrays = jax.tree.leaves(jax.eval_shape(as_matrix, weight))
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
@@ -119,11 +135,13 @@ def quantize(
     out_shape: tuple[int, ...],
     *,
     transposed: bool = False,
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """A weight on the host to a format, chunk by chunk of its outputs.
 
     Args:
         w: [*stack, *in, *out], or [*stack, *out, *in] if transposed, of any float dtype.
+        put: the packed arrays to where they stay.
     """
     inner, outer = math.prod(in_shape), math.prod(out_shape)
     matrices = w.reshape(-1, outer, inner) if transposed else w.reshape(-1, inner, outer)
@@ -136,7 +154,7 @@ def quantize(
                 yield encode(code, rows[begin : begin + CHUNK].astype(np.float32))
 
     stack = w.shape[: w.ndim - (len(in_shape) + len(out_shape))]
-    return _packed(encoded(), format, in_shape, out_shape, stack)
+    return _packed(encoded(), format, in_shape, out_shape, stack, put)
 
 
 def pack(
@@ -145,6 +163,7 @@ def pack(
     scales: np.ndarray,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
+    put: Callable[[np.ndarray], Any] = jax.device_put,
 ) -> QuantizedArray:
     """Codes and scales that exist already, as a checkpoint has them.
 
@@ -161,7 +180,22 @@ def pack(
             for begin in range(0, outer, CHUNK):
                 yield code[begin : begin + CHUNK], scale[begin : begin + CHUNK]
 
-    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2])
+    return _packed(chunks(), format, in_shape, out_shape, codes.shape[:-2], put)
+
+
+def unpack(w: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of host arrays, as `pack` takes them."""
+    inner, outer, code = math.prod(w.in_shape), math.prod(w.out_shape), FORMATS[w.format].code
+    values, scales, lead = np.asarray(w.values), np.asarray(w.scales), w.stack
+    if code in ("int8", "fp8"):
+        codes = values.swapaxes(-3, -2).reshape(*lead, values.shape[-4] * PANEL, -1)
+        return codes[..., :outer, :inner], scales[..., :outer]
+    groups = np.moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
+    codes = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
+    if code != "int8-g32":
+        codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+    scales = scales.swapaxes(-1, -2).reshape(*codes.shape[:-1])
+    return codes.reshape(*codes.shape[:-2], inner)[..., :outer, :], scales[..., :outer, :]
 
 
 def _by_matrix(scales: np.ndarray, format: str, outer: int) -> np.ndarray:
@@ -195,6 +229,7 @@ def _packed(
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
     stack: tuple[int, ...],
+    put: Callable[[np.ndarray], Any],
 ) -> QuantizedArray:
     """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
     inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
@@ -216,8 +251,24 @@ def _packed(
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
-    put = [jax.device_put(array) for array in arrays]
-    return QuantizedArray(put[0], put[1], put[2], format, in_shape, out_shape)
+    return placed(arrays, format, in_shape, out_shape, put)
+
+
+def placed(
+    arrays: Sequence[np.ndarray],
+    format: str,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    put: Callable[[np.ndarray], Any] = jax.device_put,
+) -> QuantizedArray:
+    """A weight on the device, packed as the kernels there read it.
+
+    Args:
+        arrays: values, scales and sums on the host, in panels.
+        put: them to where they stay.
+    """
+    w = QuantizedArray(*arrays, format, in_shape, out_shape)  # type: ignore[arg-type]
+    return jax.tree.map(put, as_matrix(w) if accelerator.platform() == "tpu" else w)
 
 
 def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:
@@ -296,6 +347,8 @@ def dequantize(w: QuantizedArray) -> Float[Array, "*stack in out"]:
     """The matrix [in, out] that the values and scales stand for, float32."""
     inner, outer = math.prod(w.in_shape), math.prod(w.out_shape)
     code, lead = FORMATS[w.format].code, w.stack
+    if w.is_matrix:
+        return _matrix_numbers(code, w).reshape(*lead, inner, outer)
     if code in ("int8", "fp8"):
         q = w.values.swapaxes(-3, -2).reshape(*lead, w.values.shape[-4] * PANEL, -1)
         numbers = _numbers(code, q) * w.scales[..., None]
@@ -307,9 +360,18 @@ def dequantize(w: QuantizedArray) -> Float[Array, "*stack in out"]:
     return numbers.reshape(*lead, -1, inner)[..., :outer, :].swapaxes(-1, -2)
 
 
-def _nibbles(code: str, q: jax.Array) -> jax.Array:
+def _matrix_numbers(code: str, w: QuantizedArray) -> jax.Array:
+    """[*stack, groups, 32, out], or without groups [*stack, in, out]."""
+    if code in ("int8", "fp8"):
+        return _numbers(code, w.values) * w.scales
+    scales = w.scales[..., : math.prod(w.in_shape) // GROUP, :]
+    q = w.values.reshape(*scales.shape[:-1], -1, w.values.shape[-1])
+    return _numbers(code, _nibbles(code, q, axis=-2)) * _scale(code, scales)[..., None, :]
+
+
+def _nibbles(code: str, q: jax.Array, axis: int = -1) -> jax.Array:
     """Both halves of each byte, where codes have four bits."""
-    return q if code == "int8-g32" else jnp.concatenate([q & 15, q >> 4], axis=-1)
+    return q if code == "int8-g32" else jnp.concatenate([q & 15, q >> 4], axis=axis)
 
 
 def _numbers(code: str, q: jax.Array) -> jax.Array:
@@ -338,6 +400,11 @@ def member(w: jax.Array | QuantizedArray, index: jax.Array) -> jax.Array | Quant
 def rows_of(w: QuantizedArray, index: Int[Array, "*batch"]) -> Float[Array, "*batch in"]:
     """Weights of single outputs (an embedding's rows), float32."""
     inner, code = math.prod(w.in_shape), FORMATS[w.format].code
+    if w.is_matrix:
+        flat = index.reshape(-1)
+        values, scales = (a.at[:, flat].get(mode="clip") for a in (w.values, w.scales))
+        found = dequantize(replace(w, values=values, scales=scales, out_shape=flat.shape))
+        return found.T.reshape(*index.shape, inner)
     panel, lane = index // PANEL, index % PANEL
     if code in ("int8", "fp8"):
         q = w.values.at[panel, :, lane].get(mode="promise_in_bounds")
@@ -368,6 +435,12 @@ def rounded(x: Float[Array, "rows in"], format: str) -> Float[Array, "rows in"]:
 
 def _as_int8(x: jax.Array) -> jax.Array:
     """x rounded to 127 steps of the largest of its last axis."""
+    codes, scales = int8_codes(x)
+    return codes * scales
+
+
+def int8_codes(x: Float[Array, "*batch in"]) -> tuple[jax.Array, jax.Array]:
+    """Whole numbers from -127 to 127, still as floats, and the size of a step per last axis."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     inverse = jnp.where(largest > 0, 127.0 / jnp.where(largest > 0, largest, 1.0), 0.0)
-    return jnp.round(x * inverse) * (largest / 127.0)
+    return jnp.round(x * inverse), largest / 127.0

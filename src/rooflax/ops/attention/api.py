@@ -5,10 +5,13 @@ Who sees whom is decided by positions alone; no mask is ever an argument.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import per_platform, platform
 from rooflax.ops.attention import cpu, reference, xla
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.dispatch import choose
 from rooflax.ops.quantization import QuantizedPool
 
@@ -17,6 +20,7 @@ PAGED_IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "native": cpu.paged_attention,
+    "pallas": per_platform("attention", "paged_attention"),
 }
 
 
@@ -35,6 +39,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     causal_order: bool = False,
     repeat_kv: bool = False,
+    pattern: Pattern | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention.
@@ -43,8 +48,8 @@ def attention(
         out[t] = sum over s of p[t, s] * v[s]
 
     Query t sees key s if s's position is not above t's, is below `context_lens`, is less than
-    `window` behind t's, and both are in the same segment. A query that sees no key gives zeros.
-    Scores, softmax and sums are float32; returns q's dtype.
+    `window` behind t's, is in the pattern, and both are in the same segment. A query that sees no
+    key gives zeros. Scores, softmax and sums are float32; returns q's dtype.
 
     Args:
         q: query head n belongs to K/V head n // (N // K).
@@ -56,6 +61,7 @@ def attention(
         causal_order: the caller's word that S == T and no query sees a key of a higher index, so
             that an implementation may leave those out.
         repeat_kv: copy each K/V head for its query heads first (the slow way).
+        pattern: leaves more keys out, for long contexts; None leaves out none.
         implementation: "reference", "xla", or None for the platform's best.
 
     Raises:
@@ -79,14 +85,15 @@ def attention(
         segment_ids=segment_ids,
         causal_order=causal_order,
         repeat_kv=repeat_kv,
+        **_given(pattern),
     )
 
 
 @parts.attention
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
     *,
     block_tables: Int[Array, "B nb"],
     first_positions: Int[Array, " B"],
@@ -96,20 +103,24 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     repeat_kv: bool = False,
+    pattern: Pattern | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """`attention` over keys and values that lie in blocks of a pool.
 
     Row b's keys are the blocks `block_tables[b]` one after the other, the first of them at
-    position `first_positions[b]`. The new tokens' K and V have been written already.
+    position `first_positions[b]`. The new tokens' K and V have been written already. Pools may be
+    wider than q's heads, by zeros. The TPU's kernel does not read blocks that a pattern hides.
     Everything else is as in `attention`.
     """
     _check_heads(q.shape[2], k_pool.shape[1])
-    if implementation is None and repeat_kv:  # the kernel has nothing to copy
+    kernels_cannot = repeat_kv or (pattern is not None and platform() != "tpu")
+    if implementation is None and kernels_cannot:
         implementation = "xla"
     compute = choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)
-    return compute(
-        q,
+    head_dim, padding = q.shape[3], k_pool.shape[3] - q.shape[3]
+    out = compute(
+        jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else q,
         k_pool,
         v_pool,
         block_tables=block_tables,
@@ -120,7 +131,14 @@ def paged_attention(
         window=window,
         sinks=sinks,
         repeat_kv=repeat_kv,
+        **_given(pattern),
     )
+    return out[..., :head_dim] if padding else out
+
+
+def _given(pattern: Pattern | None) -> dict[str, Pattern]:
+    """The argument for implementations, of which not all know patterns."""
+    return {} if pattern is None else {"pattern": pattern}
 
 
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -23,9 +24,12 @@ def paged_attention(
     window: int | None,
     sinks: Float[Array, " N"] | None,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     if repeat_kv:
         raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
+    if pattern is not None:
+        raise NotImplementedError("attention's native kernel has no patterns.")
     sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call("rooflax_attention", out)

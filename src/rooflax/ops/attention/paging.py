@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -35,12 +36,15 @@ def visible(
     context_lens: Int[Array, " B"],
     window: int | None,
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None,
+    pattern: Pattern | None = None,
 ) -> jax.Array:
     """[B, T, S] bool: which query sees which key; segments are the queries' and the keys'."""
     query, key = positions[:, :, None], keys[:, None, :]
     mask = (key <= query) & (key < context_lens[:, None, None])
     if window is not None:
         mask &= key > query - window
+    if pattern is not None:
+        mask &= pattern.sees(query, key)
     if segment_ids is not None:
         mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None, :]
     return mask

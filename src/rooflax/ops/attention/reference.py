@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention import paging
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.quantization import QuantizedPool
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -26,6 +27,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None,
     causal_order: bool,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     del repeat_kv, causal_order  # it always repeats, and looks at every key
     segments = None if segment_ids is None else (segment_ids, segment_ids)
@@ -35,8 +37,8 @@ def attention(
     v32 = jnp.repeat(v.astype(jnp.float32), group, axis=1)
 
     scores = scale * jnp.einsum("btnh,bnsh->bnts", q32, k32, precision=HIGHEST)
-    mask = paging.visible(positions, key_positions, context_lens, window, segments)[:, None]
-    scores = jnp.where(mask, scores, -jnp.inf)
+    mask = paging.visible(positions, key_positions, context_lens, window, segments, pattern)
+    scores = jnp.where(mask[:, None], scores, -jnp.inf)
 
     no_sinks = jnp.full(q.shape[2], -jnp.inf)
     sink = (no_sinks if sinks is None else sinks.astype(jnp.float32))[None, :, None, None]
@@ -63,6 +65,7 @@ def paged_attention(
     window: int | None,
     sinks: Float[Array, " N"] | None,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     k, v = paging.gather(k_pool, block_tables), paging.gather(v_pool, block_tables)
     return attention(
@@ -78,4 +81,5 @@ def paged_attention(
         segment_ids=None,
         causal_order=False,
         repeat_kv=repeat_kv,
+        pattern=pattern,
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.ops.attention import paging
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.dot import dot_general
 from rooflax.ops.quantization import QuantizedPool
 
@@ -31,6 +32,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None,
     causal_order: bool,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     if repeat_kv:
         group = q.shape[2] // k.shape[1]
@@ -42,7 +44,7 @@ def attention(
             None if segment_ids is None else (segment_ids[:, first:end], segment_ids[:, :num_keys])
         )
         mask = paging.visible(
-            positions[:, first:end], key_positions[:, :num_keys], context_lens, window, ids
+            positions[:, first:end], key_positions[:, :num_keys], context_lens, window, ids, pattern
         )
         return _attend(q[:, first:end], k[:, :, :num_keys], v[:, :, :num_keys], mask, sinks, scale)
 
@@ -82,6 +84,7 @@ def paged_attention(
     window: int | None,
     sinks: Float[Array, " N"] | None,
     repeat_kv: bool,
+    pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
     k, v = paging.gather(k_pool, block_tables), paging.gather(v_pool, block_tables)
     return attention(
@@ -97,6 +100,7 @@ def paged_attention(
         segment_ids=None,
         causal_order=False,
         repeat_kv=repeat_kv,
+        pattern=pattern,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear import cpu, reference, xla
 from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
@@ -16,6 +19,7 @@ IMPLEMENTATIONS = {
     "reference": unfused(reference.matmul),
     "xla": unfused(xla.matmul),
     "native": cpu.matmul,
+    "pallas": per_platform("linear", "matmul", gpu=partial(unfused, in_stacks=True)),
 }
 
 
@@ -46,7 +50,7 @@ def linear(
         contract: number of axes in `*in`.
         prologue: a norm or an activation of the rows, which a kernel does while it reads them.
         residual: [..., *out], what the result is added to; or None.
-        implementation: "reference", "xla", "native", or None for the platform's best.
+        implementation: "reference", "xla", "native", "pallas", or None for the platform's best.
 
     Raises:
         ValueError: the contracted axes differ.
@@ -105,6 +109,7 @@ UNEMBED_IMPLEMENTATIONS = {
     "reference": normalised(reference.unembed),
     "xla": normalised(xla.unembed),
     "native": cpu.unembed,
+    "pallas": per_platform("linear", "unembed", gpu=normalised),
 }
 
 

@@ -61,8 +61,14 @@ class ClampedSwiglu:
 Prologue = Norm | Activation | ClampedSwiglu
 
 
-def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A plain product with the prologue before it and the residual behind it."""
+def unfused(
+    matmul: Callable[..., jax.Array], *, in_stacks: bool = False
+) -> Callable[..., jax.Array]:
+    """A plain product with the prologue before it and the residual behind it.
+
+    Args:
+        in_stacks: it reads one of a stack of weights where it lies.
+    """
 
     def compute(
         x: Float[Array, "rows width"],
@@ -72,12 +78,17 @@ def unfused(matmul: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         prologue: Prologue | None = None,
         residual: Float[Array, "rows out"] | None = None,
     ) -> Float[Array, "rows out"]:
-        if prologue is not None:
-            x = prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
-        y = matmul(x, taken(w), taken(bias))
+        y = matmul(applied(prologue, x), w if in_stacks else taken(w), taken(bias))
         return y if residual is None else y + residual
 
     return compute
+
+
+def applied(prologue: Prologue | None, x: Float[Array, "rows width"]) -> Float[Array, "rows in"]:
+    """The rows that a product sees."""
+    if prologue is None:
+        return x
+    return prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
 
 
 def normalised(unembed: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

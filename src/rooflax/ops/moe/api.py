@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
+from rooflax.ops.accelerator import per_platform
 from rooflax.ops.dispatch import choose
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.moe import cpu, reference, xla
@@ -30,6 +31,7 @@ IMPLEMENTATIONS = {
     "reference": _after_norm(reference.experts),
     "xla": _after_norm(xla.experts),
     "native": cpu.experts,
+    "pallas": per_platform("moe", "experts"),
 }
 
 
@@ -74,8 +76,8 @@ def experts(
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
             tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
             experts on all tokens. They differ in speed only.
-        implementation: "reference" (always dense), "xla", "native" (grouped only), or None for the
-            platform's best.
+        implementation: "reference" (always dense), "xla", "native" and "pallas" (grouped only), or
+            None for the platform's best.
     """
     if implementation is None and method != "grouped":  # the kernel has no slow way
         implementation = "xla"

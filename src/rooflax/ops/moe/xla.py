@@ -39,7 +39,7 @@ def experts(
         )
     num_tokens, chosen = expert_ids.shape
     tile = 1 if method == "per_token" else _tile_size(num_tokens * chosen, gate_up.shape[0])
-    tile_expert, pair_slot, num_tiles = _plan(expert_ids.reshape(-1), gate_up.shape[0], tile)
+    tile_expert, pair_slot, num_tiles = plan(expert_ids.reshape(-1), gate_up.shape[0], tile)
     outputs = _run_tiles(x, tile_expert, pair_slot, num_tiles, tile, chosen, arrays, activation)
     per_pair = outputs[pair_slot].reshape(num_tokens, chosen, -1)
     return jnp.sum(per_pair * expert_weights[:, :, None], axis=1).astype(x.dtype)
@@ -53,7 +53,7 @@ def _tile_size(num_pairs: int, num_experts: int) -> int:
     return tile
 
 
-def _plan(
+def plan(
     pair_expert: Int[Array, " pairs"], num_experts: int, tile: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sorts (token, expert) pairs into tiles of one expert each.

@@ -1,0 +1,191 @@
+"""Host arrays to the devices of a mesh: each device gets its part and no more than that is made.
+
+Where the parts are is said by `nn.shards` and `nn.mesh`; this module knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rooflax.nn.layers import stack_layers, unstack_layers
+from rooflax.nn.mesh import leaf_spec, shards_of, weight_spec, weights_specs
+from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
+from rooflax.nn.weights import Slot, Weight, Where
+
+Read = Callable[[Where], np.ndarray]
+"""Gives a part of a weight as the checkpoint has it, in our layout."""
+Keep = Callable[[np.ndarray, Where], Any]
+"""Makes of a part, and where it lies, what its devices hold: the same array, or a quantised one."""
+
+
+def put(array: Any, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
+    """A host array on the devices of a mesh, split as `spec` says; every process has it whole."""
+    if mesh is None:
+        return jax.device_put(array)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda i: host[i])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One array's parts on this process's devices: of a whole weight, or of one stage's layer."""
+
+    spec: PartitionSpec
+    arrays: tuple[jax.Array, ...]
+
+    def joined(self, mesh: Mesh) -> jax.Array:
+        sizes = [1 if axis is None else mesh.shape[axis] for axis in self.spec]
+        shape = self.arrays[0].shape
+        sizes += [1] * (len(shape) - len(sizes))
+        whole = tuple(n * parts for n, parts in zip(shape, sizes, strict=True))
+        sharding = NamedSharding(mesh, self.spec)
+        return jax.make_array_from_single_device_arrays(whole, sharding, list(self.arrays))
+
+
+class Placer:
+    """Puts each weight of a model where a mesh splits it.
+
+    The vocabulary is padded to the split; K/V heads are copied where there are more tensor shards.
+
+    Attributes:
+        config: the model's, with as many K/V heads as the split needs.
+        shards: of the mesh.
+
+    Raises:
+        RequestError: a split that leaves a remainder.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh):
+        self._mesh, self.shards = mesh, shards_of(mesh)
+        self._copies = kv_copies(config, self.shards)
+        self.config = config_on(config, self.shards)
+
+    def __call__(self, slot: Slot, read: Read, keep: Keep) -> Any:
+        """A weight on its devices; with stages a layer's is a tree of `Parts` until `finish`.
+
+        Args:
+            read: called for what this process's devices hold, once for each different part.
+            keep: makes of a part what they hold.
+
+        Returns:
+            None where another process has all of it.
+        """
+        staged = slot.layer is not None and self.shards.stage > 1
+        lead = (STAGE,) if staged else ()
+        leaves, read = [], _remembering(read)
+        for where, devices in self._held(slot, staged):
+            part = keep(self._part(slot.weight, where, read), where)
+            if staged:
+                part = jax.tree.map(lambda array: array[None], part)
+            leaves += [jax.device_put(part, device) for device in devices]
+        if not leaves:
+            return None
+        specs = leaf_spec(slot.weight, leaves[0], self.shards, lead)
+        parts = jax.tree.map(lambda spec, *arrays: Parts(spec, arrays), specs, *leaves)
+        return parts if staged else _joined(parts, self._mesh)
+
+    def _held(self, slot: Slot, staged: bool) -> Iterator[tuple[Where, list[Any]]]:
+        """Each different part that this process's devices hold, and which do."""
+        mesh = self._mesh
+        if staged:
+            assert slot.layer is not None
+            stage = slot.layer // (self.config.num_layers // self.shards.stage)
+            axis = mesh.axis_names.index(STAGE)
+            names = tuple(name for name in mesh.axis_names if name != STAGE)
+            mesh = Mesh(mesh.devices.take(stage, axis), names)
+        shape = whole_shape(slot.weight, self.config, self.shards)
+        sharding = NamedSharding(mesh, weight_spec(slot.weight, self.shards))
+        by_part: dict[tuple, list[Any]] = {}
+        for device, where in sharding.addressable_devices_indices_map(shape).items():
+            ends = tuple(w.indices(n)[:2] for w, n in zip(where or (), shape, strict=True))
+            by_part.setdefault(ends, []).append(device)
+        for ends in sorted(by_part):
+            yield tuple(slice(*pair) for pair in ends), by_part[ends]
+
+    def _part(self, weight: Weight, where: Where, read: Read) -> np.ndarray:
+        names = weight.axis_names
+        if names[0] == "vocab":
+            return self._vocab_part(where, read)
+        if "qkv_group" in names and self._copies > 1:
+            return self._copied_part(names.index("kv_heads"), where, read)
+        return read(where)
+
+    def _vocab_part(self, where: Where, read: Read) -> np.ndarray:
+        """Rows of a vocabulary that is padded with zeros."""
+        rows, real = where[0], self.config.vocab_size
+        found = read((slice(min(rows.start, real), min(rows.stop, real)), *where[1:]))
+        missing = rows.stop - rows.start - found.shape[0]
+        return np.pad(found, ((0, missing), (0, 0))) if missing else found
+
+    def _copied_part(self, axis: int, where: Where, read: Read) -> np.ndarray:
+        """One K/V head, and this shard's part of its query heads in their order."""
+        head, which = divmod(where[axis].start, self._copies)
+        whole = read((*where[:axis], slice(head, head + 1), slice(None), slice(None)))
+        own = (whole.shape[-2] - 2) // self._copies
+        q = whole[..., which * own : (which + 1) * own, :]
+        return np.concatenate((q, whole[..., -2:, :]), axis=-2)
+
+    def finish(
+        self, weights: dict[str, Any], table: Mapping[str, Weight], *, scan: bool
+    ) -> dict[str, Any]:
+        """The weights as the steps take them.
+
+        With stages, row s of entry j of "stacked_layers" is the j-th layer of stage s; with `scan`
+        each stage has its layers stacked by the repeating group.
+        """
+        period, stages = self.config.groups.period, self.shards.stage
+        if stages == 1:
+            return _stack(weights, period=period) if scan else weights
+        layers, each = weights["layers"], self.config.num_layers // stages
+        joined = tuple(
+            {key: self._of_all_stages([w[key] for w in layers[index::each]]) for key in layer}
+            for index, layer in enumerate(layers[:each])
+        )
+        rest = {key: leaf for key, leaf in weights.items() if key != "layers"}
+        weights = rest | {"stacked_layers": joined}
+        return self._restacked(weights, table) if scan else weights
+
+    def _of_all_stages(self, leaves: list[Any]) -> Any:
+        found = [leaf for leaf in leaves if leaf is not None]
+        together = jax.tree.map(
+            lambda *parts: Parts(parts[0].spec, sum((p.arrays for p in parts), ())), *found
+        )
+        return _joined(together, self._mesh)
+
+    def _restacked(self, weights: dict[str, Any], table: Mapping[str, Weight]) -> dict[str, Any]:
+        layers, period = {"stacked_layers": weights["stacked_layers"]}, self.config.groups.period
+        specs = weights_specs(table, layers, self.shards)
+        restack = jax.shard_map(
+            lambda layers: stack_layers(unstack_layers(layers), period),
+            mesh=self._mesh,
+            in_specs=(specs,),
+            out_specs={name: layers[:period] for name, layers in specs.items()},
+            check_vma=False,
+        )
+        return weights | jax.jit(restack)(layers)
+
+
+_stack = jax.jit(stack_layers, static_argnames="period")
+
+
+def _joined(parts: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda part: part.joined(mesh), parts)
+
+
+def _remembering(read: Read) -> Read:
+    """The same reader, which does not read again what it just read."""
+    last: list[tuple[Any, np.ndarray]] = []
+
+    def again(where: Where) -> np.ndarray:
+        key = tuple((w.start, w.stop) for w in where)
+        if not last or last[0][0] != key:
+            last[:] = [(key, read(where))]
+        return last[0][1]
+
+    return again

@@ -1,0 +1,153 @@
+"""Which axis of an array is split over which axis of a mesh, and the arithmetic of the parts.
+
+This module imports no jax: what a mesh would hold is known without its devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.nn.weights import Shape, Weight
+
+DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
+"""Axes of a mesh, the outermost first: tensor's devices are neighbours, they exchange the most."""
+
+RULES = {
+    "kv_heads": TENSOR,
+    "heads": TENSOR,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+    "experts": EXPERT,
+    "layers": STAGE,
+    "rows": DATA,
+    "tokens": SEQUENCE,
+}
+"""What is split over what. The names are those of the weight table, and three more: the layers of a
+model, a batch's rows, and the tokens of each. Every other axis is whole everywhere."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How many parts each axis of a mesh makes; 1 is an axis that is not there."""
+
+    data: int = 1
+    stage: int = 1
+    sequence: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def among(self, *axes: str) -> tuple[str, ...]:
+        """Those of the axes that split anything."""
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={self.sizes[axis]}" for axis in self.among(*AXES)) or "one device"
+
+
+def parse_mesh(text: str) -> Shards:
+    """The sizes that "tensor=4,data=2" gives.
+
+    Raises:
+        RequestError: another axis, one twice, or a size that is none.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = part.strip().partition("=")
+        if axis not in AXES or not equals or not size.isascii() or not size.isdigit():
+            raise RequestError(
+                f"--mesh is {text!r}; it must be AXIS=N with N devices, or several as in "
+                f"tensor=4,data=2, of {', '.join(sorted(AXES))}."
+            )
+        if axis in sizes:
+            raise RequestError(f"--mesh is {text!r}, which names {axis} twice.")
+        if int(size) < 1:
+            raise RequestError(f"--mesh is {text!r}; {axis} must be at least 1.")
+        sizes[axis] = int(size)
+    return Shards(**sizes)
+
+
+def config_on(config: Any, shards: Shards) -> Any:
+    """The config that the parts of a model have: with as many K/V heads as the split needs.
+
+    Where there are more tensor shards than K/V heads, each K/V head is copied to as many shards,
+    and its query heads are divided among them.
+
+    Raises:
+        RequestError: a split that leaves a remainder, with the arithmetic.
+    """
+    if kv_copies(config, shards) > 1:
+        config = replace(config, num_kv_heads=shards.tensor)
+    check_split(config.axis_sizes, shards)
+    repeats = config.num_layers // config.groups.period
+    if shards.stage > 1 and repeats % shards.stage:
+        period = config.groups.period
+        alike = f"{config.num_layers} layers" if period == 1 else f"{repeats} x {period} layers"
+        _refuse(repeats, alike, STAGE, shards.stage)
+    return config
+
+
+def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
+    """Refuses a split that leaves a remainder, with the arithmetic."""
+    for axis in ("kv_heads", "mlp", "experts"):
+        parts = getattr(shards, RULES[axis])
+        if axis in sizes and sizes[axis] % parts:
+            _refuse(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)
+    if shards.expert > 1 and "experts" not in sizes:
+        raise RequestError(
+            f"The mesh has expert={shards.expert} and this model has no experts; leave that axis "
+            f"out."
+        )
+
+
+def _refuse(count: int, what: str, axis: str, parts: int) -> None:
+    raise RequestError(
+        f"{what} do not divide over {parts} devices ({count} = {parts} x {count // parts} "
+        f"+ {count % parts}); choose a mesh whose {axis} axis divides them."
+    )
+
+
+def kv_copies(config: Any, shards: Shards) -> int:
+    """To how many tensor shards each K/V head goes."""
+    kv_heads, parts = config.num_kv_heads, shards.tensor
+    fits = parts % kv_heads == 0 and config.num_heads % parts == 0
+    return parts // kv_heads if parts > kv_heads and fits else 1
+
+
+def padded_vocab(vocab_size: int, num_shards: int) -> int:
+    """The vocabulary rounded up to a multiple of the number of shards."""
+    return math.ceil(vocab_size / num_shards) * num_shards
+
+
+def split_axes(weight: Weight, shards: Shards) -> tuple[str | None, ...]:
+    """Per axis of a weight the mesh's axis that it is split over."""
+    rules = (RULES.get(name) for name in weight.axis_names)
+    return tuple(axis if axis and getattr(shards, axis) > 1 else None for axis in rules)
+
+
+def whole_shape(weight: Weight, config: Any, shards: Shards) -> Shape:
+    """All parts of a weight together, the vocabulary padded; `config` is as `config_on` gives."""
+    sizes = dict(config.axis_sizes)
+    sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
+    return weight.shape(sizes)
+
+
+def part_sizes(config: Any, shards: Shards) -> dict[str, int]:
+    """Axis sizes of one device's part; `config` is as `config_on` gives."""
+    sizes = dict(config.axis_sizes)
+    sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
+    for name, axis in RULES.items():
+        if name in sizes:
+            sizes[name] //= getattr(shards, axis)
+    return sizes

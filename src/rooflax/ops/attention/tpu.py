@@ -1,0 +1,346 @@
+"""Paged attention on TPU: a Pallas kernel that reads the visible blocks where they lie.
+
+It is our own because JAX's have either sinks (splash) or pages (paged, ragged paged), and those in
+another layout than the cache's. One program has a tile of queries and some K/V heads; it copies
+tiles of blocks into VMEM, the next while the last is scored, and keeps a running softmax. A core
+runs one program at a time, so decoding gains nothing from splitting a row's blocks further.
+
+Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (see ops.tpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops import tpu
+from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.tpu import dot
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+NOWHERE = -1
+"""The position of padded queries, which see nothing."""
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    *,
+    block_tables: Int[Array, "B nb"],
+    first_positions: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    repeat_kv: bool,
+    pattern: Pattern | None = None,
+) -> Float[Array, "B T N H"]:
+    if repeat_kv:
+        raise NotImplementedError("attention's TPU kernel never copies K/V heads (gqa=repeat).")
+    num_queries, num_heads = q.shape[1:3]
+    (k, v), scales = _arrays(k_pool, v_pool)
+    kv_heads, block_size = k.shape[1:3]
+    group = num_heads // kv_heads
+    tiles = tpu.attention_tiles(
+        num_queries, group, kv_heads, block_size, q.shape[3], k.dtype.itemsize
+    )
+    if pattern is not None:
+        tiles = replace(tiles, blocks=max(1, pattern.block // block_size))
+    slots = block_tables.shape[1] * block_size
+    context_lens = jnp.minimum(context_lens, first_positions + slots)
+    block_tables = _padded(block_tables, tiles.blocks, 0)
+    positions = _padded(positions, tiles.queries, NOWHERE)
+    visits, counts = visible_tiles(
+        positions.reshape(positions.shape[0], -1, tiles.queries),
+        first_positions,
+        context_lens,
+        window,
+        pattern,
+        keys=tiles.blocks * block_size,
+        num_tiles=block_tables.shape[1] // tiles.blocks,
+    )
+    out = _run(
+        (visits, counts, block_tables, first_positions, context_lens),
+        _by_kv_head(_padded(q, tiles.queries, 0), kv_heads),
+        jnp.repeat(positions, group, axis=1)[:, :, None],
+        _sink_of_each_row(sinks, kv_heads, tiles.queries),
+        (k, v),
+        tuple(_gathered(s, block_tables, tiles.heads) for s in scales),
+        tiles=tiles,
+        scale=scale,
+        window=window,
+        pattern=pattern,
+    )
+    return _by_query(out, group)[:, :num_queries]
+
+
+def visible_tiles(
+    positions: Int[Array, "B tiles queries"],
+    first_positions: Int[Array, " B"],
+    context_lens: Int[Array, " B"],
+    window: int | None,
+    pattern: Pattern | None = None,
+    *,
+    keys: int,
+    num_tiles: int,
+) -> tuple[Int[Array, "B tiles num_tiles"], Int[Array, "B tiles"]]:
+    """Per tile of queries, the tiles of keys that one of them sees, and how many those are.
+
+    Args:
+        keys: per tile; the first begins at `first_positions`.
+        num_tiles: of keys, at most.
+    """
+    first, context = first_positions[:, None], context_lens[:, None]
+    real = jnp.where(positions == NOWHERE, jnp.iinfo(jnp.int32).max, positions)
+    nearest, farthest = jnp.min(real, axis=2), jnp.max(positions, axis=2)
+    last = jnp.minimum(farthest + 1, context) - first
+    end = jnp.clip((last + (keys - 1)) // keys, 0, num_tiles)
+    begin = jnp.zeros_like(end)
+    if window is not None:
+        oldest = jnp.maximum(nearest - window + 1 - first, 0)
+        begin = jnp.minimum(oldest // keys, end)
+    tiles = jnp.arange(num_tiles, dtype=jnp.int32)[None, None]
+    if pattern is None:
+        return begin[:, :, None] + tiles, end - begin
+    starts = first[:, :, None] + tiles * keys
+    ranges = (nearest[:, :, None], farthest[:, :, None]), (starts, starts + (keys - 1))
+    seen = (tiles >= begin[:, :, None]) & (tiles < end[:, :, None]) & pattern.meets(*ranges)
+    order = jnp.argsort(~seen, axis=2, stable=True).astype(jnp.int32)
+    return order, jnp.sum(seen, axis=2, dtype=jnp.int32)
+
+
+def _run(
+    scalars: tuple[jax.Array, ...],
+    q: Float[Array, "B K R H"],
+    positions: Int[Array, "B R 1"],
+    sinks: Float[Array, "K tile 1"] | None,
+    pools: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, ...],
+    *,
+    tiles: tpu.AttentionTiles,
+    scale: float,
+    window: int | None,
+    pattern: Pattern | None,
+) -> Float[Array, "B K R H"]:
+    """The kernel's call; a row of q is one query head of one query."""
+    rows, kv_heads, num_rows, head_dim = q.shape
+    visits, _, block_tables, _, _ = scalars
+    heads, tile, block = tiles.heads, num_rows // visits.shape[1], pools[0].shape[2:]
+    column = pltpu.VMEM((heads, tile, 1), jnp.float32)
+    of_queries = pl.BlockSpec((1, heads, tile, head_dim), lambda b, h, i, *_: (b, h, i, 0))
+    sink = pl.BlockSpec((heads, tile, 1), lambda b, h, i, *_: (h, 0, 0))
+    return tpu.call(
+        partial(
+            _kernel,
+            sinks=sinks is not None,
+            num_visits=visits.shape[2],
+            table_length=block_tables.shape[1],
+            scale=scale,
+            window=window,
+            pattern=pattern,
+        ),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(rows, kv_heads // heads, visits.shape[1]),
+        in_specs=[
+            of_queries,
+            pl.BlockSpec((1, tile, 1), lambda b, h, i, *_: (b, i, 0)),
+            *([] if sinks is None else [sink]),
+            *[pl.BlockSpec(memory_space=pl.ANY)] * (2 + len(scales)),
+        ],
+        out_specs=of_queries,
+        semantics=("parallel", "parallel", "arbitrary"),
+        num_scalars=len(scalars),
+        scratch=(
+            *(pltpu.VMEM((2, tiles.blocks, heads, *block), p.dtype) for p in pools),
+            *(pltpu.VMEM((2, heads, tiles.blocks * block[0]), jnp.float32) for _ in scales),
+            column,
+            column,
+            pltpu.VMEM((heads, tile, head_dim), jnp.float32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ),
+        name="paged_attention",
+    )(
+        *(a.reshape(-1) for a in scalars),
+        q,
+        positions,
+        *(() if sinks is None else (sinks,)),
+        *pools,
+        *scales,
+    )
+
+
+def _kernel(
+    visits: Any,
+    counts: Any,
+    block_tables: Any,
+    first_positions: Any,
+    context_lens: Any,
+    q: Any,
+    positions: Any,
+    *refs: Any,
+    sinks: bool,
+    num_visits: int,
+    table_length: int,
+    scale: float,
+    window: int | None,
+    pattern: Pattern | None,
+) -> None:
+    """One tile of queries, of some K/V heads of one row, over the tiles of keys it sees."""
+    sink, refs = (refs[0], refs[1:]) if sinks else (None, refs)
+    num_pools = (len(refs) - 5) // 2
+    pools, out, buffers = refs[:num_pools], refs[num_pools], refs[num_pools + 1 : -4]
+    *running, semaphores = refs[-4:]
+    highest, total, sums = running
+    row, part, tile = (pl.program_id(axis) for axis in range(3))
+    which = row * pl.num_programs(2) + tile
+    _, blocks, heads, block_size, _ = buffers[0].shape
+    keys = blocks * block_size
+
+    def for_each_copy(index: Any, slot: Any, act: Callable[[Any], None]) -> None:
+        """Of those that bring the index-th tile of keys to visit into a slot of the buffers."""
+        visit = visits[which * num_visits + index]
+
+        def of_block(block: Any, _: None) -> None:
+            number = block_tables[row * table_length + visit * blocks + block]
+            for pool, buffer in zip(pools[:2], buffers[:2], strict=True):
+                source = pool.at[number, pl.ds(part * heads, heads)]
+                act(pltpu.make_async_copy(source, buffer.at[slot, block], semaphores.at[slot]))
+
+        jax.lax.fori_loop(0, blocks, of_block, None)
+        for scales, buffer in zip(pools[2:], buffers[2:], strict=True):
+            source = scales.at[row, part, :, pl.ds(pl.multiple_of(visit * keys, keys), keys)]
+            act(pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot]))
+
+    def visit(index: Any, _: None) -> None:
+        slot = jax.lax.rem(index, 2)
+
+        @pl.when(index + 1 < counts[which])
+        def _() -> None:
+            for_each_copy(index + 1, 1 - slot, lambda copy: copy.start())
+
+        for_each_copy(index, slot, lambda copy: copy.wait())
+        start = first_positions[row] + visits[which * num_visits + index] * keys
+        seen = _visible(positions[0], start, keys, context_lens[row], window)
+        if pattern is not None:
+            there = start + jax.lax.broadcasted_iota(jnp.int32, seen.shape, 1)
+            here = jnp.broadcast_to(positions[0], seen.shape)
+            seen &= pattern.sees(here, there)
+        for head in range(heads):
+            k, v = (
+                buffer[slot, :, head].reshape(keys, -1).astype(q.dtype) for buffer in buffers[:2]
+            )
+            k_scale, v_scale = [buffer[slot, head : head + 1] for buffer in buffers[2:]] or [
+                None,
+                None,
+            ]
+            state = _accumulate(
+                q[0, head],
+                (k, k_scale),
+                (v, v_scale),
+                seen,
+                tuple(ref[head] for ref in running),
+                scale=scale,
+            )
+            for ref, value in zip(running, state, strict=True):
+                ref[head] = value
+
+    highest[...] = jnp.full(highest.shape, LOWEST) if sink is None else sink[...]
+    total[...] = jnp.full(total.shape, 0.0 if sink is None else 1.0)
+    sums[...] = jnp.zeros(sums.shape)
+
+    @pl.when(counts[which] > 0)
+    def _() -> None:
+        for_each_copy(0, 0, lambda copy: copy.start())
+
+    jax.lax.fori_loop(0, counts[which], visit, None)
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    out[0] = (sums[...] / jnp.maximum(total[...], smallest)).astype(out.dtype)
+
+
+def _visible(positions: Any, first: Any, keys: int, context: Any, window: int | None) -> Any:
+    """[rows, keys] bool: `paging.visible` for one tile."""
+    there = first + jax.lax.broadcasted_iota(jnp.int32, (positions.shape[0], keys), 1)
+    seen = (there <= positions) & (there < context)
+    return seen if window is None else seen & (there > positions - window)
+
+
+def _accumulate(
+    q: Any,
+    keys_of: tuple[Any, Any],
+    values_of: tuple[Any, Any],
+    seen: Any,
+    state: tuple[Any, Any, Any],
+    *,
+    scale: float,
+) -> tuple[Any, Any, Any]:
+    """One step of the running softmax.
+
+    Args:
+        keys_of, values_of: a tile of them, and their scales as one row, or None.
+        state: per row the largest score, the sum of weights, and the weighted sum of values.
+    """
+    (k, k_scales), (v, v_scales), (highest, total, sums) = keys_of, values_of, state
+    scores = dot(q, k, (((1,), (1,)), ((), ()))) * scale
+    scores = jnp.where(seen, scores if k_scales is None else scores * k_scales, LOWEST)
+    new = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
+    kept = jnp.exp(highest - new)
+    total = total * kept + jnp.sum(weights, axis=1, keepdims=True)
+    if v_scales is not None:
+        weights = weights * v_scales
+    return new, total, sums * kept + dot(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
+
+
+def _arrays(*pools: jax.Array | QuantizedPool) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The pools' values, and their scales if they have any."""
+    quantized = [pool for pool in pools if isinstance(pool, QuantizedPool)]
+    values = [pool.values if isinstance(pool, QuantizedPool) else pool for pool in pools]
+    return values, [pool.scales for pool in quantized]
+
+
+def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:
+    """With its second axis a multiple."""
+    missing = -x.shape[1] % multiple
+    widths = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, widths, constant_values=value) if missing else x
+
+
+def _by_kv_head(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K R H"]:
+    rows, seq, num_heads, head_dim = q.shape
+    grouped = q.reshape(rows, seq, kv_heads, num_heads // kv_heads, head_dim)
+    return grouped.swapaxes(1, 2).reshape(rows, kv_heads, -1, head_dim)
+
+
+def _by_query(out: Float[Array, "B K R H"], group: int) -> Float[Array, "B T N H"]:
+    rows, kv_heads, _, head_dim = out.shape
+    grouped = out.reshape(rows, kv_heads, -1, group, head_dim)
+    return grouped.swapaxes(1, 2).reshape(rows, -1, kv_heads * group, head_dim)
+
+
+def _sink_of_each_row(
+    sinks: Float[Array, " N"] | None, kv_heads: int, queries: int
+) -> Float[Array, "K tile 1"] | None:
+    if sinks is None:
+        return None
+    by_head = jnp.maximum(sinks.astype(jnp.float32), LOWEST).reshape(kv_heads, 1, -1)
+    return jnp.tile(by_head, (1, queries, 1)).reshape(kv_heads, -1, 1)
+
+
+def _gathered(
+    scales: Float[Array, "blocks K block_size"], block_tables: Int[Array, "B nb"], heads: int
+) -> Float[Array, "B parts heads S"]:
+    """The rows' scales one after the other: 4 bytes for head_dim of values."""
+    found = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
+    rows, _, kv_heads, _ = found.shape
+    return found.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)

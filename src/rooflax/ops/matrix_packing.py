@@ -1,0 +1,66 @@
+"""Quantised weights from panels of 16 outputs to matrices, as TPU kernels read them, and back.
+
+Both hold the same codes and scales: see ops.quantization. Arrays may be NumPy's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rooflax.ops.formats import FORMATS, GROUP, PANEL
+
+if TYPE_CHECKING:
+    from rooflax.ops.quantization import QuantizedArray
+
+ROWS = 32
+"""Rows of a TPU's tile of bytes; of an array with others, XLA would have another axis there."""
+
+
+def as_matrix(w: QuantizedArray) -> QuantizedArray:
+    """The same weight, packed as matrices."""
+    if w.is_matrix:
+        return w
+    xp: Any = np if isinstance(w.values, np.ndarray) else jnp
+    inner, outer, lead = math.prod(w.in_shape), math.prod(w.out_shape), w.stack
+    quads = w.values.reshape(*lead, -(-outer // PANEL), -1, PANEL, 4).swapaxes(-1, -2)
+    values = xp.moveaxis(quads, -4, -2).reshape(*lead, quads.shape[-3] * 4, -1)[..., :outer]
+    if FORMATS[w.format].grouped:
+        scales = w.scales.swapaxes(-3, -2).reshape(*lead, w.scales.shape[-2], -1)[..., :outer]
+        scales = scales.astype(np.float32) if scales.dtype == np.float16 else scales
+        rows = [(0, 0)] * len(lead) + [(0, -scales.shape[-2] % ROWS), (0, 0)]
+        scales = xp.pad(scales, rows)
+    else:
+        values, scales = values[..., :inner, :], w.scales[..., None, :outer]
+    return replace(w, values=values, scales=scales, sums=xp.zeros(0, np.int32), packing="matrix")
+
+
+def as_panels(w: QuantizedArray) -> QuantizedArray:
+    """The inverse of `as_matrix`: what a file holds."""
+    if not w.is_matrix:
+        return w
+    xp: Any = np if isinstance(w.values, np.ndarray) else jnp
+    format, lead, panels = FORMATS[w.format], w.stack, -(-w.values.shape[-1] // PANEL)
+
+    def padded(x: Any, multiple: int = 1, value: int = 0) -> Any:
+        ends = [(0, -x.shape[-2] % multiple), (0, -x.shape[-1] % PANEL)]
+        return xp.pad(x, [(0, 0)] * len(lead) + ends, constant_values=value)
+
+    values = padded(w.values, 4, 0x88 if format.code == "int4" else 0)  # codes of zero
+    quads = xp.moveaxis(values.reshape(*lead, -1, 4, panels, PANEL), -2, -4).swapaxes(-1, -2)
+    scales = padded(w.scales)
+    if format.grouped:
+        scales = scales[..., : math.prod(w.in_shape) // GROUP, :]
+        quads = quads.reshape(*lead, panels, scales.shape[-2], -1, PANEL, 4)
+        scales = scales.reshape(*lead, -1, panels, PANEL).swapaxes(-3, -2)
+        scales = scales.astype(np.float16) if scales.dtype == np.float32 else scales
+    else:
+        scales = scales[..., 0, :]
+    sums = xp.zeros(0, np.int32)
+    if format.code == "int8":
+        sums = padded(w.values.sum(axis=-2, keepdims=True, dtype=np.int32))[..., 0, :]
+    return replace(w, values=quads, scales=scales, sums=sums, packing="panels")

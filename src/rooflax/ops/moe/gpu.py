@@ -1,0 +1,241 @@
+"""Experts on a GPU: pairs of token and expert sorted into tiles of one expert, each read in place.
+
+Few pairs per expert (decoding): the tiles' products are those of `ops.linear.gpu`, which reads the
+experts' numbers in the kernel and no weight of any other, at its width; plain weights have a kernel
+of the same kind. Many (prefill): tiles of 128 rows on the tensor cores, their expert's weights by
+TMA; MXFP4 is widened to bfloat16 first, which holds it exactly.
+
+Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
+sm_90a show that they compile. No GPU has run them yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import gpu as linear
+from rooflax.ops.linear.prologue import Norm
+from rooflax.ops.moe.xla import plan
+from rooflax.ops.quantization import QuantizedArray, dequantize
+from rooflax.ops.stacked import Stacked, taken
+
+WIDE_TILE = 128
+"""Rows of a tile on the tensor cores."""
+DEPTH = 64
+"""Inputs multiplied at a time there: 128 bytes, as far as a swizzle goes."""
+STAGES = 4
+"""Tiles of weights on their way to shared memory."""
+ROWS_READ = 64
+"""Rows of plain weights that a warpgroup asks for before it uses the first."""
+
+
+def experts(
+    x: Float[Array, "tokens hidden"],
+    expert_ids: Int[Array, "tokens chosen"],
+    expert_weights: Float[Array, "tokens chosen"],
+    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    norm: Norm | None = None,
+    method: str,
+) -> Float[Array, "tokens hidden"]:
+    if method != "grouped":
+        raise NotImplementedError(f"the experts' GPU kernels always group (moe={method}).")
+    x = x if norm is None else norm(x)
+    tokens, chosen = expert_ids.shape
+    num_experts, pairs = gate_up.shape[0], tokens * chosen
+    few = pairs <= linear.ROWS_AT_ONCE * num_experts
+    multiply, tile = (_few, _rows_each(pairs, num_experts)) if few else (_many, WIDE_TILE)
+    pair_expert = expert_ids.reshape(-1)
+    token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
+    if tile == 1:  # nothing to sort: that would take longer than the products
+        tile_expert, num_tiles = pair_expert, jnp.int32(pairs)
+        pair_slot = jnp.arange(pairs, dtype=jnp.int32)
+        token_of_slot = token_of_pair
+    else:
+        tile_expert, pair_slot, num_tiles = plan(pair_expert, num_experts, tile)
+        slots = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
+        token_of_slot = slots.at[pair_slot].set(token_of_pair)
+
+    def through(rows: jax.Array, w: Any, bias: Any) -> Float[Array, "tiles tile outer"]:
+        y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, tile_expert, num_tiles.reshape(1))
+        wide = taken(bias).astype(jnp.float32)
+        return y + wide.reshape(wide.shape[0], -1)[tile_expert][:, None, :]
+
+    h = through(x[token_of_slot], gate_up, gate_up_bias)
+    h = activation(h.reshape(len(token_of_slot), 2, -1))
+    y = through(h, down, down_bias).reshape(len(token_of_slot), -1)
+    per_pair = y[pair_slot].reshape(tokens, chosen, -1)
+    return jnp.sum(per_pair * expert_weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _rows_each(pairs: int, num_experts: int) -> int:
+    """A power of two near the rows an expert can expect, at most what shares an unpacking."""
+    return min(linear.ROWS_AT_ONCE, 1 << ((pairs - 1) // num_experts).bit_length())
+
+
+def _few(
+    x: Float[Array, "tiles tile inner"],
+    w: Any,
+    tile_expert: Int[Array, " tiles"],
+    num_tiles: Int[Array, " one"],
+) -> Float[Array, "tiles tile outer"]:
+    """Products of tiles of few rows, by reading the weights once at their width."""
+    w, members = _members(w, tile_expert)
+    x = x.astype(jnp.float32)
+    if isinstance(w, QuantizedArray):
+        return linear.products(x, w, members, num_tiles)
+    return _plain_products(x, w, members, num_tiles)
+
+
+def _members(w: Any, tile_expert: Int[Array, " tiles"]) -> tuple[Any, Int[Array, " tiles"]]:
+    """Weights as one stack of matrices, and the tiles' numbers in it."""
+    if isinstance(w, Stacked):
+        tile_expert = tile_expert + w.index * w.shape[0]
+        w = w.stack if isinstance(w.stack, QuantizedArray) else w.stack.reshape(-1, *w.shape[1:])
+    if isinstance(w, QuantizedArray):
+        return w, tile_expert
+    return w.reshape(*w.shape[:2], -1), tile_expert
+
+
+def _plain_products(
+    x: Float[Array, "tiles tile inner"],
+    w: Float[Array, "members inner outer"],
+    members: Int[Array, " tiles"],
+    num_tiles: Int[Array, " one"],
+) -> Float[Array, "tiles tile outer"]:
+    """x[t] @ w[members[t]]: a warpgroup has 64 outputs of a tile and a range of inputs."""
+    from rooflax.ops.mosaic import VALUES_TILE, filled, launch, load, pl, store, values_layout
+
+    (count, few, inner), outer = x.shape, w.shape[2]
+    depth, width = VALUES_TILE
+    if inner % depth or outer % width:
+        raise NotImplementedError(
+            f"the experts' GPU kernel takes inputs by {depth} and outputs by {width}, "
+            f"not {inner} and {outer}."
+        )
+    together = next(n for n in (8, 4, 2, 1) if inner // depth % n == 0) * depth
+    assert together <= ROWS_READ
+    steps, panels = inner // together, outer // width
+    splits = max(1, min(steps, -(-linear.ENOUGH_PROGRAMS // (count * panels))))
+    per_split = -(-steps // splits)
+    layout = values_layout()
+
+    def body(x_ref, w_ref, members_ref, num_tiles_ref, out_ref) -> None:
+        tile, panel, split = (jax.lax.axis_index(axis) for axis in ("tile", "panel", "split"))
+
+        @pl.when(tile < num_tiles_ref[0])
+        def _() -> None:
+            member = members_ref[tile]
+
+            def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+                at = [pl.ds(index * together + r, depth) for r in range(0, together, depth)]
+                columns = pl.ds(panel * width, width)
+                weights = [load(w_ref.at[member, rows, columns], layout) for rows in at]
+                for rows, values in zip(at, weights, strict=True):
+                    values = values.astype(jnp.float32)
+                    for row in range(few):
+                        column = load(x_ref.at[tile, row, rows], layout.reduce(1))
+                        sums[row] += values * jax.lax.broadcast_in_dim(column, VALUES_TILE, (0,))
+                return sums
+
+            end = jnp.minimum(split * per_split + per_split, steps)
+            zeros = [filled(VALUES_TILE, 0.0, layout) for _ in range(few)]
+            sums = jax.lax.fori_loop(split * per_split, end, step, zeros)
+            for row in range(few):
+                store(
+                    out_ref.at[tile, split, row, pl.ds(panel * width, width)], sums[row].sum(axis=0)
+                )
+
+    out = jax.ShapeDtypeStruct((count, splits, few, outer), jnp.float32)
+    grid = {"panel": panels, "split": splits, "tile": count}
+    return launch(body, out, grid)(x, w, members, num_tiles).sum(axis=1)
+
+
+def _many(
+    x: Float[Array, "tiles tile inner"],
+    w: Any,
+    tile_expert: Int[Array, " tiles"],
+    num_tiles: Int[Array, " one"],
+) -> Float[Array, "tiles tile outer"]:
+    """Products of whole tiles, on the tensor cores."""
+    w, members = _members(w, tile_expert)
+    if isinstance(w, QuantizedArray):
+        if FORMATS[w.format].code != "mxfp4" or FORMATS[w.format].rounds:
+            raise NotImplementedError(f"the experts' tensor cores would lose digits of {w.format}.")
+        w = dequantize(w).astype(jnp.bfloat16)
+        w = w.reshape(-1, *w.shape[-2:])
+    if w.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the experts' tensor cores take bfloat16, not {w.dtype}.")
+    return _tile_products(x.astype(jnp.bfloat16), w, members, num_tiles)
+
+
+def _tile_products(
+    x: Float[Array, "tiles tile inner"],
+    w: Float[Array, "members inner outer"],
+    members: Int[Array, " tiles"],
+    num_tiles: Int[Array, " one"],
+) -> Float[Array, "tiles tile outer"]:
+    """x[t] @ w[members[t]] in bfloat16 with float32 sums: a warpgroup has a tile of the result."""
+    from rooflax.ops.mosaic import accumulator, launch, pl, plgpu, swizzled
+
+    (count, tile, inner), outer = x.shape, w.shape[2]
+    width = 128 if outer % 128 == 0 else 64
+    if inner % DEPTH or outer % width:
+        raise NotImplementedError(
+            f"the experts' tensor cores take sizes by {DEPTH}, not {inner} and {outer}."
+        )
+
+    steps = inner // DEPTH
+    late = int(steps > 1)
+
+    def body(x_ref, w_ref, members_ref, num_tiles_ref, out_ref, out_smem) -> None:
+        index, panel = jax.lax.axis_index("tile"), jax.lax.axis_index("panel")
+
+        @pl.when(index < num_tiles_ref[0])
+        def _() -> None:
+            member = members_ref[index]
+
+            def multiplied(sums):
+                def step(_, rows, weights):
+                    plgpu.wgmma(sums, rows, weights)
+
+                plgpu.emit_pipeline(
+                    step,
+                    grid=(steps,),
+                    in_specs=[
+                        plgpu.BlockSpec(
+                            (tile, DEPTH),
+                            lambda k: (0, k),
+                            delay_release=late,
+                            transforms=swizzled(jnp.bfloat16),
+                        ),
+                        plgpu.BlockSpec(
+                            (DEPTH, width),
+                            lambda k: (k, panel),
+                            delay_release=late,
+                            transforms=swizzled(jnp.bfloat16),
+                        ),
+                    ],
+                    max_concurrent_steps=min(STAGES, steps),
+                )(x_ref.at[index], w_ref.at[member])
+                return sums[...]
+
+            out_smem[...] = pl.run_scoped(multiplied, accumulator(tile, width))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem, out_ref.at[index, :, pl.ds(panel * width, width)])
+            plgpu.wait_smem_to_gmem(0)
+
+    out = jax.ShapeDtypeStruct((count, tile, outer), jnp.float32)
+    grid = {"panel": outer // width, "tile": count}
+    scratch = [plgpu.SMEM((tile, width), jnp.float32, transforms=swizzled(jnp.float32))]
+    return launch(body, out, grid, scratch_types=scratch)(x, w, members, num_tiles)

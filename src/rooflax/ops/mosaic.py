@@ -1,0 +1,107 @@
+"""What the GPU kernels share: Mosaic GPU's modules, register layouts, loads and launches.
+
+Imported inside functions only, because it brings Pallas. Written for JAX 0.11 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_plgpu: Any = plgpu
+"""With signatures that are not 0.10.2's, where these functions are never called."""
+WORDS_TILE = (32, 16)
+"""Rows and outputs of packed words that a warpgroup takes at a time: 16 bytes a thread."""
+VALUES_TILE = (8, 64)
+"""Rows and columns of plain values that a warpgroup takes at a time: four a thread."""
+
+
+def words_layout() -> Any:
+    """Of [32, 16] words: a warp has eight rows, a thread four neighbours of one of them."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((WORDS_TILE, (8, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+    )
+
+
+def values_layout() -> Any:
+    """Of [8, 64] values: a warp has two rows, a thread four neighbours of one of them."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((VALUES_TILE, (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+    )
+
+
+def swizzled(dtype: Any) -> tuple[Any, ...]:
+    """How rows of 128 bytes lie in shared memory, for the tensor cores and the copies to it."""
+    width = 128 // jax.numpy.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Sums of a product on the tensor cores."""
+    return _plgpu.ACC((rows, columns), jax.numpy.float32)
+
+
+def load(ref: Any, layout: Any = None) -> jax.Array:
+    """What a reference holds, in registers; from global memory without a stop in shared memory."""
+    return _plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """To global memory, in whatever pieces the layout has."""
+    if hasattr(plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 constant in registers."""
+    return plgpu.layout_cast(jax.numpy.full(shape, value, jax.numpy.float32), layout)
+
+
+def launch(
+    body: Callable[..., None],
+    out: Any,
+    grid: dict[str, int],
+    *,
+    scratch_bytes: int = 2048,
+    **how: Any,
+) -> Callable[..., Any]:
+    """A kernel of one warpgroup per program, unless `how` says more.
+
+    Args:
+        out: shapes and types of what it writes.
+        grid: names and sizes of its axes.
+        scratch_bytes: shared memory for sums over rows.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=scratch_bytes,
+        ),
+        **how,
+    )
+
+
+__all__ = [
+    "VALUES_TILE",
+    "WORDS_TILE",
+    "accumulator",
+    "filled",
+    "launch",
+    "load",
+    "pl",
+    "plgpu",
+    "store",
+    "swizzled",
+    "values_layout",
+    "words_layout",
+]

@@ -1,0 +1,132 @@
+"""What the TPU's Pallas kernels share: the sizes of their tiles, and how they are called.
+
+Interpreted on CPU they are shown to compute what their references compute, and Mosaic, the
+compiler behind Pallas on TPU, accepts them. No TPU has run them: tile sizes are reasoned from the
+sizes of the memories (16 MiB of VMEM for a kernel, tiles of 8 x 128), and not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rooflax.ops.dot import Dims
+
+LANES = 128
+SUBLANES = 32
+"""Rows of an int8 tile; bfloat16 has half as many, float32 a quarter."""
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Sizes of one turn of the attention kernel.
+
+    Attributes:
+        queries: new tokens of a row; each stands for all query heads of its K/V head.
+        heads: K/V heads; divides their number.
+        blocks: of the cache, whose keys are scored at once.
+    """
+
+    queries: int
+    heads: int
+    blocks: int
+
+
+def attention_tiles(
+    queries: int, group: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int
+) -> AttentionTiles:
+    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys.
+
+    Args:
+        queries: new tokens per row.
+        group: query heads per K/V head.
+        itemsize: bytes per element of the pools.
+    """
+    heads = next(n for n in range(min(kv_heads, 8), 0, -1) if kv_heads % n == 0)
+    rows = max(1, 256 // group)
+    tile = queries if queries <= rows else max(8, rows // 8 * 8)
+    width = -(-head_dim // LANES) * LANES
+    keys = min(512, (1 << 20) // (heads * width * itemsize))
+    return AttentionTiles(tile, heads, max(1, keys // block_size))
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """Sizes of one turn of the product kernel: inputs (all of them, or a divisor), and outputs."""
+
+    inner: int
+    outer: int
+
+
+def product_tiles(inner: int, outer: int) -> ProductTiles:
+    """At most 2^19 weights, which are 2 MiB in float32; inputs in 1024s, or whole where those do
+    not divide them.
+    """
+    size = next((n for n in (2048, 1024) if inner % n == 0), inner)
+    columns = max(LANES, (1 << 19) // size // LANES * LANES)
+    return ProductTiles(size, min(columns, -(-outer // LANES) * LANES))
+
+
+def tokens_per_tile(num_pairs: int, num_experts: int) -> int:
+    """A power of two near the tokens that an expert can expect: 32 to 128."""
+    tile = SUBLANES
+    while tile < LANES and tile * num_experts < num_pairs:
+        tile *= 2
+    return tile
+
+
+def dot(a: jax.Array, b: jax.Array, dimension_numbers: Dims) -> jax.Array:
+    """Of operands of one type, in float32 (int8 ones in int32); float32 is multiplied as such."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    result = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, dimension_numbers, precision, preferred_element_type=result)
+
+
+def in_place(x: jax.Array) -> jax.Array:
+    """x where it is, in HBM: XLA would bring a small stack to VMEM, with what nobody asked for."""
+    return x if interpreted() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted, operation by operation, instead of compiled: in tests."""
+    return False
+
+
+def call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *,
+    grid: tuple[int, ...],
+    in_specs: list[Any],
+    out_specs: Any,
+    semantics: tuple[Literal["parallel", "arbitrary"], ...],
+    num_scalars: int = 0,
+    scratch: tuple[Any, ...] = (),
+    name: str,
+) -> Callable[..., Any]:
+    """pl.pallas_call of a kernel whose first arguments are scalars, known before a tile is fetched.
+
+    Args:
+        semantics: of the grid's axes.
+    """
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=num_scalars,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=scratch,
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid_spec=spec,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        interpret=interpreted(),
+        name=name,
+    )

@@ -1,0 +1,398 @@
+"""The GPU kernels: in interpret mode against their references, and lowered for CUDA without a GPU.
+
+Interpret mode proves what a kernel means; lowering, that Mosaic GPU finds a layout for every value
+and makes a valid module. That a GPU computes the same is for `benchmarks/gpu.py` to say.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.ops import accelerator
+from rooflax.ops.activation import clamped_swiglu
+from rooflax.ops.attention import gpu as attention_gpu
+from rooflax.ops.attention import paged_attention
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.linear import gpu as linear_gpu
+from rooflax.ops.linear import linear, reference, unembed
+from rooflax.ops.moe import experts, route
+from rooflax.ops.moe import gpu as moe_gpu
+from rooflax.ops.quantization import QuantizedPool, dequantize, pack, quantize, tokens_as_int8
+from rooflax.ops.stacked import Stacked, taken
+from tests.ops.cases import ATTENTION, MOE, normal
+from tests.ops.test_attention import by_hand, into_blocks
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
+    reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
+)
+
+
+@pytest.fixture
+def interpreted():
+    """Mosaic GPU kernels run on the CPU; memory nobody wrote is NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="raise")):
+        yield
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, interpreted):
+    """Dispatch believes that this is a GPU."""
+    monkeypatch.setattr(accelerator, "platform", lambda: "gpu")
+
+
+def lowered(function, *arguments):
+    """The module for CUDA, as text."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    return text
+
+
+def close(found, wanted, tolerance=2e-6):
+    """Within a share of the largest value."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+
+
+# Inner and outer sizes: panels of less than a tile of words, and of a tile and a part.
+SIZES = {"few": (96, 200), "a tile and a part": (1120, 53)}
+CODES = ["w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"]
+"""One format of each code: the others round their activations before the kernel."""
+
+
+@functools.cache
+def weights(format, inner, outer, members=None):
+    shape = (inner, outer) if members is None else (members, inner, outer)
+    return quantize(normal(*shape, seed=inner), format, (inner,), (outer,))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("format", CODES)
+def test_products_of_few_rows(format, size, interpreted):
+    inner, outer = SIZES[size]
+    w, x = weights(format, inner, outer), jnp.asarray(normal(2, inner))
+    close(linear_gpu.matmul(x, w, None), reference.matmul(x, w, None))
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - set(CODES)))
+def test_formats_that_round_their_rows(format, interpreted):
+    w, x = weights(format, 96, 200), jnp.asarray(normal(1, 96), jnp.bfloat16)
+    wanted = reference.matmul(x.astype(jnp.float32), w, None)
+    found = linear_gpu.matmul(x, w, None)
+    assert found.dtype == jnp.bfloat16
+    close(found.astype(jnp.float32), wanted, 2**-8)
+
+
+def test_more_rows_than_share_an_unpacking(interpreted):
+    w, x = weights("w8a16", 96, 200), jnp.asarray(normal(linear_gpu.ROWS_AT_ONCE + 1, 96))
+    close(linear_gpu.matmul(x, w, None), reference.matmul(x, w, None))
+
+
+def test_a_panel_split_over_programs(interpreted, monkeypatch):
+    w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
+    wanted = reference.matmul(x, w, None)
+    for programs in (1, 3, 99):
+        monkeypatch.setattr(linear_gpu, "ENOUGH_PROGRAMS", programs)
+        close(linear_gpu.matmul(x, w, None), wanted)
+
+
+@pytest.mark.parametrize("name", linear_gpu.UNPACK)
+def test_every_code_is_unpacked_exactly(name):
+    """Each place of a word, each code: numbers of this format, and the power of two they carry."""
+    format = next(f for f, kind in FORMATS.items() if kind.code == name)
+    code, bits = linear_gpu.CODES[name], 4 if name in ("int4", "mxfp4") else 8
+    codes = np.arange(2**bits, dtype=np.uint8)
+    if name == "fp8":
+        codes = codes[(codes & 0x7F) != 0x7F]  # NaN
+    as_stored = codes.view(np.int8) if "int8" in name else codes
+    ones = {"mxfp4": np.full((len(codes), 1), 127, np.uint8)}.get(name, np.ones((len(codes), 1)))
+    ones = ones if FORMATS[format].grouped else ones[:, 0].astype(np.float32)
+    stored = pack(format, np.repeat(as_stored[:, None], 32, 1), ones, (32,), (len(codes),))
+    values = np.asarray(dequantize(stored))[0]
+    for place in range(code.slots // code.words):
+        shift = linear_gpu._shift(place)
+        others = np.arange(len(codes), dtype=np.uint32) * 0x01000193
+        others &= ~np.uint32((2**bits - 1) << shift)
+        words = jnp.asarray((others | codes.astype(np.uint32) << shift).view(np.int32))
+        found = np.asarray(linear_gpu.UNPACK[name](words, place), np.float64)
+        carried = 2.0 ** (shift % 16) if code.in_place else 1 / code.scale
+        np.testing.assert_array_equal(found, values * carried)
+
+
+@pytest.mark.parametrize("format", ["w8a16", "mxfp4-a16"])
+def test_one_of_a_stack_is_read_where_it_lies(format, interpreted):
+    w, x = weights(format, 96, 200, members=3), jnp.asarray(normal(1, 96))
+    one = Stacked(w, jnp.int32(2))
+    close(linear_gpu.matmul(x, one, None), reference.matmul(x, taken(one), None))
+
+
+def test_linear_and_unembed_dispatch_to_the_kernel(on_gpu):
+    w, x = weights("w4a16", 96, 200), jnp.asarray(normal(1, 96))
+    bias, residual = jnp.asarray(normal(200, seed=5)), jnp.asarray(normal(1, 200, seed=6))
+    wanted = linear(x, w, bias, residual=residual, implementation="reference")
+    close(linear(x, w, bias, residual=residual, implementation="pallas"), wanted)
+    close(unembed(x, w), unembed(x, w, implementation="reference"))
+    assert "mpmd_map" in str(jax.make_jaxpr(lambda x: linear(x, w))(x))
+
+
+def test_another_gpu_than_a_hopper_takes_xla(on_gpu, monkeypatch):
+    w, x = weights("w4a16", 96, 200), jnp.asarray(normal(1, 96))
+    for found in ("8.0", "10.0"):
+        monkeypatch.setattr(accelerator, "capability", lambda found=found: found)
+        with pytest.raises(NotImplementedError, match=f"Hopper.*this GPU has {found}"):
+            linear(x, w, implementation="pallas")
+        close(linear(x, w), linear(x, w, implementation="reference"))
+
+
+def test_plain_weights_are_xlas(on_gpu):
+    x, w = jnp.asarray(normal(3, 5)), jnp.asarray(normal(5, 7))
+    close(linear(x, w), np.asarray(x) @ np.asarray(w))
+    with pytest.raises(NotImplementedError, match="quantised weights: XLA"):
+        linear(x, w, implementation="pallas")
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w8a16", "mxfp4-a16", "fp8-a16"])
+def test_products_of_many_rows_lose_nothing(format):
+    w = weights(format, 1120, 53)
+    x = jnp.asarray(normal(37, 1120), jnp.bfloat16)
+    wanted = reference.matmul(x.astype(jnp.float32), w, None)
+    close(linear_gpu.wide_product(x, w), wanted)
+
+
+@pytest.mark.parametrize("format", ["w4a16", "w8a8-g32", "mxfp4-a8"])
+def test_products_of_many_rows_that_would_lose_are_refused(format):
+    with pytest.raises(NotImplementedError, match=f"for 16 rows of {format}"):
+        linear_gpu.wide_product(jnp.zeros((17, 1120), jnp.bfloat16), weights(format, 1120, 53))
+    with pytest.raises(NotImplementedError, match="bfloat16 rows, not float32"):
+        linear_gpu.wide_product(jnp.zeros((17, 1120)), weights("w8a16", 1120, 53))
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_products_lower_for_cuda(format):
+    x = jnp.zeros((2, 1120), jnp.bfloat16)
+    text = lowered(lambda x, w: linear_gpu.matmul(x, w, None), x, weights(format, 1120, 53))
+    assert "1120x53x" not in text  # the weight is nowhere in another width
+
+
+BLOCK = 8
+"""The smallest block that the kernels take."""
+LATER = {"whole sequences", "whole sequences, window and sinks", "longer than a chunk of queries"}
+PAGED = [replace(case, head_dim=64) for case in ATTENTION if not case.segments]
+FEW = [case for case in PAGED if case.name not in LATER]
+
+
+def paged(case, *, with_first=False):
+    """q, pools, and the keywords of `paged_attention`, for blocks in no order."""
+    q, k, v, keywords = case.arrays()
+    context = keywords["context_lens"]
+    first = np.zeros_like(context)
+    if with_first:  # blocks that no query of this step can see are gone
+        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        first = (oldest // BLOCK * BLOCK).astype(np.int32)
+    length = int(-(-(context - first).max() // BLOCK)) + 2
+    k_pool, v_pool, tables = into_blocks(k, v, context, first, BLOCK, length)
+    names = ("positions", "context_lens", "sinks")
+    arrays = {name: keywords[name] for name in names} | {
+        "block_tables": tables,
+        "first_positions": first,
+    }
+    arrays = {name: None if a is None else jnp.asarray(a) for name, a in arrays.items()}
+    fixed = {"scale": keywords["scale"], "window": case.window}
+    return jnp.asarray(q), jnp.asarray(k_pool), jnp.asarray(v_pool), arrays | fixed
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
+def test_paged_attention_of_few_queries(case, interpreted):
+    q, k, v, given = case.arrays()
+    exact = by_hand(q, k, v, **given)
+    for with_first in {False, case.window is not None}:
+        q, k_pool, v_pool, keywords = paged(case, with_first=with_first)
+        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_paged_attention_over_narrow_pools(kind, interpreted):
+    """Against the reference over the same pools: what is narrow is so before the kernel."""
+    case = replace(FEW[0], head_dim=128, sinks=True, window=4)
+    q, k_pool, v_pool, keywords = paged(case)
+    if kind == "int8":
+        k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
+    else:
+        k_pool, v_pool = k_pool.astype(kind), v_pool.astype(kind)
+    out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+    close(out, paged_attention(q, k_pool, v_pool, **keywords, implementation="reference"))
+
+
+def test_contexts_split_over_programs(interpreted, monkeypatch):
+    case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
+    q, k_pool, v_pool, keywords = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    monkeypatch.setattr(attention_gpu, "LEAST_BLOCKS", 1)
+    for programs in (1, 15, 999):
+        monkeypatch.setattr(attention_gpu, "ENOUGH_PROGRAMS", programs)
+        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        close(out, wanted)
+
+
+def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
+    case = replace(FEW[0], query_len=1)
+    q, k_pool, v_pool, keywords = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    close(paged_attention(q, k_pool, v_pool, **keywords), wanted)
+    narrow = [a[..., :24] for a in (q, k_pool, v_pool)]
+    wanted = paged_attention(*narrow, **keywords, implementation="reference")
+    close(paged_attention(*narrow, **keywords), wanted)
+    with pytest.raises(NotImplementedError, match="heads by 64, not 8 and 24"):
+        paged_attention(*narrow, **keywords, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="never copies"):
+        paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=True, implementation="pallas")
+
+
+PROMPTS = [
+    replace(FEW[0], query_len=33, key_len=90, context_lens=(90, 33, 0), sinks=True, window=40),
+    replace(next(c for c in PAGED if c.name.startswith("longer")), head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=["a chunk from an offset", "a whole prompt"])
+def test_paged_attention_of_many_queries(case, interpreted):
+    """On tensor cores: scores are float32, their weights bfloat16."""
+    q, k_pool, v_pool, keywords = paged(case)
+    narrow = [a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)]
+    out = attention_gpu.paged_attention(*narrow, **keywords, repeat_kv=False)
+    assert out.dtype == jnp.bfloat16
+    wide = (narrow[0].astype(jnp.float32), *narrow[1:])
+    wanted = paged_attention(*wide, **keywords, implementation="reference")
+    close(out.astype(jnp.float32), wanted, 2**-7)
+    for arrays in ((q, *narrow[1:]), (narrow[0], k_pool, v_pool)):
+        with pytest.raises(NotImplementedError, match="bfloat16 over bfloat16 only"):
+            attention_gpu.paged_attention(*arrays, **keywords, repeat_kv=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_paged_attention_of_many_queries_lowers_for_cuda(head_dim):
+    q, k_pool, v_pool, keywords = paged(replace(PROMPTS[0], head_dim=head_dim))
+    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
+    lowered(attend, *(a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8"])
+def test_paged_attention_lowers_for_cuda(kind, head_dim):
+    case = replace(FEW[0], head_dim=head_dim, query_len=1, sinks=True, window=4)
+    q, k_pool, v_pool, keywords = paged(case)
+    if kind == "int8":
+        k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
+    else:
+        q, k_pool, v_pool = (a.astype(kind) for a in (q, k_pool, v_pool))
+    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
+    lowered(attend, q, k_pool, v_pool)
+
+
+SIZED = {case.name: replace(case, hidden=64, mlp=64) for case in MOE}
+FORMATS_OF_EXPERTS = ("float32", "mxfp4-a16")
+
+
+def moe_arguments(case, kind):
+    x, logits, (gate_up, gate_up_bias, down, down_bias) = case.arrays()
+    hidden, mlp = case.hidden, case.mlp
+    if kind in FORMATS:
+        gate_up = quantize(gate_up, kind, (hidden,), (2, mlp))
+        down = quantize(down, kind, (mlp,), (hidden,))
+    else:
+        x, gate_up, down = (jnp.asarray(a, jnp.dtype(kind)) for a in (x, gate_up, down))
+    ids, shares = route(jnp.asarray(logits), case.chosen)
+    biases = jnp.asarray(gate_up_bias), jnp.asarray(down_bias)
+    return jnp.asarray(x), ids, shares, gate_up, biases[0], down, biases[1]
+
+
+def run_experts(*arguments, **how):
+    return moe_gpu.experts(*arguments, activation=clamped_swiglu, method="grouped", **how)
+
+
+def reference_experts(*arguments):
+    return experts(*arguments, activation=clamped_swiglu, implementation="reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("few tokens", "float32"),
+        ("few tokens", "mxfp4-a16"),
+        ("all tokens the same experts", "float32"),
+        ("more experts than pairs", "mxfp4-a16"),
+    ],
+)
+def test_experts_with_few_tokens(name, kind, interpreted):
+    arguments = moe_arguments(SIZED[name], kind)
+    close(run_experts(*arguments), reference_experts(*arguments))
+
+
+def test_only_the_chosen_experts_are_read(interpreted):
+    """The others are NaN, or scaled by 2^127."""
+    case = SIZED["one token"]
+    for kind in FORMATS_OF_EXPERTS:
+        x, ids, shares, gate_up, bias, down, down_bias = moe_arguments(case, kind)
+        wanted = reference_experts(x, ids, shares, gate_up, bias, down, down_bias)
+        chosen = np.isin(np.arange(case.experts), np.asarray(ids))
+
+        def spoilt(w, chosen=chosen):
+            if isinstance(w, jax.Array):
+                return jnp.where(chosen.reshape(-1, *(1,) * (w.ndim - 1)), w, jnp.nan)
+            rest = chosen.reshape(-1, *(1,) * (w.scales.ndim - 1))
+            return replace(w, scales=jnp.where(rest, w.scales, jnp.uint8(254)))
+
+        found = run_experts(x, ids, shares, spoilt(gate_up), bias, spoilt(down), down_bias)
+        close(found, wanted)
+
+
+def test_experts_of_one_layer_of_a_stack(interpreted):
+    arguments = moe_arguments(SIZED["few tokens"], "float32")
+    stacks = [
+        Stacked(jnp.stack([a * jnp.nan, a]), jnp.int32(1)) if at > 2 else a
+        for at, a in enumerate(arguments)
+    ]
+    close(run_experts(*stacks), reference_experts(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("many tokens", "bfloat16"), ("experts without a token", "mxfp4-a16")]
+)
+def test_experts_with_many_tokens(name, kind, interpreted):
+    """On tensor cores: between the products rows are rounded to bfloat16, as the model's are."""
+    x, *rest = moe_arguments(SIZED[name], kind)
+    x = x.astype(jnp.bfloat16)
+    found = run_experts(x, *rest)
+    assert found.dtype == jnp.bfloat16
+    close(found.astype(jnp.float32), reference_experts(x.astype(jnp.float32), *rest), 2**-7)
+
+
+def test_experts_dispatch_and_go_on_to_xla(on_gpu):
+    arguments = moe_arguments(SIZED["one token"], "float32")
+    wanted = reference_experts(*arguments)
+    close(experts(*arguments, activation=clamped_swiglu, implementation="pallas"), wanted)
+    for method in ("per_token", "dense"):
+        close(experts(*arguments, activation=clamped_swiglu, method=method), wanted)
+    small = moe_arguments(MOE[0], "float32")
+    close(experts(*small, activation=clamped_swiglu), reference_experts(*small))
+    with pytest.raises(NotImplementedError, match="by 64, not 6 and 14"):
+        experts(*small, activation=clamped_swiglu, implementation="pallas")
+    many = moe_arguments(SIZED["many tokens"], "float32")
+    with pytest.raises(NotImplementedError, match="take bfloat16, not float32"):
+        experts(*many, activation=clamped_swiglu, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("one token", "mxfp4-a16"), ("few tokens", "bfloat16"), ("many tokens", "mxfp4-a16")],
+)
+def test_experts_lower_for_cuda(name, kind):
+    lowered(run_experts, *moe_arguments(SIZED[name], kind))

@@ -1,0 +1,162 @@
+"""A process with eight simulated devices that runs tiny models over meshes: `Worker`.
+
+Asked over stdin, a line of JSON each, it answers on stdout. The tests' own process has two devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB = 263
+_SIZES = {"vocab_size": VOCAB, "tie_word_embeddings": False}
+_LLAMA = _SIZES | {
+    "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 131, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": _SIZES | {
+        "model_type": "gpt2", "n_positions": 131, "n_embd": 48, "n_inner": 104, "n_layer": 4,
+        "n_head": 4, "tie_word_embeddings": True,
+    },
+    "llama": _LLAMA | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
+    "gpt_oss": _LLAMA | {
+        "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
+        "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,
+    },
+}  # fmt: skip
+"""One model per family whose sizes divide by two and four; the vocabulary divides by nothing."""
+
+NEW_TOKENS = 10
+DEVICES = 8
+
+
+class Worker:
+    """The process; `ask` raises what it printed where it fails."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        flags = f"--xla_force_host_platform_device_count={DEVICES}"
+        env = os.environ | {"XLA_FLAGS": flags, "PJRT_NPROC": str(2 * DEVICES)}
+        self._errors = open(folder / "errors", "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sharding", str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            cwd=Path(__file__).parents[1], env=env,
+        )  # fmt: skip
+
+    def ask(self, **question: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise AssertionError((self.folder / "errors").read_text()[-3000:])
+        return json.loads(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def write_checkpoint(folder: Path, name: str) -> Path:
+    """A checkpoint of one of CONFIGS, with a tokenizer."""
+    from rooflax.models.registry import family, read_config
+    from rooflax.nn.weights import slots
+    from tests import goldens
+
+    family_name, config = read_config(CONFIGS[name])
+    shapes = {
+        hf: tuple(shape)
+        for slot in slots(family(family_name).weights(config), config.num_layers)
+        for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
+    }
+    reference = goldens.Reference(CONFIGS[name], shapes, (), np.zeros(0), np.zeros(0))
+
+    def halve(tensors: dict[str, np.ndarray]) -> None:
+        """Products that keep the size of their rows, as a trained model's do."""
+        for key, array in tensors.items():
+            if array.ndim > 1 and "embed" not in key:
+                tensors[key] = (array.astype(np.float32) / 2).astype(array.dtype)
+
+    return goldens.write_checkpoint(folder / name, name, reference, change=halve)
+
+
+def run(
+    folder: str, mesh: str | None, options: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What a model says: greedy tokens, logits, bytes per device, and shapes that are gathered."""
+    import jax
+
+    from rooflax import LLM, ExecutionOptions, SamplingParams
+    from rooflax.errors import RooflaxError
+
+    prompts = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33)]
+    try:
+        llm = LLM(folder, mesh=mesh, options=ExecutionOptions(**options), **settings)
+    except RooflaxError as error:
+        return {"error": str(error)}
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens = [list(c.tokens) for c in llm.generate(prompts, params)]
+    found = llm.logits(prompts[2])
+    held: dict[str, int] = {}
+    for leaf in jax.tree.leaves(llm.model.weights):
+        for shard in leaf.addressable_shards:
+            held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
+    engine = llm._engine
+    assert engine is not None and engine.runner.cache is not None
+    pools = jax.tree.leaves((engine.runner.cache.k, engine.runner.cache.v))
+    return {
+        "tokens": tokens,
+        "logits": found[:, ::7].tolist(),
+        "bytes": sorted(held.values()),
+        "weights": {
+            jax.tree_util.keystr(path): [leaf.shape, leaf.addressable_shards[0].data.shape]
+            for path, leaf in jax.tree_util.tree_leaves_with_path(llm.model.weights)
+        },
+        "cache_bytes": sum(pool.addressable_shards[0].data.nbytes for pool in pools),
+        "gathered": gathered_shapes(engine) if mesh else [],
+    }
+
+
+def gathered_shapes(engine: Any) -> list[list[int]]:
+    """Of every all-gather in the programs that ran."""
+    found = set()
+    for _, lowered in engine.runner.lowered():
+        for line in lowered.compile().as_text().splitlines():
+            if re.search(r"\ball-gather(-start)?\(", line):
+                found |= set(re.findall(r"\w\d+\[([\d,]*)\]", line.split(" all-gather")[0]))
+    return sorted([int(n) for n in shape.split(",") if n] for shape in found)
+
+
+def main(folder: Path) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    made: dict[str, Path] = {}
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whoever prints does not answer
+    for line in sys.stdin:
+        question = json.loads(line)
+        name = question["model"]
+        if name in CONFIGS and name not in made:
+            made[name] = write_checkpoint(folder, name)
+        found = run(
+            str(made.get(name, name)), question.get("mesh"), question.get("options", {}),
+            question.get("settings", {}),
+        )  # fmt: skip
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

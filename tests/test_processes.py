@@ -1,0 +1,99 @@
+"""Jobs of two processes with four simulated devices each."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax import LLM, AsyncLLM, SamplingParams
+from rooflax.errors import RequestError
+from tests import processes
+from tests.sharding import CONFIGS, DEVICES, NEW_TOKENS, VOCAB, write_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+PROMPTS = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("processes")
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = write_checkpoint(root, name)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("gpt_oss", "stage=2,tensor=4"),
+        pytest.param("llama", "data=2,tensor=4", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "expert=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param("qwen2", "sequence=2,data=4", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_give_the_single_devices_tokens(folder, model, mesh):
+    path = folder(model)
+    found = processes.ask("tokens", path, mesh)
+    llm = LLM(path)
+    wanted = [list(c.tokens) for c in llm.generate(PROMPTS, GREEDY)]
+    for own in found:
+        assert "error" not in own, own
+        assert own["tokens"] == wanted
+        np.testing.assert_allclose(own["logits"], llm.logits(PROMPTS[2])[:, ::7], rtol=0, atol=1e-5)
+        assert len(own["bytes"]) == DEVICES // 2
+
+
+def test_memory_of_a_process_stays_near_what_its_devices_hold(tmp_path, monkeypatch):
+    wide = CONFIGS["llama"] | {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 96}
+    monkeypatch.setitem(CONFIGS, "llama", wide)
+    path = write_checkpoint(tmp_path, "llama")
+    for own in processes.ask("memory", path, "stage=2,tensor=4"):
+        assert 60e6 < own["held"] < 0.6 * own["whole"]
+        assert own["grown"] < 1.3 * own["held"]
+
+
+def test_what_several_processes_cannot_do_alike_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = jax.make_mesh((2,), ("tensor",))
+    for said, arguments in (
+        ("There are 2 processes and no mesh", {}),
+        ("own clock", {"mesh": mesh, "speculate": "ngram"}),
+        ("a mesh of several processes takes all of them", {"mesh": "tensor=1"}),
+    ):
+        with pytest.raises(RequestError, match=said):
+            LLM("preset:qwen2.5-tiny", **arguments)
+    with pytest.raises(RequestError, match="AsyncLLM runs in one process"):
+        AsyncLLM("preset:gpt2-tiny", mesh=mesh)
+
+
+def test_only_the_first_process_prints(folder):
+    """Through the command line, as one types it on each host."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-m", "rooflax", "generate", str(folder("llama")), "-p", "the end"]
+    command += ["-n", "4", "--temp", "0", "--json", "--mesh", "tensor=4", "--platform", "cpu"]
+    command += ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    running = [
+        subprocess.Popen(
+            [*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    (first, errors), (second, _) = (process.communicate(timeout=280) for process in running)
+    assert second == "" and [process.returncode for process in running] == [0, 0], errors
+    found = json.loads(first)
+    assert found["devices"] == 4
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    assert found["tokens"] == list(LLM(folder("llama")).generate("the end", params)[0].tokens)

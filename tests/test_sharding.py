@@ -1,0 +1,216 @@
+"""Models over meshes of eight simulated devices: the single device's tokens and logits."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rooflax import LLM, save
+from rooflax.errors import RequestError
+from rooflax.models.memory import estimate
+from rooflax.models.registry import family, read_config
+from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
+from rooflax.nn.storage import Storage
+from tests import goldens
+from tests.sharding import CONFIGS, Worker, write_checkpoint
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = list(CONFIGS)
+SPLITS = {
+    "tensor=4": "llama",
+    "data=2": "qwen2",
+    "sequence=4": "gpt2",
+    "expert=2": "gpt_oss",
+    "stage=2": "gpt_oss",
+    "tensor=2,data=2,stage=2": "llama",
+}
+"""The default tests: each split once, and all that fit at once; one family for each."""
+PAIRS = [
+    "tensor=2,data=2", "tensor=2,sequence=2", "tensor=4,stage=2", "data=2,sequence=2",
+    "data=2,stage=2", "sequence=2,stage=2", "expert=2,tensor=2", "expert=2,data=2",
+    "expert=2,sequence=2", "expert=2,stage=2",
+]  # fmt: skip
+ALL = [(f, m) for m in (*SPLITS, *PAIRS) for f in FAMILIES if "expert" not in m or f == "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    found = Worker(tmp_path_factory.mktemp("sharding"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def ask(worker):
+    """What a model says over a mesh; asked once."""
+    known = {}
+
+    def get(model, mesh=None, **settings):
+        key = json.dumps([str(model), mesh, settings], sort_keys=True)
+        if key not in known:
+            known[key] = worker.ask(model=str(model), mesh=mesh, **settings)
+        return known[key]
+
+    return get
+
+
+def same(ask, model, mesh, **settings):
+    one, many = ask(model, **settings), ask(model, mesh, **settings)
+    assert "error" not in many, many
+    assert many["tokens"] == one["tokens"]
+    np.testing.assert_allclose(many["logits"], one["logits"], rtol=0, atol=1e-5)
+    return one, many
+
+
+def check_bytes(model, mesh, one, many):
+    """Each device holds 1/N of what is split N ways, the vocabulary padded, and all of the rest."""
+    name, config = read_config(CONFIGS[model])
+    shards = parse_mesh(mesh)
+    table = family(name).weights(config)
+    config = config_on(config, shards)
+    whole, part = config.axis_sizes, part_sizes(config, shards)
+    assert whole["vocab"] == 263 and part["vocab"] == -(-263 // shards.tensor)
+    layers = config.num_layers // shards.stage
+    wanted = sum(
+        np.prod(w.shape(part)) * 4 * (layers if key.startswith("layers") else 1)
+        for key, w in table.items()
+    )
+    assert many["bytes"] == [wanted] * shards.num_devices
+    how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
+    counted = estimate(name, read_config(CONFIGS[model])[1], **how, shards=shards).weights
+    assert counted == wanted + (model != "gpt2") * 4 * config.max_position * config.head_dim
+    copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
+    assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies
+
+
+def check_gathers(many):
+    """No matrix of weights is gathered, whole or in any part; vectors are too small to tell."""
+    vectors = ("norm", "bias", "sinks")
+    found = [pair for key, pair in many["weights"].items() if not any(v in key for v in vectors)]
+    shapes = {tuple(shape) for pair in found for shape in pair}
+    shapes |= {shape[1:] for shape in shapes if len(shape) > 2}  # one of a stack
+    flat = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
+    for shape in many["gathered"]:
+        assert tuple(sorted(n for n in shape if n > 1)) not in flat, shape
+
+
+@pytest.mark.parametrize("mesh", SPLITS)
+def test_a_split_gives_the_single_devices_tokens(ask, mesh):
+    model = SPLITS[mesh]
+    one, many = same(ask, model, mesh)
+    check_bytes(model, mesh, one, many)
+    check_gathers(many)
+    exchanged = any(axis in mesh for axis in ("tensor", "data", "sequence"))
+    assert bool(many["gathered"]) == exchanged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), ALL)
+def test_every_family_and_pair_gives_the_single_devices_tokens(ask, model, mesh):
+    one, many = same(ask, model, mesh)
+    check_bytes(model, mesh, one, many)
+    check_gathers(many)
+
+
+@pytest.mark.parametrize("mesh", ["stage=2,tensor=2"])
+def test_stages_of_scanned_layers(ask, mesh):
+    same(ask, "gpt_oss", mesh, options={"layers": "scan"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2,data=2", "stage=2,data=2", "sequence=2,data=2"])
+@pytest.mark.parametrize(
+    "options", [{"use_cache": False}, {"jit": False}, {"layers": "scan"}, {"decode_steps": 3}]
+)
+def test_options_change_nothing_on_a_mesh(ask, mesh, options):
+    same(ask, "llama", mesh, options=options)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "format"),
+    [
+        ("llama", "tensor=4", "w4a16"),
+        ("gpt_oss", "tensor=2,expert=2,stage=2", "mxfp4-a16"),
+        pytest.param("qwen2", "tensor=2", "w8a16-g32", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "expert=4,tensor=2", "w4a16+head=w8a16", marks=pytest.mark.slow),
+        pytest.param("llama", "stage=2,data=2", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_quantised_weights_are_the_same_in_every_part(ask, model, mesh, format):
+    one, many = same(ask, model, mesh, settings={"quantize": format})
+    check_gathers(many)
+    assert mesh == "stage=2,data=2" or one["bytes"][0] > 1.5 * many["bytes"][0]
+
+
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_one_scale_per_output_and_part_errs_no_more(ask, format):
+    """The parts of a split input have scales of their own, over fewer numbers."""
+    exact = np.array(ask("llama")["logits"])
+    one, many = (ask("llama", mesh, settings={"quantize": format}) for mesh in (None, "tensor=2"))
+    errors = [np.sqrt(np.mean((np.array(x["logits"]) - exact) ** 2)) for x in (one, many)]
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
+def test_a_split_that_cuts_a_group_is_refused_with_the_arithmetic(ask):
+    found = ask("gpt_oss", "tensor=4", settings={"quantize": "int4"})
+    assert "mlp.down has 16 inputs on each device" in found["error"]
+    assert "(16 = 0 x 32 + 16)" in found["error"]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """Checkpoints that hold quantised weights, by kind: MXFP4, packed by ourselves, GGUF."""
+    folder = tmp_path_factory.mktemp("quantised")
+    variant = "gpt_oss_mxfp4"
+    mxfp4 = goldens.write_checkpoint(folder / variant, variant, goldens.committed(variant))
+    source = write_checkpoint(folder, "gpt_oss")
+    llm = LLM(source, quantize="w4a16+head=w8a16")
+    save(llm.model, folder / "packed", dtype="float32", files_from=source)
+    files = {path.name: path for path in (ROOT / "tests" / "data" / "gguf").glob("*.gguf")}
+    return {"mxfp4": mxfp4, "packed": folder / "packed"} | files
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "parts"),
+    [
+        ("mxfp4", "expert=5", 5),
+        ("packed", "tensor=2,expert=2", 4),
+        ("qwen2.q4_0.gguf", "stage=2", 2),
+        pytest.param("mxfp4", "stage=2,data=2", 2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss_mxfp4.bf16.gguf", "expert=3", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_checkpoint_holds_quantised_stays_so(ask, quantised, kind, mesh, parts):
+    one, many = same(ask, quantised[kind], mesh)
+    values = {key: pair for key, pair in many["weights"].items() if "mlp.gate_up'].values" in key}
+    assert values and many["bytes"][0] < one["bytes"][0]
+    assert all(np.prod(whole) == parts * np.prod(own) for whole, own in values.values())
+
+
+def test_what_does_not_divide_is_refused_with_the_arithmetic(ask):
+    for model, mesh, said in (
+        ("llama", "tensor=3", "4 kv_heads do not divide over 3 devices (4 = 3 x 1 + 1)"),
+        ("gpt_oss", "expert=3", "4 experts do not divide over 3 devices (4 = 3 x 1 + 1)"),
+        ("gpt_oss", "stage=4", "2 x 2 layers do not divide over 4 devices (2 = 4 x 0 + 2)"),
+        ("llama", "stage=3", "4 layers do not divide over 3 devices (4 = 3 x 1 + 1)"),
+        ("llama", "expert=2", "expert=2 and this model has no experts"),
+        ("llama", "tensor=4,data=4", "needs 16 = 4 x 4 devices, here: 8"),
+    ):
+        assert said in ask(model, mesh)["error"], mesh
+
+
+def test_the_text_of_a_mesh():
+    assert parse_mesh("tensor=4,data=2") == Shards(data=2, tensor=4)
+    assert parse_mesh("stage=1") == Shards() and Shards().num_devices == 1
+    assert str(Shards(data=2, tensor=4)) == "data=2,tensor=4"
+    assert set(AXES) == set(Shards().sizes)
+    for text, said in (
+        ("pipeline=2", "of data, expert, sequence, stage, tensor"),
+        ("tensor", "it must be AXIS=N"),
+        ("tensor=-1", "it must be AXIS=N"),
+        ("tensor=0", "at least 1"),
+        ("data=2,data=2", "names data twice"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            parse_mesh(text)

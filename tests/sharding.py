@@ -102,7 +102,7 @@ def run(
     from rooflax import LLM, ExecutionOptions, SamplingParams
     from rooflax.errors import RooflaxError
 
-    prompts = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33)]
+    prompts = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33, 9)]
     try:
         llm = LLM(folder, mesh=mesh, options=ExecutionOptions(**options), **settings)
     except RooflaxError as error:
@@ -115,8 +115,9 @@ def run(
         for shard in leaf.addressable_shards:
             held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
     engine = llm._engine
-    assert engine is not None and engine.runner.cache is not None
-    pools = jax.tree.leaves((engine.runner.cache.k, engine.runner.cache.v))
+    assert engine is not None
+    cache = engine.runner.cache
+    pools = jax.tree.leaves((cache.k, cache.v)) if cache else []
     return {
         "tokens": tokens,
         "logits": found[:, ::7].tolist(),
@@ -126,7 +127,7 @@ def run(
             for path, leaf in jax.tree_util.tree_leaves_with_path(llm.model.weights)
         },
         "cache_bytes": sum(pool.addressable_shards[0].data.nbytes for pool in pools),
-        "gathered": gathered_shapes(engine) if mesh else [],
+        "gathered": gathered_shapes(engine) if mesh and llm.options.jit else [],
     }
 
 

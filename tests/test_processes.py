@@ -16,7 +16,7 @@ from tests import processes
 from tests.sharding import CONFIGS, DEVICES, NEW_TOKENS, VOCAB, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-PROMPTS = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33)]
+PROMPTS = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33, 9)]
 
 
 @pytest.fixture(scope="module")

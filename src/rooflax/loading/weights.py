@@ -34,7 +34,7 @@ WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.i
 NAMED_IN_ERRORS = 10
 DEFAULT_STORAGE = Storage()
 READERS = 2
-"""Threads that copy weights out of the file's pages; quantising takes memory, so it is done in turn."""
+"""Threads that copy weights out of the file's pages; quantising takes memory, and has one."""
 
 
 class Source(Protocol):

@@ -141,7 +141,8 @@ def _scan(
 def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
     """Whether kernels read a layer's part in its stack: matrices; norms and sinks are vectors."""
     if isinstance(stack, QuantizedArray):
-        return kernels == "native" or (kernels == "pallas" and stack.is_matrix == (platform() == "tpu"))
+        as_wanted = stack.is_matrix == (platform() == "tpu")
+        return kernels == "native" or (kernels == "pallas" and as_wanted)
     return kernels == "native" and stack.ndim > 2
 
 

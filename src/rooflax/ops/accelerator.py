@@ -51,11 +51,12 @@ def missing() -> str | None:
 def per_platform(
     operation: str, name: str, **adapted: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """One implementation of several platforms': the function `name` of ops/<operation>/<platform>.py.
+    """One implementation of several platforms': a function of ops/<operation>/<platform>.py.
 
     That file is imported when it is called, because it brings Pallas, which takes its time.
 
     Args:
+        name: of the function.
         adapted: by platform, what makes of its function one with the operation's arguments.
     """
 

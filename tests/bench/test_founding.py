@@ -214,7 +214,7 @@ def test_the_page_is_a_function_of_the_json():
     ):
         assert here in page
     tables = [line for line in page.splitlines() if line.startswith("| ---")]
-    assert len(tables) == 11
+    assert len(tables) == 12
 
 
 def test_the_committed_page_is_what_the_committed_figures_render_to():

@@ -137,10 +137,11 @@ def models() -> list[dict[str, Any]]:
 def tables(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     platform = figures["platform"]
-    lines = [
-        f"Measured on {platform}, JAX {figures['environment']['jax']}. GPU, TPU: not measured."
-    ]
-    lines += ["", "| operation | by | rms error / rms |", "| --- | --- | ---: |"]
+    others = " and ".join(sorted({"cpu", "gpu", "tpu"} - {platform}))
+    about = (
+        f"Measured on {platform}, JAX {figures['environment']['jax']}; {others} are not measured."
+    )
+    lines = [about, "", "| operation | by | rms error / rms |", "| --- | --- | ---: |"]
     lines += [f"| {r['what']} | {r['by']} | {r['error']:.1e} |" for r in figures["operations"]]
     lines += ["", "| embedded model | by | rms error / rms of logits | largest error |"]
     lines += ["| --- | --- | ---: | ---: |"]

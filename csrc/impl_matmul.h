@@ -136,6 +136,7 @@ void AddParts(const MatmulArgs& a) {
 template <int64_t M>
 void MatmulTile(const float* x, int64_t inner, int64_t part, const float* packed,
                 F16 (&totals)[kTile][2]) {
+  for (int64_t m = 0; m < M; ++m) totals[m][0] = totals[m][1] = F16{};
   for (int64_t begin = 0; begin < inner; begin += part) {
     F16 sums[M][2];
     for (int64_t m = 0; m < M; ++m) sums[m][0] = sums[m][1] = F16{};

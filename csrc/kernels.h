@@ -27,7 +27,7 @@ struct Output {
 // the parts one after the other: so threads can share a matrix by its rows, and each reads its part
 // from end to end.
 inline int64_t PartLength(int64_t inner) {
-  const int64_t quarter = (inner / 4 + 15) / 16 * 16;
+  const int64_t quarter = ((inner + 3) / 4 + 15) / 16 * 16;
   return quarter < 64 ? 64 : quarter;
 }
 inline int64_t NumParts(int64_t inner) {

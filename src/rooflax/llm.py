@@ -99,7 +99,7 @@ class LLM:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
-        _check_processes(mesh, speculate)
+        _check_processes(mesh, speculate, options)
         enable_persistent_cache()
         started = time.perf_counter()
         self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
@@ -424,7 +424,7 @@ class LLM:
         return np.asarray(found)[0, : len(ids)]
 
 
-def _check_processes(mesh: object, speculate: object) -> None:
+def _check_processes(mesh: object, speculate: object, options: ExecutionOptions) -> None:
     """
     Raises:
         RequestError: what several processes of one job cannot do alike.
@@ -436,6 +436,8 @@ def _check_processes(mesh: object, speculate: object) -> None:
             f"There are {jax.process_count()} processes and no mesh; give one of all their "
             f"{jax.device_count()} devices."
         )
+    if not options.jit:
+        raise RequestError("Several processes run compiled steps only; leave jit on.")
     if speculate is not None:
         raise RequestError(
             "speculate goes by each process's own clock, and several processes must do the same; "

@@ -22,7 +22,7 @@ def test_at_most_twelve_dependencies_each_with_its_reason() -> None:
 
 
 def test_size_in_lines() -> None:
-    """Readable in an evening: what is added has to be worth its lines."""
+    """What is added has to be worth its lines: kernels for GPU and TPU, and meshes, were 4,700."""
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (*SOURCES, *NATIVE)]
     assert sum(lines) <= 31_000
 

@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to a model's weights: one slot at a time, by the family's table.
 
 Every tensor of the checkpoint is used, waived by name, or an error. Memory holds the weights
-made so far and nothing else: the file's pages are let go of as they are consumed.
+made so far and those that come next: the file's pages are let go of as they are consumed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.i
 NAMED_IN_ERRORS = 10
 DEFAULT_STORAGE = Storage()
 READERS = 2
-"""Threads that copy weights out of the file's pages; quantising takes memory, and has one."""
+"""Threads that copy weights out of the file's pages; what takes memory to make is made in turn."""
 
 
 class Source(Protocol):
@@ -88,20 +88,30 @@ def load_weights(
         return place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
 
     def packed(slot: Slot, kept: Kept) -> Any:
-        parts = _KeptParts(kept, slot, storage.kept[slot.name], config)
-        leaf: Any = kept.packed(slot) if place is None else place(slot, parts.rows, parts.keep)
-        if check and leaf is not None:
-            scales = np.asarray(leaf.scales) if place is None else parts.scales
-            _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
+        if place is not None:
+            parts = _KeptParts(kept, slot, storage.kept[slot.name], config, check)
+            return place(slot, parts.rows, parts.keep)
+        leaf = kept.packed(slot)
+        if check:
+            _check_scales(slot, np.asarray(leaf.scales))
         return leaf
 
     def leaf_of(slot: Slot) -> Any:
         return packed(slot, kept) if kept is not None and storage.is_kept(slot) else placed(slot)
 
+    def copied(slot: Slot) -> np.ndarray | None:
+        """The host array of a slot that is only copied, which takes no memory beyond its own."""
+        made = storage.quantize is not None or storage.is_kept(slot) or plan.is_mxfp4(slot)
+        if place is not None or made:
+            return None
+        array = plan.read(slot, storage, config)
+        if check:
+            _check_finite(slot, array)
+        return array
+
     def arrays() -> Iterator[tuple[Slot, Any]]:
-        copies = place is None and storage.quantize is None
-        for slot, leaf in _ahead(leaf_of, plan.slots, READERS if copies else 0):
-            yield slot, leaf
+        for slot, array in _ahead(copied, plan.slots):
+            yield slot, leaf_of(slot) if array is None else storage.keep(slot, array, config)
             plan.release(slot)
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
@@ -110,23 +120,19 @@ def load_weights(
 
 
 def _ahead(
-    leaf_of: Callable[[Slot], Any], found: Iterable[Slot], readers: int
-) -> Iterator[tuple[Slot, Any]]:
-    """Leaves in order, made by so many threads ahead of their turn; 0 makes each in its turn."""
-    if readers == 0:
-        for slot in found:
-            yield slot, leaf_of(slot)
-        return
-    with ThreadPoolExecutor(readers) as pool:
+    read: Callable[[Slot], np.ndarray | None], found: Iterable[Slot]
+) -> Iterator[tuple[Slot, np.ndarray | None]]:
+    """What is read of each slot, in order, by threads that are a little ahead."""
+    with ThreadPoolExecutor(READERS) as pool:
         waiting: deque[tuple[Slot, Future]] = deque()
         for slot in found:
-            waiting.append((slot, pool.submit(leaf_of, slot)))
-            if len(waiting) > readers:
-                first, leaf = waiting.popleft()
-                yield first, leaf.result()
+            waiting.append((slot, pool.submit(read, slot)))
+            if len(waiting) > READERS:
+                first, array = waiting.popleft()
+                yield first, array.result()
         while waiting:
-            first, leaf = waiting.popleft()
-            yield first, leaf.result()
+            first, array = waiting.popleft()
+            yield first, array.result()
 
 
 class Kept(Protocol):
@@ -142,11 +148,10 @@ class _KeptParts:
     What is split there are not the codes but the numbers of the weight's outputs.
     """
 
-    def __init__(self, kept: Kept, slot: Slot, format: str, config: Any):
+    def __init__(self, kept: Kept, slot: Slot, format: str, config: Any, check: bool):
         self._kept, self._slot, self._format, self._config = kept, slot, format, config
-        self._experts: slice | None = None
-        self._codes: np.ndarray = np.zeros(0)
-        self.scales: np.ndarray = np.zeros(0, np.float32)
+        self._check, self._experts = check, slice(0)
+        self._codes, self._scales = np.zeros(0), np.zeros(0, np.float32)
 
     def rows(self, where: Where) -> np.ndarray:
         """Numbers of a part's outputs; every other axis has one entry."""
@@ -164,8 +169,10 @@ class _KeptParts:
         in_shape, out_shape = product_shape(slot, self._config)
         experts = where[0] if stacked else slice(None)
         if self._experts != experts:
-            self._codes, self.scales = self._kept.codes(slot, experts)
+            self._codes, self._scales = self._kept.codes(slot, experts)
             self._experts = experts
+            if self._check:
+                _check_scales(slot, self._scales)
         own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
         begin, end = 0, math.prod(in_shape)
         if is_head(slot, self._config):
@@ -178,9 +185,9 @@ class _KeptParts:
         flat = rows.reshape(-1)
         codes = self._codes[..., flat, begin:end]
         if FORMATS[self._format].grouped:
-            scales = self.scales[..., flat, begin // GROUP : end // GROUP]
+            scales = self._scales[..., flat, begin // GROUP : end // GROUP]
         else:
-            scales = self.scales[..., flat]
+            scales = self._scales[..., flat]
         return pack(self._format, codes, scales, own_in, own_out, put=np.asarray)
 
 
@@ -226,6 +233,10 @@ class _Plan:
         for hf in self._found(slot):
             for stored in self.names.stored(hf):
                 self.source.release(stored)
+
+    def is_mxfp4(self, slot: Slot) -> bool:
+        """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
+        return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
 
     def is_narrow(self, slot: Slot) -> bool:
         """Whether all of a slot's tensors are bfloat16 in the checkpoint."""
@@ -341,6 +352,10 @@ def _refuse(what: str, items: list[str]) -> None:
         rest = len(items) - NAMED_IN_ERRORS
         more = f" and {rest} more" if rest > 0 else ""
         raise CheckpointError(f"The checkpoint {what} {'; '.join(items[:NAMED_IN_ERRORS])}{more}.")
+
+
+def _check_scales(slot: Slot, scales: np.ndarray) -> None:
+    _check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
 
 
 def _check_finite(slot: Slot, array: np.ndarray) -> None:

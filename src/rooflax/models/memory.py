@@ -12,6 +12,7 @@ from rooflax.nn.layout import blocks_needed
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import slots
+from rooflax.ops import accelerator
 
 ONE_DEVICE = Shards()
 
@@ -45,7 +46,7 @@ def estimate(
     tokens: int,
     max_model_len: int | None = None,
     prefill_chunk: int = 512,
-    block_size: int = 16,
+    block_size: int | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> MemoryEstimate:
     """Counts weights, cache and workspace of one device.
@@ -55,11 +56,13 @@ def estimate(
         rows: sequences that run at once.
         tokens: longest context of each.
         max_model_len: rows of the RoPE table; the model's own by default.
+        block_size: tokens per block of the cache; this platform's by default.
         shards: of a mesh, which need not be here.
 
     Raises:
         RequestError: a split that leaves a remainder.
     """
+    block_size = block_size or accelerator.block_size()
     table, config = family(name).weights(config), config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(

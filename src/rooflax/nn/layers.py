@@ -17,7 +17,7 @@ from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
-from rooflax.ops.accelerator import platform
+from rooflax.ops import accelerator
 from rooflax.ops.attention import attention, paged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
@@ -141,7 +141,7 @@ def _scan(
 def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
     """Whether kernels read a layer's part in its stack: matrices; norms and sinks are vectors."""
     if isinstance(stack, QuantizedArray):
-        as_wanted = stack.is_matrix == (platform() == "tpu")
+        as_wanted = stack.is_matrix == (accelerator.platform() == "tpu")
         return kernels == "native" or (kernels == "pallas" and as_wanted)
     return kernels == "native" and stack.ndim > 2
 

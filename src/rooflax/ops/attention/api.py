@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import parts
-from rooflax.ops.accelerator import per_platform, platform
+from rooflax.ops import accelerator, parts
+from rooflax.ops.accelerator import per_platform
 from rooflax.ops.attention import cpu, reference, xla
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.dispatch import choose
@@ -114,7 +114,7 @@ def paged_attention(
     Everything else is as in `attention`.
     """
     _check_heads(q.shape[2], k_pool.shape[1])
-    kernels_cannot = repeat_kv or (pattern is not None and platform() != "tpu")
+    kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() != "tpu")
     if implementation is None and kernels_cannot:
         implementation = "xla"
     compute = choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)

@@ -85,15 +85,7 @@ def matmul(
     x: Float[Array, "rows in"], w: Any, bias: Float[Array, " out"] | None
 ) -> Float[Array, "rows out"]:
     """x @ w + bias; one of a stack is read where it lies."""
-    stacked = w if isinstance(w, Stacked) else None
-    weights = w if stacked is None else stacked.stack
-    if not isinstance(weights, QuantizedArray):
-        raise NotImplementedError("linear's GPU kernel is for quantised weights: XLA has the rest.")
-    if len(x) > MOST_ROWS:
-        y = wide_product(x, taken(w))
-    else:
-        member = jnp.zeros(1, jnp.int32) if stacked is None else jnp.reshape(stacked.index, 1)
-        y = products(x.astype(jnp.float32)[None], weights, member, jnp.ones(1, jnp.int32))[0]
+    y = _product(x, w)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(x.dtype)
@@ -102,7 +94,19 @@ def matmul(
 def unembed(
     x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
 ) -> Float[Array, "rows vocab"]:
-    return matmul(x, table, None).astype(jnp.float32)
+    return _product(x, table)
+
+
+def _product(x: Float[Array, "rows in"], w: Any) -> Float[Array, "rows out"]:
+    """x @ w in float32."""
+    stacked = w if isinstance(w, Stacked) else None
+    weights = w if stacked is None else stacked.stack
+    if not isinstance(weights, QuantizedArray):
+        raise NotImplementedError("linear's GPU kernel is for quantised weights: XLA has the rest.")
+    if len(x) > MOST_ROWS:
+        return wide_product(x, taken(w)).astype(jnp.float32)
+    member = jnp.zeros(1, jnp.int32) if stacked is None else jnp.reshape(stacked.index, 1)
+    return products(x.astype(jnp.float32)[None], weights, member, jnp.ones(1, jnp.int32))[0]
 
 
 def products(
@@ -282,9 +286,9 @@ def _shift(place: int) -> int:
 
 
 def _e8m0(scales: jax.Array) -> jax.Array:
-    """2^(s - 127): the bits of an exponent; of s = 0 the denormal."""
+    """2^(s - 127): the bits of an exponent; of s = 0 the denormal; 255 is NaN."""
     bits = scales.astype(jnp.int32)
-    bits = jnp.where(bits == 0, 1 << 22, bits << 23)
+    bits = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, 0x7FC00000, bits << 23))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

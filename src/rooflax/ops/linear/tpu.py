@@ -228,8 +228,10 @@ def _e4m3(q: Any) -> Any:
 
 
 def _e8m0(scales: Any) -> Any:
-    """2^(s - 127); s = 0, which float32 has no normal number for, is taken as 0."""
-    return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+    """2^(s - 127), NaN for 255; s = 0, which float32 has no normal number for, is taken as 0."""
+    bits = scales.astype(jnp.int32)
+    bits = jnp.where(bits == 255, 0x7FC00000, bits << 23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _for_each_row(scales: Any, count: int) -> Any:

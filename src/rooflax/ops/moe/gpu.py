@@ -55,7 +55,7 @@ def experts(
     num_experts, pairs = gate_up.shape[0], tokens * chosen
     few = pairs <= linear.ROWS_AT_ONCE * num_experts
     if not few and x.dtype != jnp.bfloat16:
-        raise NotImplementedError("the experts' GPU kernel for prompts multiplies bfloat16 rows.")
+        raise NotImplementedError(f"the experts' tensor cores take bfloat16, not {x.dtype}.")
     multiply, tile = (_few, _rows_each(pairs, num_experts)) if few else (_many, WIDE_TILE)
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen

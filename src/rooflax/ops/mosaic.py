@@ -37,7 +37,7 @@ def values_layout() -> Any:
 def swizzled(dtype: Any) -> tuple[Any, ...]:
     """How rows of 128 bytes lie in shared memory, for the tensor cores and the copies to it."""
     width = 128 // jax.numpy.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+    return _plgpu.TilingTransform((8, width)), _plgpu.SwizzleTransform(128)
 
 
 def accumulator(rows: int, columns: int) -> Any:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Shape, Weight
+
+if TYPE_CHECKING:
+    from rooflax.nn.weights import Shape, Weight
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
 """Axes of a mesh, the outermost first: tensor's devices are neighbours, they exchange the most."""

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import FORMATS
-from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, rounded
+from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, int8_codes, rounded
 from rooflax.ops.stacked import Stacked, taken
 
 MOST_ROWS = 16
@@ -320,15 +320,9 @@ def wide_product(x: Float[Array, "rows in"], w: QuantizedArray) -> Float[Array, 
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     if not rounds:
         return _dot(x, codes.astype(jnp.bfloat16), jnp.float32) * w.scales[None, :outer]
-    x32 = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x32), axis=-1, keepdims=True)
-    inverse = jnp.where(largest > 0, 127.0 / jnp.where(largest > 0, largest, 1.0), 0.0)
-    whole = jnp.round(x32 * inverse).astype(jnp.int8)
-    return (
-        _dot(whole, codes, jnp.int32).astype(jnp.float32)
-        * (largest / 127.0)
-        * w.scales[None, :outer]
-    )
+    whole, step = int8_codes(x.astype(jnp.float32))
+    sums = _dot(whole.astype(jnp.int8), codes, jnp.int32).astype(jnp.float32)
+    return sums * step * w.scales[None, :outer]
 
 
 def _dot(a: jax.Array, b: jax.Array, sums: Any) -> jax.Array:

@@ -470,3 +470,8 @@ def test_a_preset_is_the_same_on_every_run_and_prints_ids_without_a_token():
     assert first.stop_ids == frozenset()
     with pytest.raises(RequestError, match="preset 'nothing'"):
         LLM("preset:nothing")
+
+
+def test_a_mesh_that_is_none_is_refused():
+    with pytest.raises(RequestError, match=r"mesh is 4; it must be a Mesh, or text like tensor=4"):
+        LLM(mesh=4)

@@ -102,6 +102,10 @@ class LLM:
         _check_processes(mesh, speculate, options)
         enable_persistent_cache()
         started = time.perf_counter()
+        if not isinstance(mesh, str | Mesh | None):
+            raise RequestError(
+                f"mesh is {mesh!r}; it must be a Mesh, or text like tensor=4,data=2."
+            )
         self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
         self.options, self.max_num_seqs = options, max_num_seqs
         self.prefix_caching = prefix_caching

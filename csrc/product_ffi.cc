@@ -4,7 +4,8 @@
 //
 // With `select`, w (and its scales, sums and bias) has a leading axis: row m's weights are those
 // numbered select[m], or select[0] for all rows. Rows that share weights are run together. A bias
-// with fewer members than w begins again: member i of w has the bias number i % members.
+// with fewer members than w begins again: member i of w has the bias number i % members. A norm may
+// have members too, each for as many of w's that lie together; all rows have the same.
 
 #include <algorithm>
 #include <cstring>
@@ -38,6 +39,7 @@ struct Product {
   int64_t rows, x_width, inner, stride, outer, groups;
   int64_t units, unit, least;  // what is split: columns or panels, in pieces of `unit`
   int64_t stack, w_bytes, scale_bytes;  // of one member of the stack
+  int64_t norms;                        // members of w to one of the norm
 
   bool IsPacked() const { return layout != Layout::kMatrix && layout != Layout::kTable; }
   bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
@@ -112,15 +114,17 @@ const char* Check(const Inputs& in, const F32& y, Product& p) {
        "bias");
   Fits(in.residual.element_count() == 0 || (SameShape(in.residual, y) && selected <= 1), why,
        "residual");
-  const auto norm = [&](const F32& part, bool wanted) {
-    Fits(static_cast<int64_t>(part.element_count()) == (wanted ? p.inner : 0), why, "norm");
-  };
   const bool layer = p.before.kind == Before::kLayerNorm;
-  norm(in.norm_weight, layer || p.before.kind == Before::kRmsNorm);
-  norm(in.norm_bias, layer);
+  const bool normed = layer || p.before.kind == Before::kRmsNorm;
+  const int64_t norm = static_cast<int64_t>(in.norm_weight.element_count());
+  const int64_t norms = p.inner == 0 ? 0 : norm / p.inner;
+  Fits(normed ? norms > 0 && norms * p.inner == norm && p.stack % norms == 0 : norm == 0, why,
+       "norm");
+  Fits(static_cast<int64_t>(in.norm_bias.element_count()) == (layer ? norm : 0), why, "norm");
   if (why != nullptr) return why;
   p.w_bytes = static_cast<int64_t>(in.w.size_bytes()) / p.stack;
   p.scale_bytes = static_cast<int64_t>(in.w_scale.size_bytes()) / p.stack;
+  p.norms = normed ? p.stack / norms : p.stack;
   p.before.weight = OrNull(in.norm_weight);
   p.before.bias = OrNull(in.norm_bias);
   return nullptr;
@@ -161,12 +165,22 @@ std::vector<Run> RunsOf(const Inputs& in, const Product& p, std::vector<int64_t>
   return runs;
 }
 
-void PrepareRow(const Inputs& in, const Product& p, int64_t i, Prepared& out) {
+// The norm that belongs to the first run's weights.
+BeforeArgs BeforeOf(const Product& p, const std::vector<Run>& runs) {
+  BeforeArgs before = p.before;
+  const int64_t skipped = runs.empty() ? 0 : runs[0].member / p.norms * p.inner;
+  if (before.weight != nullptr) before.weight += skipped;
+  if (before.bias != nullptr) before.bias += skipped;
+  return before;
+}
+
+void PrepareRow(const Inputs& in, const Product& p, const BeforeArgs& before, int64_t i,
+                Prepared& out) {
   const Kernels& kernels = ChosenKernels();
   const float* x = in.x.typed_data() + out.order[i] * p.x_width;
   if (!out.wide.empty()) {
     float* wide = out.wide.data() + i * p.inner;
-    kernels.before(p.before, x, wide);
+    kernels.before(before, x, wide);
     x = wide;
   }
   if (!p.bytes) return;
@@ -326,10 +340,11 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
   const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
   if (wide || p.bytes) {
     Prepared& shared = rows;
+    const BeforeArgs before = BeforeOf(p, runs);
     const int64_t pieces = (p.rows + 7) / 8;
     ParallelFor(pieces, threads, schedule, [&](int64_t piece) {
       for (int64_t i = piece * 8; i < std::min(p.rows, piece * 8 + 8); ++i) {
-        PrepareRow(in, p, i, shared);
+        PrepareRow(in, p, before, i, shared);
       }
     });
   }

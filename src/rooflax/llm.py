@@ -159,6 +159,7 @@ class LLM:
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
         place = None if self.mesh is None else Placer(self.about.config, self.mesh)
+        scan = self.options.layers == "scan"
         model = load(
             self.about,
             dtype=self.storage.dtype,
@@ -169,12 +170,10 @@ class LLM:
             check=check,
             progress=progress,
             place=place,
+            stacked=scan,
         )
-        scan = self.options.layers == "scan"
         if self.mesh is not None and place is not None:
             model = model.placed(place, self.mesh, scan=scan)
-        elif scan:
-            model = model.stacked()
         jax.block_until_ready(model.weights)
         give_back_freed()
         return model

@@ -166,6 +166,7 @@ def load(
     check: bool = False,
     progress: Callable[[int], None] | None = None,
     place: Placer | None = None,
+    stacked: bool = False,
     **find: Any,
 ) -> Model:
     """A model with its weights on the device.
@@ -181,6 +182,7 @@ def load(
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         place: for the devices of a mesh; the model is then still to be `Model.placed`.
+        stacked: for `layers="scan"`.
         find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
     """
     about = model if isinstance(model, Description) else describe(model, **find)
@@ -189,7 +191,13 @@ def load(
     _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len), shards)
     if about.folder is None:
         weights = random_weights(
-            about.family, about.config, seed=SEED, storage=storage, place=place, progress=progress
+            about.family,
+            about.config,
+            seed=SEED,
+            storage=storage,
+            place=place,
+            stacked=stacked,
+            progress=progress,
         )
     else:
         kept = about.kept() if storage.kept else None
@@ -201,6 +209,7 @@ def load(
             check=check,
             progress=progress,
             place=place,
+            stacked=stacked,
             kept=kept,
             own=kept.tensors if isinstance(kept, PackedWeights) else {},
         )

@@ -64,17 +64,23 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class Mxfp4Weights:
-    """The weights of a checkpoint that can stay in MXFP4, for `Storage.kept`."""
+    """The weights of a checkpoint that can stay in MXFP4, for `Storage.kept`.
+
+    The layers of a model are alike, because they may be stacked.
+    """
 
     def __init__(self, source: Tensors, name: str, config: Any):
         self._source, self._config = source, config
         present = set(source.names())
-        table = family(name).weights(config)
-        self.formats = {
-            slot.name: KEPT
-            for slot in slots(table, config.num_layers)
-            if slot.weight.num_stacked and all(set(names(hf)) <= present for hf in slot.hf_names)
+        found = list(slots(family(name).weights(config), config.num_layers))
+        unpacked = {
+            slot.key
+            for slot in found
+            if not (
+                slot.weight.num_stacked and all(set(names(n)) <= present for n in slot.hf_names)
+            )
         }
+        self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
 
     def packed(self, slot: Slot) -> QuantizedArray:
         """An array of experts from the file's own codes, gate's outputs before up's."""

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.loading.arrays import aligned_copy
 from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
 from rooflax.models.registry import family
+from rooflax.nn.host_arrays import aligned_copy
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -19,10 +20,11 @@ import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.loading import mxfp4
-from rooflax.loading.arrays import aligned_empty
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
+from rooflax.nn.host_arrays import aligned_empty
 from rooflax.nn.placement import Placer
+from rooflax.nn.stacking import assemble_stacked
 from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where, assemble, slots
 from rooflax.ops.formats import FORMATS, GROUP
@@ -55,6 +57,7 @@ def load_weights(
     check: bool = False,
     progress: Callable[[int], None] | None = None,
     place: Placer | None = None,
+    stacked: bool = False,
     kept: Kept | None = None,
     own: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
@@ -67,6 +70,7 @@ def load_weights(
         check: refuse weights that hold NaN or infinity.
         progress: called with the bytes of each weight when it is done.
         place: reads of each slot what devices of a mesh hold, and puts it there.
+        stacked: gather the layers in stacks, for `layers="scan"`; with `place` that comes later.
         kept: gives the slots of `storage.kept`.
         own: by slot, tensors of ours that hold it packed, in place of the table's.
 
@@ -116,6 +120,8 @@ def load_weights(
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
 
+    if stacked and place is None:
+        return assemble_stacked(config.num_layers, config.groups.period, arrays())
     return assemble(config.num_layers, arrays())
 
 
@@ -239,9 +245,16 @@ class _Plan:
         return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
 
     def is_narrow(self, slot: Slot) -> bool:
-        """Whether all of a slot's tensors are bfloat16 in the checkpoint."""
-        stored = [name for hf in self._found(slot) for name in self.names.stored(hf)]
-        return all(self.source.info(name).dtype == "BF16" for name in stored)
+        """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
+        return self._narrow[slot.key]
+
+    @cached_property
+    def _narrow(self) -> dict[str, bool]:
+        narrow = {slot.key: True for slot in self.slots}
+        for slot in self.slots:
+            stored = (name for hf in self._found(slot) for name in self.names.stored(hf))
+            narrow[slot.key] &= all(self.source.info(name).dtype == "BF16" for name in stored)
+        return narrow
 
     def _found(self, slot: Slot) -> list[str]:
         names = [self.names.find(hf) for hf in slot.hf_names]

@@ -11,6 +11,7 @@ import numpy as np
 
 from rooflax.models.registry import family
 from rooflax.nn.placement import Placer
+from rooflax.nn.stacking import assemble_stacked
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
 
@@ -25,6 +26,7 @@ def random_weights(
     seed: int = 0,
     storage: Storage = DEFAULT_STORAGE,
     place: Placer | None = None,
+    stacked: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Weights as a family's table initialises them.
@@ -36,6 +38,7 @@ def random_weights(
     Args:
         storage: at which width each weight is kept.
         place: puts of each slot's host array what devices of a mesh hold there.
+        stacked: gather the layers in stacks, for `layers="scan"`; with `place` that comes later.
         progress: called with the bytes of each weight when it is done.
     """
 
@@ -54,6 +57,8 @@ def random_weights(
             if progress:
                 progress(storage.num_bytes(slot, config, stored_narrow=False))
 
+    if stacked and place is None:
+        return assemble_stacked(config.num_layers, config.groups.period, arrays())
     return assemble(config.num_layers, arrays())
 
 

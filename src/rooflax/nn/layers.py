@@ -22,7 +22,7 @@ from rooflax.ops.attention import attention, paged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
 from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.stacked import Stacked, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -108,7 +108,7 @@ def _scan(
 ) -> tuple[jax.Array, KVCache | None]:
     """One turn of the scan runs the repeating group once; the pools are carried in place.
 
-    Products' weights stay in their stacks where a kernel reads them there; the rest is small.
+    Weights stay in their stacks where a kernel reads them there; the rest is small.
     """
     repeats = jax.tree.leaves(stacked)[0].shape[0]
     kernels = chosen(options.kernels)["linear"]
@@ -139,11 +139,11 @@ def _scan(
 
 
 def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
-    """Whether kernels read a layer's part in its stack: matrices; norms and sinks are vectors."""
-    if isinstance(stack, QuantizedArray):
-        as_wanted = stack.is_matrix == (accelerator.platform() == "tpu")
-        return kernels == "native" or (kernels == "pallas" and as_wanted)
-    return kernels == "native" and stack.ndim > 2
+    """Whether kernels read a layer's part in its stack."""
+    as_wanted = isinstance(stack, QuantizedArray) and (
+        stack.is_matrix == (accelerator.platform() == "tpu")
+    )
+    return kernels == "native" or (kernels == "pallas" and as_wanted)
 
 
 def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:
@@ -206,7 +206,7 @@ class _Attend:
         v: Float[Array, "B T K H"],
         *,
         scale: float,
-        sinks: Float[Array, " N"] | None = None,
+        sinks: Float[Array, " N"] | Stacked | None = None,
     ) -> Float[Array, "B T N H"]:
         batch, common = (
             self.batch,
@@ -215,7 +215,7 @@ class _Attend:
                 "context_lens": self.batch.context_lens,
                 "scale": scale,
                 "window": self.window,
-                "sinks": sinks,
+                "sinks": taken(sinks),
                 "repeat_kv": self.options.gqa == "repeat",
                 "implementation": self.options.kernels,
             },

@@ -66,6 +66,7 @@ def product(
         select: for a w with a leading axis: whose weights each row (or, with n = 1, every row)
             has; a bias may have the same leading axis.
     """
+    in_stack = isinstance(w, Stacked)
     if isinstance(w, Stacked):
         w, select = _read_in_place(w, select)
     if isinstance(w, QuantizedArray):
@@ -74,14 +75,14 @@ def product(
     else:
         arrays, rounds = (_native(w), _none(jnp.float32), _none(jnp.int32)), False
         outer = w.shape[-1 if layout == "matrix" else -2]
-    before, norm = _before(prologue)
+    before, norm = _before(prologue, in_stack)
     call = jax.ffi.ffi_call(
         "rooflax_product", jax.ShapeDtypeStruct((x.shape[0], outer), jnp.float32)
     )
     return call(
         x.astype(jnp.float32),
         *arrays,
-        _bias(bias),
+        _vector(bias, in_stack),
         _optional(residual),
         *norm,
         _none(jnp.int32) if select is None else select,
@@ -110,7 +111,9 @@ def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[
     return jax.ffi.ffi_call("rooflax_rows", out)(_native(table), index)
 
 
-def _before(prologue: Prologue | None) -> tuple[dict[str, Any], tuple[jax.Array, jax.Array]]:
+def _before(
+    prologue: Prologue | None, in_stack: bool
+) -> tuple[dict[str, Any], tuple[jax.Array, jax.Array]]:
     """A prologue as the kernel's attributes, and a norm's arrays."""
     kind, eps, alpha, limit = 0, 0.0, 0.0, 0.0
     weight = bias = None
@@ -128,15 +131,19 @@ def _before(prologue: Prologue | None) -> tuple[dict[str, Any], tuple[jax.Array,
         "alpha": np.float32(alpha),
         "limit": np.float32(limit),
     }
-    return attributes, (_optional(weight), _optional(bias))
+    return attributes, (_vector(weight, in_stack), _vector(bias, in_stack))
 
 
-def _bias(bias: jax.Array | Stacked | None) -> jax.Array:
-    """One of a stack stays there, unless all of the stack would be widened for it."""
-    stack = bias.stack if isinstance(bias, Stacked) else None
+def _vector(vector: jax.Array | Stacked | None, in_stack: bool) -> jax.Array:
+    """A bias or a norm's; one of a stack stays there unless all of the stack would be widened.
+
+    Args:
+        in_stack: the product's weight is one of such a stack.
+    """
+    stack = vector.stack if isinstance(vector, Stacked) and in_stack else None
     if isinstance(stack, jax.Array) and stack.dtype == jnp.float32:
         return stack
-    return _optional(taken(bias))
+    return _optional(taken(vector))
 
 
 def _optional(x: jax.Array | None) -> jax.Array:

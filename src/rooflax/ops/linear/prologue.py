@@ -22,14 +22,15 @@ from rooflax.ops.stacked import Stacked, taken
 class Norm:
     """RMSNorm; with a bias LayerNorm."""
 
-    weight: Float[Array, " hidden"]
-    bias: Float[Array, " hidden"] | None = None
+    weight: Float[Array, " hidden"] | Stacked
+    bias: Float[Array, " hidden"] | Stacked | None = None
     eps: float = 1e-5
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
-        if self.bias is None:
-            return rms_norm(x, self.weight, eps=self.eps)
-        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+        weight, bias = taken(self.weight), taken(self.bias)
+        if bias is None:
+            return rms_norm(x, weight, eps=self.eps)
+        return layer_norm(x, weight, bias, eps=self.eps)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""Weights gathered into stacks as they come equal those stacked afterwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.loading.load import load
+from rooflax.loading.weights import ArraySource, load_weights
+from rooflax.nn import stacking
+from rooflax.nn.storage import Storage
+from rooflax.nn.weights import slots
+
+MODELS = ("preset:gpt2-tiny", "preset:gpt-oss-tiny")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("on_host", [True, False])
+def test_stacks_are_those_of_stack_layers(model, quantize, on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(stacking, "_HostStack", stacking._DeviceStack)
+    stacked = load(model, quantize=quantize, stacked=True).weights
+    wanted = load(model, quantize=quantize).stacked().weights
+    assert jax.tree.structure(stacked) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(stacked), jax.tree.leaves(wanted), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_one_layer_in_another_width_widens_all_of_its_stack():
+    model = load("preset:qwen2.5-tiny")
+    tensors = _checkpoint(model)
+    name = next(key for key in tensors if "layers.1" in key and key.endswith("down_proj.weight"))
+    mixed = {key: array.astype(jnp.bfloat16) for key, array in tensors.items()}
+    mixed[name] = mixed[name].astype(np.float32)
+    storage = Storage(narrow=True)
+    weights = load_weights(
+        ArraySource(mixed), model.family, model.config, storage=storage, stacked=True
+    )
+    (stacks,) = weights["stacked_layers"]
+    assert stacks["mlp.down"].dtype == jnp.float32
+    assert stacks["attn.o"].dtype == jnp.bfloat16
+    wanted = mixed[name.replace("layers.1", "layers.0")].astype(np.float32).T
+    np.testing.assert_array_equal(np.asarray(stacks["mlp.down"][0]), wanted)
+
+
+def _checkpoint(model):
+    found = {}
+    for slot in slots(model.table, model.config.num_layers):
+        where = model.weights if slot.layer is None else model.weights["layers"][slot.layer]
+        parts = slot.weight.split(np.asarray(where[slot.key]), model.config.axis_sizes)
+        found |= dict(zip(slot.hf_names, parts, strict=True))
+    return found

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.arrays import Put
 from rooflax.models.registry import family
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot, slots
@@ -76,9 +78,9 @@ class Mxfp4Weights:
             if slot.weight.num_stacked and all(set(names(hf)) <= present for hf in slot.hf_names)
         }
 
-    def packed(self, slot: Slot) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> QuantizedArray:
         """An array of experts from the file's own codes, gate's outputs before up's."""
-        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config))
+        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config), put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""

@@ -16,11 +16,13 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading import load
 from rooflax.loading.load import describe, load_streamed, plan_of
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import estimate
 from rooflax.models.registry import read_config
+from rooflax.models.steps import new_cache
 from rooflax.models.streaming import LayerStream, StreamPlan, plan_streaming
 from rooflax.nn.execution import parse_bytes
 from tests import gguf_cases, goldens
@@ -107,6 +109,13 @@ def test_gguf_and_mxfp4_are_streamed(name, kind):
     ids = np.array([PROMPTS[2]], np.int32)
     found, _ = run(model, (None, ()), ids, np.array([ids.size], np.int32))
     np.testing.assert_allclose(found[0], whole.logits(PROMPTS[2]), rtol=0, atol=1e-5)
+
+
+def test_a_device_with_memory_of_its_own_takes_layers_there(folder, monkeypatch):
+    """Off CPU there is no arena: the device's memory is taken and given back."""
+    monkeypatch.setattr(load, "Arena", lambda size: None)
+    same(*pair(folder("qwen2"), dtype="float32"))
+    same(*pair(folder("qwen2"), quantize="int8"))
 
 
 def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
@@ -259,11 +268,13 @@ def test_what_fits_is_not_streamed(folder):
     assert (llm.stream_plan, llm.options.decode_steps) == (None, None)
 
 
-def test_a_streamed_model_is_not_saved(folder, tmp_path):
+def test_a_streamed_model_is_not_saved_nor_run_by_hand(folder, tmp_path):
     _, streamed = pair(folder("llama"))
     with pytest.raises(RequestError, match="3 of 4 layers are streamed"):
         save(streamed.model, tmp_path / "m")
     assert not (tmp_path / "m").exists()
+    with pytest.raises(RequestError, match="without a weights budget"):
+        new_cache(streamed.model)
 
 
 def test_weights_that_are_not_finite_are_found_in_streamed_layers(tmp_path):

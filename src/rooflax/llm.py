@@ -370,7 +370,7 @@ class LLM:
                     if delta.completion is not None:
                         engine.abort(output.sequence)  # a stop string may have ended it
                     yield delta
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             self._engine = None  # what a failed step leaves of its cache cannot be used
             raise
         finally:

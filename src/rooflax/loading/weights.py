@@ -22,6 +22,7 @@ from rooflax.loading import mxfp4
 from rooflax.loading.arrays import ALIGNMENT, Arena, aligned_empty, arena_bytes
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
+from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where, assemble, slots
@@ -106,6 +107,7 @@ class WeightReader:
         self._plan = _Plan(source, name, config, own or {})
         self._config, self._storage, self._check = config, storage, check
         self._place, self._kept = place, kept
+        self._readers = ThreadPoolExecutor(READERS, "layers")  # of streamed layers
         self.slots = self._plan.slots
 
     def num_bytes(self, slot: Slot) -> int:
@@ -139,14 +141,16 @@ class WeightReader:
         found = [slot for slot in self.slots if slot.layer == index]
         for slot in found:
             self._plan.prefetch(slot)
-        with ThreadPoolExecutor(READERS) as pool:
-            copies = list(pool.map(lambda slot: self._streamed_copy(slot, arena), found))
+        copies = list(self._readers.map(lambda slot: self._streamed_copy(slot, arena), found))
         put = arena.put if arena else jax.device_put
         layer: dict[str, Any] = {}
         for slot, leaf in zip(found, copies, strict=True):
             layer[slot.key] = self._streamed(slot, put) if leaf is None else leaf
             self._plan.release(slot)
-        return jax.block_until_ready(layer)
+        jax.block_until_ready(layer)
+        if any(leaf is None for leaf in copies):  # packing left something behind
+            give_back_freed()
+        return layer
 
     def _streamed_copy(self, slot: Slot, arena: Arena | None) -> Any:
         """The weight of a slot that is only copied."""

@@ -134,6 +134,13 @@ def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
     assert streamed.model.counts.num_steps == 3 + 3  # chunks, and tokens after the first
 
 
+def test_drafts_that_hold_share_what_is_read(folder):
+    """The model drafts for itself, whole."""
+    whole, streamed = pair(folder("llama"), speculate=str(folder("llama")))
+    assert tokens(streamed) == tokens(whole)
+    assert streamed.model.counts.num_steps < GREEDY.max_tokens
+
+
 def test_a_server_streams_and_compiles_nothing(folder):
     whole, streamed = pair(folder("qwen2"))
     wanted = tokens(whole)

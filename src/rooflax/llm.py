@@ -26,16 +26,23 @@ from rooflax.engine.engine import Engine, check_ids, check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.speculation import Speculation, check_speculate
-from rooflax.engine.steps import StepFunctions
+from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.loading.load import Description, describe, load
+from rooflax.loading.load import Description, describe, load, load_streamed, plan_of
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, resolve_max_model_len
+from rooflax.models.streaming import AnyModel, StreamedModel, StreamPlan
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
+from rooflax.nn.execution import (
+    DEFAULT_OPTIONS,
+    ExecutionOptions,
+    Precision,
+    parse_bytes,
+    streaming_options,
+)
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
@@ -67,6 +74,8 @@ class LLM:
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
         options: what may change speed but never a token.
+        weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
+            from the file at every step. None loads them all.
         mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
             one device.
         revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
@@ -88,6 +97,7 @@ class LLM:
         speculate: str | Path | None = None,
         num_draft_tokens: int | None = None,
         options: ExecutionOptions = DEFAULT_OPTIONS,
+        weights_budget: int | str | None = None,
         mesh: Mesh | str | None = None,
         revision: str | None = None,
         offline: bool = False,
@@ -100,6 +110,8 @@ class LLM:
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
         _check_processes(mesh, speculate, options)
+        budget = None if weights_budget is None else parse_bytes(weights_budget)
+        streaming = options if budget is None else streaming_options(options, mesh is not None)
         enable_persistent_cache()
         started = time.perf_counter()
         if not isinstance(mesh, str | Mesh | None):
@@ -133,8 +145,13 @@ class LLM:
             narrow=dtype is None and native_linear,
             keep=dtype is None,
         )
+        plan = budget and plan_of(self.about, self.storage, self.max_model_len, budget)
         with count_compilations(self._compiled):
-            self.model = self._load(check, progress)
+            if plan and plan.streamed:
+                self.options = streaming
+                self.model: AnyModel = self._load_streamed(plan, check, progress)
+            else:
+                self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
         self._drafting = None
@@ -178,6 +195,15 @@ class LLM:
         give_back_freed()
         return model
 
+    def _load_streamed(
+        self, plan: StreamPlan, check: bool, progress: Callable[[int], None] | None
+    ) -> StreamedModel:
+        how = {"max_model_len": self.max_model_len, "check": check, "progress": progress}
+        model = load_streamed(self.about, plan, self.storage, **how)
+        jax.block_until_ready(model.weights)
+        give_back_freed()
+        return model
+
     def _check_memory(self, rows: int, tokens: int) -> None:
         """Refuses a KV cache that does not fit; the weights are there already."""
         shards = mesh_lib.shards_of(self.mesh) or Shards()
@@ -205,6 +231,11 @@ class LLM:
     def format(self) -> str:
         """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
         return self.storage.format
+
+    @property
+    def stream_plan(self) -> StreamPlan | None:
+        """Which layers are streamed; None where all of them are in memory."""
+        return self.model.plan if isinstance(self.model, StreamedModel) else None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -338,7 +369,7 @@ class LLM:
                     if delta.completion is not None:
                         engine.abort(output.sequence)  # a stop string may have ended it
                     yield delta
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             self._engine = None  # what a failed step leaves of its cache cannot be used
             raise
         finally:
@@ -422,7 +453,7 @@ class LLM:
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
-        run = getattr(StepFunctions(self.options, self.mesh, max_steps=1), function)
+        run = getattr(step_functions(self.model, self.options, self.mesh, max_steps=1), function)
         found, _ = run(self.model, (None, ()), padded, lengths)
         return np.asarray(found)[0, : len(ids)]
 

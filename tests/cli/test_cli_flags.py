@@ -63,6 +63,7 @@ DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads"
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
 CHECK = {"--check": []}
 LENGTH = {"--max-model-len": ["100"]}
+BUDGET = {"--weights-budget": (["1GB"], "no file to read them from")}
 
 PROCESSES = {
     "--coordinator": (["nowhere"], "it must be HOST:PORT"),
@@ -79,13 +80,13 @@ COMMANDS = {
            "--early-stopping": (["never"], "is for beams"),
            "--json-schema": ['{"type": "boolean"}'], "--regex": ["[ab]+"],
            "--grammar": ['start: "ab"'],
-           "--mesh": ["tensor=2"]} | DRAFTS | PROCESSES,
+           "--mesh": ["tensor=2"]} | DRAFTS | BUDGET | PROCESSES,
     ),
     "chat": (
         [TINY, "-n", "3"],
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
-           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None} | DRAFTS,
+           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None} | DRAFTS | BUDGET,
     ),
     "train": (
         [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",
@@ -151,18 +152,19 @@ COMMANDS = {
     ),
     "inspect": (
         [TINY],
-        FINDING | LENGTH | PRECISION | QUANTIZE | DEVICE
+        FINDING | LENGTH | PRECISION | QUANTIZE | BUDGET | DEVICE
         | {"--batch": ["3"], "--mesh": ["tensor=2"], "--json": [], "--help": []},
     ),
     "verify": (
         [TINY, "--isolate", "-n", "2"],
         FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
         | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None,  # the base has it
-           "--mesh": (["tensor=2"], "drop --mesh")},
+           "--mesh": (["tensor=2"], "drop --mesh"),
+           "--weights-budget": (["1GB"], "drop --weights-budget")},
     ),
     "perplexity": (
         [TINY],
-        FINDING | CHECK | LENGTH | QUANTIZE | LAYERS | DEVICE | OUTPUT
+        FINDING | CHECK | LENGTH | QUANTIZE | BUDGET | LAYERS | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
            "--max-model-len": ["12"], "--mesh": ["tensor=2"]} | PROCESSES,
     ),

@@ -37,6 +37,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
     flags.add_max_model_len(parser, "longest conversation in tokens; default the model's")
     flags.add_precision(parser)
+    flags.add_weights_budget(parser)
     flags.add_execution(parser)
     flags.add_speculation(parser)
     flags.add_device(parser, mesh=True)

@@ -15,7 +15,12 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
 from rooflax.models.presets import PREFIX
-from rooflax.nn.execution import ExecutionOptions, Precision
+from rooflax.nn.execution import (
+    ExecutionOptions,
+    Precision,
+    parse_bytes,
+    streaming_options,
+)
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -200,6 +205,25 @@ def add_precision(
             help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
             **kind,
         )
+
+
+def add_weights_budget(parser: Parser) -> None:
+    parser.group("memory and precision").add_argument(
+        "--weights-budget", metavar="SIZE",
+        help="most memory for weights, as in 8GB; other layers are read from the file at every "
+        "step",
+    )  # fmt: skip
+
+
+def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) -> None:
+    """
+    Raises:
+        RequestError: it is no size, or another flag does not go with it.
+    """
+    given = getattr(args, "weights_budget", None)
+    if given is not None:
+        parse_bytes(given, "--weights-budget")
+        streaming_options(options, getattr(args, "mesh", None) is not None)
 
 
 def check_precision(args: argparse.Namespace) -> Precision:

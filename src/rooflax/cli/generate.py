@@ -31,6 +31,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
     flags.add_precision(parser)
+    flags.add_weights_budget(parser)
     flags.add_execution(parser)
     flags.add_speculation(parser)
     flags.add_device(parser, mesh=True, hosts=True)
@@ -149,6 +150,9 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "memory": statistics.memory(llm),
         "devices": statistics.num_devices(llm),
     }
+    streamed = statistics.streaming(llm, completions)
+    if streamed is not None:
+        found["streaming"] = streamed
     if any(completion.num_draft_tokens for completion in completions):
         found["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
         found["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)

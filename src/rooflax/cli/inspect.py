@@ -9,18 +9,20 @@ import argparse
 import math
 import textwrap
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
+from rooflax.nn.execution import ExecutionOptions, parse_bytes
 from rooflax.nn.shards import Shards, parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.loading.load import Description
     from rooflax.models.memory import MemoryEstimate
+    from rooflax.models.streaming import StreamPlan
 
 SUMMARY = "architecture, weights, and the memory it will take"
 
@@ -29,6 +31,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_max_model_len(parser, "tokens per sequence to plan for; default the model's longest")
     flags.add_precision(parser)
+    flags.add_weights_budget(parser)
     parser.group("memory and precision").add_argument(
         "--batch", metavar="N", type=at_least_one, default=1, help="sequences at once; default 1"
     )
@@ -39,6 +42,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what is known before loading."""
     flags.check_precision(args)
+    flags.check_weights_budget(args, ExecutionOptions())
     shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
     from rooflax.loading.load import describe
@@ -135,6 +139,7 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
     """The arithmetic of what running it will take, and whether that is free."""
     import jax
 
+    from rooflax.loading.load import plan_of
     from rooflax.models.memory import estimate
     from rooflax.models.model import resolve_max_model_len
     from rooflax.nn.device_memory import free_bytes
@@ -153,6 +158,10 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
         "tokens": tokens,
     }
     need = estimate(about.family, about.config, **work)
+    plan = None
+    if args.weights_budget is not None:
+        plan = plan_of(about, storage, tokens, parse_bytes(args.weights_budget))
+        need = replace(need, weights=plan.memory_bytes)
     each = estimate(about.family, about.config, **work, shards=shards) if shards else None
     free = free_bytes()
     return {
@@ -162,6 +171,7 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
         "kv_dtype": precision.kv_dtype,
         "quantize": precision.quantize,
         "format": storage.format,
+        "streaming": None if plan is None else _streaming(plan),
         "weights_bytes": need.weights,
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,
@@ -172,6 +182,17 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
         else _server(about.config, precision.kv_dtype or "float32", tokens, free, need),
         "mesh": _mesh(shards, each) if shards and each else None,
         "fits": _fits(need if each is None else each, shards),
+    }
+
+
+def _streaming(plan: StreamPlan) -> dict[str, Any]:
+    """What a budget of weights leads to."""
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "layers": len(plan.layer_bytes),
+        "layers_resident": plan.num_resident,
+        "layers_streamed": len(plan.streamed),
+        "bytes_per_step": plan.bytes_per_step,
     }
 
 
@@ -238,6 +259,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_section("architecture", _architecture_rows(found["architecture"])),
         *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
         *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
+        *_streaming_section(found["memory"]["streaming"]),
         *_mesh_section(found["memory"]["mesh"]),
         _verdict(found["memory"]),
         *_server_lines(found["memory"]["server"]),
@@ -298,6 +320,20 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     if known["free_bytes"] is not None:
         rows.append(("free now", gib(known["free_bytes"]), ""))
     return rows
+
+
+def _streaming_section(known: dict[str, Any] | None) -> list[str]:
+    from rooflax.models.memory import gib
+
+    if known is None:
+        return []
+    rows = [
+        ("layers that stay", f"{known['layers_resident']} of {known['layers']}"),
+        ("layers that are streamed", str(known["layers_streamed"])),
+        ("read at every step", gib(known["bytes_per_step"])),
+    ]
+    title = f"weights within a budget of {gib(known['budget_bytes'])}"
+    return _section(title, rows, right=(1,))
 
 
 def _mesh_section(known: dict[str, Any] | None) -> list[str]:

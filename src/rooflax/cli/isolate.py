@@ -74,13 +74,14 @@ def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
     """Loads the model and compares; the report as `--json` prints it."""
     from rooflax.cli.session import open_llm
     from rooflax.cli.verify import encoded_prompts
+    from rooflax.models.streaming import whole
 
     target = flags.execution_options(args)
     llm = open_llm(args, options=REFERENCE)
     prompts = encoded_prompts(llm, texts, args.max_tokens)
     with terminal.status("running the reference setting, operation by operation", args.quiet):
-        task = reference_task(llm.model, prompts, args.max_tokens)
-    found = isolate(llm.model, target, task, quiet=args.quiet)
+        task = reference_task(whole(llm.model), prompts, args.max_tokens)
+    found = isolate(whole(llm.model), target, task, quiet=args.quiet)
     return {"model": llm.about.name, "reference": REFERENCE.describe(), **found}
 
 

@@ -36,6 +36,7 @@ def add_flags(parser: Parser) -> None:
         parser, f"tokens of a window; default the model's, at most {LONGEST_WINDOW}"
     )
     flags.add_precision(parser, kv=False)
+    flags.add_weights_budget(parser)
     flags.add_execution(parser, cached=False)
     flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser)

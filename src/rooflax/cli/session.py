@@ -25,6 +25,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     """
     options = settings.pop("options", None) or flags.execution_options(args)
     flags.check_speculation(args, options)
+    flags.check_weights_budget(args, options)
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
@@ -45,6 +46,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
         "speculate": getattr(args, "speculate", None),
         "num_draft_tokens": getattr(args, "num_draft_tokens", None),
         "mesh": platform.make_mesh(mesh_text),
+        "weights_budget": getattr(args, "weights_budget", None),
     }
     about = describe(args.model, **where)
     with (
@@ -61,14 +63,18 @@ def _bytes(about: Any, given: dict[str, Any]) -> int:
     """What loading will keep in memory, about, for the bar's end."""
     import jax
 
+    from rooflax.loading.load import plan_of
     from rooflax.models.registry import family
-    from rooflax.nn.execution import Precision
+    from rooflax.nn.execution import Precision, parse_bytes
     from rooflax.nn.weights import slots
 
     config = about.config
     precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
     own = given["dtype"] is None
     storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
+    if given["weights_budget"] is not None:
+        plan = plan_of(about, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
+        return sum(plan.layer_bytes) + plan.fixed_bytes - plan.bytes_per_step
     return sum(
         storage.num_bytes(slot, config, stored_narrow=storage.narrow)
         for slot in slots(family(about.family).weights(config), config.num_layers)
@@ -95,5 +101,9 @@ def say_settings(llm: LLM) -> None:
         ("context", f"{llm.max_model_len} tokens"),
         ("compile cache", str(enable_persistent_cache() or "off")),
     ]
+    plan = llm.stream_plan
+    if plan is not None:
+        layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are streamed"
+        rows.append(("layers", layers))
     for line in terminal.table(rows):
         terminal.say(line)

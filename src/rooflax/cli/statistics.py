@@ -16,10 +16,13 @@ def memory(llm: LLM) -> dict[str, int | None]:
     """The "memory" of `generate --json`."""
     from rooflax.nn.host_memory import peak_rss_bytes
 
+    held = bytes_per_device(llm.model.weights)
+    if llm.stream_plan is not None:  # one device, and layers that come and go
+        held = llm.model.weights_bytes
     return {
         "peak_rss_bytes": peak_rss_bytes(),
         "weights_bytes": llm.model.weights_bytes,
-        "weights_bytes_per_device": bytes_per_device(llm.model.weights),
+        "weights_bytes_per_device": held,
         "kv_cache_bytes": llm.kv_cache_bytes,
     }
 
@@ -35,18 +38,40 @@ def bytes_per_device(arrays: Any) -> int:
     return max(held.values(), default=0)
 
 
+def streaming(llm: LLM, completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """The "streaming" of `generate --json`; None where all layers are in memory."""
+    from rooflax.models.streaming import StreamedModel
+
+    if not isinstance(llm.model, StreamedModel):
+        return None
+    plan, counts = llm.model.plan, llm.model.counts
+    tokens = sum(len(c.tokens) for c in completions)
+    return {
+        "layers": len(plan.layer_bytes),
+        "layers_streamed": len(plan.streamed),
+        "bytes_per_step": plan.bytes_per_step,
+        "steps": counts.num_steps,
+        "bytes_per_token": counts.num_bytes / max(tokens, 1),
+        "gb_per_s": counts.num_bytes / counts.seconds / 1e9 if counts.seconds else 0.0,
+    }
+
+
 def num_devices(llm: LLM) -> int:
     return 1 if llm.mesh is None else llm.mesh.size
 
 
 def say_statistics(llm: LLM, completions: Sequence[Completion]) -> None:
     """A small table on stderr; fits eighty columns."""
-    for line in lines(completions, memory(llm), num_devices(llm)):
+    streamed = streaming(llm, completions)
+    for line in lines(completions, memory(llm), num_devices(llm), streamed):
         say(dim(line, sys.stderr))
 
 
 def lines(
-    completions: Sequence[Completion], used: Mapping[str, int | None], devices: int
+    completions: Sequence[Completion],
+    used: Mapping[str, int | None],
+    devices: int,
+    streamed: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The table's lines."""
     from rooflax.models.memory import gib
@@ -73,8 +98,19 @@ def lines(
         f"compile  {seconds(times['compile_s'])} ({compiled})",
         f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
         f"decode   {_counted(count, 'token')}{several}, {speed}{drafted}",
+        *_stream_lines(streamed),
         f"memory   weights {weights}{where}, KV cache {kv_cache}{peak_text}",
     ]
+
+
+def _stream_lines(streamed: Mapping[str, Any] | None) -> list[str]:
+    from rooflax.models.memory import gib
+
+    if streamed is None:
+        return []
+    layers = f"{streamed['layers_streamed']} of {streamed['layers']} layers"
+    per_token = gib(int(streamed["bytes_per_token"]))
+    return [f"stream   {layers}, {per_token} per token, {streamed['gb_per_s']:.2f} GB/s"]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -45,6 +45,7 @@ def add_flags(parser: Parser) -> None:
         "-n", "--max-tokens", metavar="N", type=at_least_one, default=DEFAULT_TOKENS,
         help=f"greedy tokens per prompt; default {DEFAULT_TOKENS}",
     )  # fmt: skip
+    flags.add_weights_budget(parser)
     flags.add_execution(parser)
     flags.add_device(parser, mesh=True)
     flags.add_output(parser)
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     args.dtype = "float32"
     if args.isolate and args.mesh is not None:
         raise RequestError("--isolate compares settings on one device; drop --mesh.")
+    if args.isolate and args.weights_budget is not None:
+        raise RequestError("--isolate compares settings in memory; drop --weights-budget.")
     if args.isolate:
         found = isolate.run(args, args.prompt or PROMPTS)
         return _report(args, found, isolate.lines(found))

@@ -24,7 +24,7 @@ from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError
-from rooflax.models.model import Model
+from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.accelerator import block_size
 
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         options: ExecutionOptions,
         *,
         num_slots: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rooflax.models.memory import gib, workspace_bytes
-from rooflax.models.model import Model
+from rooflax.models.streaming import AnyModel
 from rooflax.nn.device_memory import free_bytes
 
 _BYTES = re.compile(r"allocat\w* (?:a buffer of )?(?P<size>[\d.]+)\s?(?P<unit>[KMGT]i?B|bytes)?")
@@ -28,7 +28,7 @@ def needed_bytes(error: Exception) -> int | None:
 
 def sentence(
     error: Exception,
-    model: Model,
+    model: AnyModel,
     *,
     kv_cache: int,
     rows: int,

@@ -22,9 +22,10 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.packing import Layout, StepResult
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
-from rooflax.engine.steps import StepFunctions, StepInput
+from rooflax.engine.steps import StepInput
+from rooflax.engine.streaming import step_functions
 from rooflax.errors import EngineError
-from rooflax.models.model import Model
+from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
@@ -69,7 +70,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         options: ExecutionOptions,
         *,
         num_slots: int,
@@ -84,7 +85,7 @@ class Runner:
         self.model, self.options, self.mesh = model, options, mesh
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.decode_steps = decode_steps
-        self.functions = StepFunctions(options, mesh, decode_steps)
+        self.functions = step_functions(model, options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
         self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, draft_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL

@@ -37,6 +37,7 @@ class StepInput:
         params: a row per slot: what its request wants of the sampler. Stays on the device.
         masks: a row per slot: bits of the tokens that a row with a guide may choose; None if plain.
         plain: `Sampling.plain`.
+        hidden: what came out of the layers, where these ran one by one before.
     """
 
     rows: Int[Array, "B width"]
@@ -44,6 +45,11 @@ class StepInput:
     masks: Int[Array, "slots words"] | None
     layout: Layout = field(metadata={"static": True})
     plain: bool = field(default=False, metadata={"static": True})
+    hidden: Float[Array, "B T D"] | None = None
+
+    @property
+    def batch(self) -> Batch:
+        return replace(self.layout.batch(self.rows), hidden=self.hidden)
 
     @property
     def slots(self) -> Int[Array, " B"]:
@@ -64,6 +70,38 @@ Packed = Int[Array, "steps B columns"]
 Scores = Int[Array, "T columns"]
 
 
+def embed(
+    model: Model, carry: None, *host: Any, options: ExecutionOptions, shards: Shards | None
+) -> tuple[Float[Array, "B T D"], Batch]:
+    """What enters the first layer, and the batch for all of them.
+
+    Args:
+        model: without layers.
+        host: what the step that follows is given.
+    """
+    step = host[0]
+    batch = step.batch if isinstance(step, StepInput) else Batch.dense(step, lengths=host[1])
+    hidden, _ = model.forward(batch, None, options=options, shards=shards)
+    return hidden, batch
+
+
+def layer(
+    model: Model,
+    carry: tuple[Float[Array, "B T D"], KVCache | None],
+    batch: Batch,
+    *,
+    options: ExecutionOptions,
+    shards: Shards | None,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """One layer by itself.
+
+    Args:
+        model: of this layer alone, as are the cache and the batch's block tables.
+    """
+    hidden, cache = carry
+    return model.forward(replace(batch, hidden=hidden), cache, options=options, shards=shards)
+
+
 def prefill(
     model: Model,
     carry: Carry,
@@ -75,7 +113,7 @@ def prefill(
 ) -> tuple[tuple[Packed, Scores | None], Carry]:
     """Runs a chunk of every row's tokens, and chooses the token after it where they end."""
     cache, counts = carry
-    batch = step.layout.batch(step.rows)
+    batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
     packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
     scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
@@ -128,7 +166,7 @@ def decode(
         stopped = jnp.any(stops & step.samples)
         return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
 
-    batch = step.layout.batch(step.rows)
+    batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
     out = jnp.zeros((max_steps, batch.tokens.shape[0], width), jnp.int32)
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
@@ -145,7 +183,7 @@ def verify(
     after that was computed from tokens that are not there. Logits exist for all tokens at once.
     """
     cache, counts = carry
-    batch = step.layout.batch(step.rows)
+    batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
     rows, seq, width = hidden.shape
     flat = hidden.reshape(rows * seq, width)
@@ -217,6 +255,7 @@ def score(
     carry: tuple[None, tuple[()]],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    hidden: Float[Array, "B T D"] | None = None,
     *,
     options: ExecutionOptions,
     shards: Shards | None,
@@ -225,7 +264,7 @@ def score(
 
     Logits exist for SCORED_AT_ONCE tokens at a time.
     """
-    batch = Batch.dense(tokens, lengths=lengths)
+    batch = Batch.dense(tokens, lengths=lengths, hidden=hidden)
     hidden, _ = model.forward(batch, None, options=options, shards=shards)
     rows, seq, width = hidden.shape
     chunk = min(SCORED_AT_ONCE, rows * seq)
@@ -248,12 +287,13 @@ def logits(
     carry: tuple[None, tuple[()]],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    hidden: Float[Array, "B T D"] | None = None,
     *,
     options: ExecutionOptions,
     shards: Shards | None,
 ) -> tuple[Float[Array, "B T V"], tuple[None, tuple[()]]]:
     """Logits of every token of whole sequences."""
-    batch = Batch.dense(tokens, lengths=lengths)
+    batch = Batch.dense(tokens, lengths=lengths, hidden=hidden)
     hidden, _ = model.forward(batch, None, options=options, shards=shards)
     return model.logits(hidden, options=options, shards=shards), carry
 
@@ -341,6 +381,8 @@ class StepFunctions:
         self.scored = _compiled(scored, options.jit, mesh, **static)
         self.seat = _compiled(seat, options.jit, mesh, **static)
         self.copy = _compiled(copy, options.jit, mesh, **static)
+        self.embed = _compiled(embed, options.jit, mesh, **static)
+        self.layer = _compiled(layer, options.jit, mesh, **static)
 
 
 _JITTED: dict[Any, Callable] = {}

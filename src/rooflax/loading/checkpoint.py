@@ -99,6 +99,10 @@ class Checkpoint:
         """Lets a tensor's pages go, so that what was read does not add up in memory."""
         self._file(name).release(name)
 
+    def prefetch(self, name: str) -> None:
+        """Has the system read a tensor's pages, without waiting for it."""
+        self._file(name).prefetch(name)
+
 
 def _check_folder(folder: Path) -> None:
     if not folder.exists():

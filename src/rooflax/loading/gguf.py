@@ -188,10 +188,17 @@ class GGUFFile:
 
     def release(self, name: str) -> None:
         """Tells the system that a tensor's pages may go; a later read brings them back."""
+        self._advise(name, "MADV_DONTNEED")
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read a tensor's pages, without waiting for it."""
+        self._advise(name, "MADV_WILLNEED")
+
+    def _advise(self, name: str, advice: str) -> None:
         end = self._begins[name] + self.info(name).nbytes
         begin = self._begins[name] // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        if end > begin and hasattr(self._map, "madvise"):
+            self._map.madvise(getattr(mmap, advice), begin, end - begin)
 
 
 class _Cursor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
@@ -31,6 +32,7 @@ from rooflax.loading.gguf_blocks import (
 from rooflax.loading.gguf_config import ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
+from rooflax.nn.host_arrays import Put
 from rooflax.nn.storage import is_head, is_product, product_shape
 from rooflax.nn.weights import Slot, slots
 from rooflax.ops.quantization import QuantizedArray, pack
@@ -140,6 +142,11 @@ class GGUFWeights:
         for stored in self._stored(name):
             self.file.release(stored)
 
+    def prefetch(self, name: str) -> None:
+        """Has the system read a tensor's pages."""
+        for stored in self._stored(name):
+            self.file.prefetch(stored)
+
     @cached_property
     def formats(self) -> dict[str, str]:
         """The format of each product's weight, by slot, whose tensors are all blocks.
@@ -157,10 +164,10 @@ class GGUFWeights:
         formats = {key: format for key, found in kinds.items() if (format := _format(found))}
         return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
 
-    def packed(self, slot: Slot) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> QuantizedArray:
         """A product's weight from the file's own codes, its outputs in our order."""
         shapes = product_shape(slot, self.config)
-        return pack(self.formats[slot.name], *self.codes(slot), *shapes)
+        return pack(self.formats[slot.name], *self.codes(slot), *shapes, put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...] in our order of outputs."""

@@ -7,9 +7,11 @@ default.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.checkpoint import Checkpoint
@@ -21,16 +23,25 @@ from rooflax.loading.hub import resolve
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.loading.weights import ArraySource, Source, load_weights
+from rooflax.loading.weights import ArraySource, Source, WeightReader, load_weights
 from rooflax.models.initialize import random_weights
-from rooflax.models.memory import ONE_DEVICE, check_fits, estimate
+from rooflax.models.memory import ONE_DEVICE, check_fits, estimate, rope_bytes
 from rooflax.models.model import Model, build, resolve_max_model_len
 from rooflax.models.presets import PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
+from rooflax.models.streaming import (
+    AHEAD,
+    LayerStream,
+    StreamedModel,
+    StreamPlan,
+    plan_streaming,
+)
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.host_arrays import Arena
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
+from rooflax.nn.weights import assemble
 from rooflax.ops.formats import resolve_format
 
 EMBEDDED_NAME = "rooflax-python-5m"
@@ -200,23 +211,88 @@ def load(
             progress=progress,
         )
     else:
-        kept = about.kept() if storage.kept else None
-        weights = load_weights(
-            about.weights(),
-            about.family,
-            about.config,
-            storage=storage,
-            check=check,
-            progress=progress,
-            place=place,
-            stacked=stacked,
-            kept=kept,
-            own=kept.tensors if isinstance(kept, PackedWeights) else {},
-        )
+        weights = _reader(about, storage, check, place).weights(progress, stacked=stacked)
     return build(about.family, about.config, weights, max_model_len, storage.dtype)
 
 
-def _check_fits(about: Description, storage: Storage, max_model_len: int, shards: Shards) -> None:
+def _reader(
+    about: Description, storage: Storage, check: bool = False, place: Placer | None = None
+) -> WeightReader:
+    kept = about.kept() if storage.kept else None
+    own = kept.tensors if isinstance(kept, PackedWeights) else {}
+    how = {"storage": storage, "check": check, "place": place, "kept": kept, "own": own}
+    return WeightReader(about.weights(), about.family, about.config, **how)
+
+
+def plan_of(
+    about: Description, storage: Storage, max_model_len: int | None, budget: int
+) -> StreamPlan:
+    """Which layers stay and which are streamed; only the headers of the files are read.
+
+    Args:
+        budget: the most bytes that weights may take.
+
+    Raises:
+        RequestError: there is no file to read from, or the budget is too small.
+    """
+    if about.folder is None:
+        raise RequestError(
+            f"{about.name} has random weights and no file to read them from; leave the weights "
+            f"budget out, or save it as a checkpoint first."
+        )
+    return _plan(about, _reader(about, storage), max_model_len, budget)
+
+
+def _plan(
+    about: Description, reader: WeightReader, max_model_len: int | None, budget: int
+) -> StreamPlan:
+    config = about.config
+    fixed, layers = rope_bytes(config, max_model_len), [0] * config.num_layers
+    for slot in reader.slots:
+        if slot.layer is None:
+            fixed += reader.num_bytes(slot)
+        else:
+            layers[slot.layer] += reader.num_bytes(slot)
+    return plan_streaming(budget, fixed, layers, about.name)
+
+
+def load_streamed(
+    about: Description,
+    plan: StreamPlan,
+    storage: Storage,
+    *,
+    max_model_len: int | None = None,
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> StreamedModel:
+    """A model of which the plan's layers are read at every step; the arguments of `load`.
+
+    With `check` these too are looked at once.
+    """
+    length = resolve_max_model_len(about.config, max_model_len)
+    _check_fits(about, storage, length, ONE_DEVICE, weights=plan.memory_bytes)
+    reader, streamed = _reader(about, storage, check), set(plan.streamed)
+    passing = [slot for slot in reader.slots if slot.layer in streamed]
+    staying = [slot for slot in reader.slots if slot.layer not in streamed]
+    for _ in reader.leaves(passing) if check else ():
+        pass
+    weights = assemble(about.config.num_layers, reader.leaves(staying, progress))
+    layers = weights.pop("layers")
+    ends = build(about.family, about.config, weights | {"layers": ()}, length, storage.dtype)
+    size = max(reader.arena_bytes(index) for index in plan.streamed)
+    on_host = jax.default_backend() == "cpu"
+    places = [Arena(size) if on_host else None for _ in range(AHEAD)]
+    stream = LayerStream(reader.layer, plan.streamed, places)
+    return StreamedModel(ends, layers, stream, plan)
+
+
+def _check_fits(
+    about: Description,
+    storage: Storage,
+    max_model_len: int,
+    shards: Shards,
+    weights: int | None = None,
+) -> None:
     """The weights with a small cache must fit; a request's own cache is checked when it comes."""
     need = estimate(
         about.family,
@@ -228,6 +304,8 @@ def _check_fits(about: Description, storage: Storage, max_model_len: int, shards
         max_model_len=max_model_len,
         shards=shards,
     )
+    if weights is not None:
+        need = replace(need, weights=weights)
     what = about.name if shards == ONE_DEVICE else f"{about.name} on each device of {shards}"
     check_fits(need, free_bytes(shards.num_devices), what)
 

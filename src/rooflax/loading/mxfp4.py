@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.models.registry import family
+from rooflax.nn.host_arrays import Put
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot, slots
 from rooflax.ops.formats import GROUP
@@ -82,9 +84,9 @@ class Mxfp4Weights:
         }
         self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
 
-    def packed(self, slot: Slot) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> QuantizedArray:
         """An array of experts from the file's own codes, gate's outputs before up's."""
-        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config))
+        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config), put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""

@@ -19,7 +19,7 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import aligned_copy
+from rooflax.nn.host_arrays import Put, aligned_put
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS
@@ -119,11 +119,15 @@ class PackedWeights:
         inner, outer = math.prod(in_shape), math.prod(out_shape)
         return packed_arrays(self.formats[slot.name], inner, outer, stack)
 
-    def packed(self, slot: Slot) -> QuantizedArray:
-        """A weight's arrays, as they are."""
+    def packed(self, slot: Slot, put: Put = aligned_put) -> QuantizedArray:
+        """A weight's arrays, as they are.
+
+        Args:
+            put: the file's own pages to where they stay.
+        """
         stored = self._stored(slot)
-        arrays = [aligned_copy(getattr(stored, part)) for part in PARTS]
-        return placed(arrays, stored.format, stored.in_shape, stored.out_shape)
+        arrays = [getattr(stored, part) for part in PARTS]
+        return placed(arrays, stored.format, stored.in_shape, stored.out_shape, put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...]."""

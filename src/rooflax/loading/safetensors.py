@@ -250,11 +250,22 @@ class SafetensorsFile:
         Raises:
             CheckpointError: there is no tensor of this name.
         """
+        self._advise(name, "MADV_DONTNEED")
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read a tensor's pages, without waiting for it.
+
+        Raises:
+            CheckpointError: there is no tensor of this name.
+        """
+        self._advise(name, "MADV_WILLNEED")
+
+    def _advise(self, name: str, advice: str) -> None:
         self.info(name)
         begin, end = (self._data_start + offset for offset in self._offsets[name])
         begin -= begin % mmap.PAGESIZE
         if end > begin and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            self._map.madvise(getattr(mmap, advice), begin, end - begin)
 
 
 class _DuplicateKeyError(Exception):

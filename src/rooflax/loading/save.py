@@ -24,8 +24,8 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.models.model import Model
 from rooflax.models.registry import family, read_config_json
+from rooflax.models.streaming import AnyModel, whole
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot, slots
 from rooflax.ops.quantization import QuantizedArray
@@ -47,7 +47,7 @@ WRITTEN = frozenset({"config.json", "model.safetensors", *COMPANIONS})
 
 
 def save(
-    model: Model,
+    model: AnyModel,
     folder: str | os.PathLike[str],
     *,
     dtype: str = "bfloat16",
@@ -56,7 +56,7 @@ def save(
     """Writes a Model as a Hugging Face folder; `save_model` says more.
 
     Args:
-        model: with its layers unrolled or stacked.
+        model: with its layers unrolled or stacked, all in memory.
         dtype: of the file, "bfloat16", "float32" or "float16"; quantised weights stay as they are.
         files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
             generation defaults and end-of-sequence ids go along.
@@ -68,6 +68,7 @@ def save(
         raw = read_gguf_config(GGUFFile(source))[2] if is_gguf else read_config_json(source)
     eos = raw.get("eos_token_id")
 
+    model = whole(model)
     weights = model.weights
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)

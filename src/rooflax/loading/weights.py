@@ -22,7 +22,8 @@ from rooflax.errors import CheckpointError
 from rooflax.loading import mxfp4
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import aligned_empty
+from rooflax.nn.host_arrays import ALIGNMENT, Arena, aligned_empty, arena_bytes
+from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import assemble_stacked
 from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
@@ -46,6 +47,7 @@ class Source(Protocol):
     def info(self, name: str) -> TensorInfo: ...
     def read(self, name: str) -> np.ndarray: ...
     def release(self, name: str) -> None: ...
+    def prefetch(self, name: str) -> None: ...
 
 
 def load_weights(
@@ -78,51 +80,145 @@ def load_weights(
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
             weight's (the first ten named).
     """
-    plan = _Plan(source, name, config, own or {})
+    how = {"storage": storage, "check": check, "place": place, "kept": kept, "own": own}
+    reader = WeightReader(source, name, config, **how)
+    return reader.weights(progress, stacked=stacked)
 
-    def placed(slot: Slot) -> Any:
-        def read(where: Where | None) -> np.ndarray:
-            array = plan.read(slot, storage, config, where)
-            if check:
-                _check_finite(slot, array)
-            return array
 
-        if place is None:
-            return storage.keep(slot, read(None), config)
-        return place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
+class WeightReader:
+    """A model's weights, slot by slot or layer by layer; the arguments of `load_weights`.
 
-    def packed(slot: Slot, kept: Kept) -> Any:
-        if place is not None:
-            parts = _KeptParts(kept, slot, storage.kept[slot.name], config, check)
-            return place(slot, parts.rows, parts.keep)
-        leaf = kept.packed(slot)
-        if check:
-            _check_scales(slot, np.asarray(leaf.scales))
-        return leaf
+    Attributes:
+        slots: all of them, those outside the layers first.
 
-    def leaf_of(slot: Slot) -> Any:
-        return packed(slot, kept) if kept is not None and storage.is_kept(slot) else placed(slot)
+    Raises:
+        CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
+            weight's; nothing was read yet.
+    """
 
-    def copied(slot: Slot) -> np.ndarray | None:
-        """The host array of a slot that is only copied, which takes no memory beyond its own."""
-        made = storage.quantize is not None or storage.is_kept(slot) or plan.is_mxfp4(slot)
-        if place is not None or made:
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        config: Any,
+        *,
+        storage: Storage = DEFAULT_STORAGE,
+        check: bool = False,
+        place: Placer | None = None,
+        kept: Kept | None = None,
+        own: Mapping[str, tuple[str, ...]] | None = None,
+    ):
+        self._plan = _Plan(source, name, config, own or {})
+        self._config, self._storage, self._check = config, storage, check
+        self._place, self._kept = place, kept
+        self._readers = ThreadPoolExecutor(READERS, "layers")  # of streamed layers
+        self.slots = self._plan.slots
+
+    def num_bytes(self, slot: Slot) -> int:
+        """What a weight takes on its device."""
+        narrow = self._plan.is_narrow(slot)
+        return self._storage.num_bytes(slot, self._config, stored_narrow=narrow)
+
+    def arena_bytes(self, index: int) -> int:
+        """What `layer` takes of an `Arena`: three arrays at most for each weight."""
+        found = [slot for slot in self.slots if slot.layer == index]
+        return sum(arena_bytes(self.num_bytes(slot)) + 3 * ALIGNMENT for slot in found)
+
+    def leaves(
+        self, slots: Iterable[Slot], progress: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[Slot, Any]]:
+        """Each of these slots with its weight; the file's pages are let go of."""
+        for slot, array in _ahead(self._copied, slots):
+            yield slot, self._made(slot) if array is None else self._kept_as(slot, array)
+            self._plan.release(slot)
+            if progress:
+                progress(self.num_bytes(slot))
+
+    def weights(
+        self, progress: Callable[[int], None] | None = None, *, stacked: bool = False
+    ) -> dict[str, Any]:
+        """All of them; stacked ones of a mesh are stacked when they are placed."""
+        config, leaves = self._config, self.leaves(self.slots, progress)
+        if stacked and self._place is None:
+            return assemble_stacked(config.num_layers, config.groups.period, leaves)
+        return assemble(config.num_layers, leaves)
+
+    def layer(self, index: int, arena: Arena | None) -> dict[str, Any]:
+        """One layer's weights, ready for use, which are not checked again.
+
+        Args:
+            arena: cleared, then holds them on a CPU device; None leaves that to the device.
+        """
+        if arena is not None:
+            arena.clear()
+        found = [slot for slot in self.slots if slot.layer == index]
+        for slot in found:
+            self._plan.prefetch(slot)
+        copies = list(self._readers.map(lambda slot: self._streamed_copy(slot, arena), found))
+        put = arena.put if arena else jax.device_put
+        layer: dict[str, Any] = {}
+        for slot, leaf in zip(found, copies, strict=True):
+            layer[slot.key] = self._streamed(slot, put) if leaf is None else leaf
+            self._plan.release(slot)
+        jax.block_until_ready(layer)
+        if any(leaf is None for leaf in copies):  # packing left something behind
+            give_back_freed()
+        return layer
+
+    def _streamed_copy(self, slot: Slot, arena: Arena | None) -> Any:
+        """The weight of a slot that is only copied."""
+        if slot.name in self._plan.own and self._kept is not None:
+            return self._kept.packed(slot, *([arena.put] if arena else []))
+        array = self._array(slot, arena.empty if arena else None)
+        return None if array is None else jax.device_put(array)
+
+    def _streamed(self, slot: Slot, put: Callable[[np.ndarray], Any]) -> Any:
+        if self._kept is not None and self._storage.is_kept(slot):
+            return self._kept.packed(slot, put)
+        array = self._plan.read(slot, self._storage, self._config)
+        return self._storage.keep(slot, array, self._config, put)
+
+    def _array(self, slot: Slot, empty: Callable[..., np.ndarray] | None) -> np.ndarray | None:
+        storage = self._storage
+        made = storage.quantize is not None or storage.is_kept(slot) or self._plan.is_mxfp4(slot)
+        if self._place is not None or made:
             return None
-        array = plan.read(slot, storage, config)
-        if check:
+        return self._plan.read(slot, storage, self._config, empty=empty)
+
+    def _copied(self, slot: Slot) -> np.ndarray | None:
+        """The host array of a slot that is only copied, which takes no memory beyond its own."""
+        array = self._array(slot, None)
+        if array is not None and self._check:
             _check_finite(slot, array)
         return array
 
-    def arrays() -> Iterator[tuple[Slot, Any]]:
-        for slot, array in _ahead(copied, plan.slots):
-            yield slot, leaf_of(slot) if array is None else storage.keep(slot, array, config)
-            plan.release(slot)
-            if progress:
-                progress(storage.num_bytes(slot, config, stored_narrow=plan.is_narrow(slot)))
+    def _kept_as(self, slot: Slot, array: np.ndarray) -> Any:
+        return self._storage.keep(slot, array, self._config)
 
-    if stacked and place is None:
-        return assemble_stacked(config.num_layers, config.groups.period, arrays())
-    return assemble(config.num_layers, arrays())
+    def _made(self, slot: Slot) -> Any:
+        if self._kept is not None and self._storage.is_kept(slot):
+            return self._packed(slot, self._kept)
+        storage, config = self._storage, self._config
+
+        def read(where: Where | None) -> np.ndarray:
+            array = self._plan.read(slot, storage, config, where)
+            if self._check:
+                _check_finite(slot, array)
+            return array
+
+        if self._place is None:
+            return self._kept_as(slot, read(None))
+        return self._place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
+
+    def _packed(self, slot: Slot, kept: Kept) -> Any:
+        if self._place is not None:
+            format = self._storage.kept[slot.name]
+            parts = _KeptParts(kept, slot, format, self._config, self._check)
+            return self._place(slot, parts.rows, parts.keep)
+        leaf = kept.packed(slot)
+        if self._check:
+            _check_scales(slot, np.asarray(leaf.scales))
+        return leaf
 
 
 def _ahead(
@@ -144,7 +240,7 @@ def _ahead(
 class Kept(Protocol):
     """A checkpoint's own quantised weights."""
 
-    def packed(self, slot: Slot) -> QuantizedArray: ...
+    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> QuantizedArray: ...
     def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
@@ -207,12 +303,18 @@ class _Plan:
         self._check(config)
 
     def read(
-        self, slot: Slot, storage: Storage, config: Any, where: Where | None = None
+        self,
+        slot: Slot,
+        storage: Storage,
+        config: Any,
+        where: Where | None = None,
+        empty: Callable[..., np.ndarray] | None = None,
     ) -> np.ndarray:
         """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
 
         Args:
             where: of each axis what is wanted, and alone read; None is everything.
+            empty: makes what a copy is written to; None makes it anew.
         """
         shape, whole = slot.weight.shape(self.sizes), where is None
         found = self._found(slot)
@@ -226,7 +328,7 @@ class _Plan:
         if storage.takes_views(slot, config):
             return parts[0].reshape(shape)
         dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
-        out = aligned_empty(shape, jnp.dtype(dtype))
+        out = (empty or aligned_empty)(shape, jnp.dtype(dtype))
         slot.weight.layout.join(parts, out)
         if whole:  # else there may be more of it to read
             self.release(slot)
@@ -234,11 +336,17 @@ class _Plan:
 
     def release(self, slot: Slot) -> None:
         """Lets go of the file's pages behind a slot."""
-        for name in self.own.get(slot.name, ()):
+        for name in self._tensors(slot):
             self.source.release(name)
-        for hf in self._found(slot):
-            for stored in self.names.stored(hf):
-                self.source.release(stored)
+
+    def prefetch(self, slot: Slot) -> None:
+        """Has the system read the file's pages behind a slot."""
+        for name in self._tensors(slot):
+            self.source.prefetch(name)
+
+    def _tensors(self, slot: Slot) -> list[str]:
+        found = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
+        return [*self.own.get(slot.name, ()), *found]
 
     def is_mxfp4(self, slot: Slot) -> bool:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
@@ -412,3 +520,6 @@ class ArraySource:
 
     def release(self, name: str) -> None:
         """Nothing to let go of."""
+
+    def prefetch(self, name: str) -> None:
+        """Nothing to read."""

@@ -78,14 +78,18 @@ def estimate(
         * per_token
         for g in groups.of_layer[:layers]
     )
-    rope = 0
-    if hasattr(config, "rope_theta"):
-        rope = (max_model_len or config.max_position) * config.head_dim * 4
     return MemoryEstimate(
-        weights=weights + rope,
+        weights=weights + rope_bytes(config, max_model_len),
         kv_cache=kv_cache,
         workspace=workspace_bytes(config, rows, tokens, chunk, shards),
     )
+
+
+def rope_bytes(config: Any, max_model_len: int | None) -> int:
+    """Of the RoPE table; 0 for a family without RoPE."""
+    if not hasattr(config, "rope_theta"):
+        return 0
+    return (max_model_len or config.max_position) * config.head_dim * 4
 
 
 def workspace_bytes(

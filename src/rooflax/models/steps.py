@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
 from rooflax.models.model import Model, resolve_max_model_len
+from rooflax.models.streaming import AnyModel, whole
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, allocate
@@ -23,7 +24,7 @@ from rooflax.ops.accelerator import block_size
 
 
 def new_cache(
-    model: Model,
+    model: AnyModel,
     rows: int = 1,
     max_tokens: int | None = None,
     *,
@@ -33,8 +34,10 @@ def new_cache(
     """An empty cache for `rows` sequences of up to `max_tokens` tokens (default: the model's).
 
     Raises:
-        RequestError: rows or max_tokens below 1, or more tokens than the model takes.
+        RequestError: rows or max_tokens below 1, or more tokens than the model takes; or layers
+            that are streamed, which only an engine runs.
     """
+    model = whole(model)
     config = model.config
     if rows < 1:
         raise RequestError(f"rows is {rows}; a cache needs at least 1.")

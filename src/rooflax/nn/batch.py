@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 NO_SLOT = 1 << 30
 """Beyond every pool, wherever a layer's blocks begin in it."""
@@ -33,6 +33,8 @@ class Batch:
         segment_ids: documents packed into one row; a token sees only its own. None: one document.
         split: axes of a mesh over which this is a part: "data" has other rows, "sequence" other
             tokens of the same rows. `block_tables` and `context_lens` are of whole rows always.
+        hidden: what enters the layers in place of the tokens' embedding, where the layers before
+            ran by themselves. None is the embedding.
     """
 
     tokens: Int[Array, "rows seq"]
@@ -43,6 +45,7 @@ class Batch:
     first_positions: tuple[Int[Array, " rows"], ...] = ()
     segment_ids: Int[Array, "rows seq"] | None = None
     split: tuple[str, ...] = field(default=(), metadata={"static": True})
+    hidden: Float[Array, "rows seq hidden"] | None = None
 
     @staticmethod
     def dense(
@@ -51,6 +54,7 @@ class Batch:
         lengths: Int[Array, " rows"] | None = None,
         positions: Int[Array, "rows seq"] | None = None,
         segment_ids: Int[Array, "rows seq"] | None = None,
+        hidden: Float[Array, "rows seq hidden"] | None = None,
     ) -> Batch:
         """Whole sequences from position 0, without a cache (training, scoring, no-cache runs)."""
         rows, seq = tokens.shape
@@ -58,7 +62,7 @@ class Batch:
             lengths = jnp.full((rows,), seq, jnp.int32)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
-        return Batch(tokens, positions, lengths, lengths, segment_ids=segment_ids)
+        return Batch(tokens, positions, lengths, lengths, segment_ids=segment_ids, hidden=hidden)
 
     @property
     def valid(self) -> jax.Array:

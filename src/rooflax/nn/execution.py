@@ -1,12 +1,14 @@
 """What may change how fast a model runs, and what may change its numbers.
 
 Two frozen values, apart from any model's config: `ExecutionOptions` never changes a token,
-`Precision` may. This module knows no arrays and imports no jax.
+`Precision` may; and a budget of memory, which changes no token either. This module knows no arrays
+and imports no jax.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from rooflax.errors import RequestError
@@ -99,3 +101,44 @@ class Precision:
         """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu")."""
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
         return Precision(dtype, self.kv_dtype or dtype, self.quantize)
+
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
+
+
+def parse_bytes(given: object, what: str = "weights_budget") -> int:
+    """A number of bytes, or text such as "8GB" (10^9 bytes each), "512MiB" or "1.5G".
+
+    Raises:
+        RequestError: it is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", str(given), re.IGNORECASE)
+    size = 0
+    if isinstance(given, int | str) and not isinstance(given, bool) and found is not None:
+        unit = found[2].upper().replace("I", "i")
+        size = int(float(found[1]) * _UNITS[unit])
+    if size < 1:
+        raise RequestError(f"{what} is {given!r}; it must be a size such as 8GB, 512MiB or 1.5G.")
+    return size
+
+
+def streaming_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOptions:
+    """The switches of a model whose layers are streamed: one step per dispatch.
+
+    Raises:
+        RequestError: what streaming layers cannot do.
+    """
+    if has_mesh:
+        raise RequestError("A weights budget streams layers to one device; drop the mesh.")
+    for is_refused, why in (
+        (not options.jit, "runs compiled layers; leave jit on"),
+        (options.layers == "scan", 'runs layers one by one; set layers to "unrolled"'),
+        (
+            options.decode_steps not in (None, 1),
+            "reads layers at every step, so there is one in a dispatch; leave decode_steps out",
+        ),
+    ):
+        if is_refused:
+            raise RequestError(f"A weights budget {why}.")
+    return replace(options, decode_steps=1 if options.use_cache else None)

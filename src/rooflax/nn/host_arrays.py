@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
 
 ALIGNMENT = 64
 """Bytes; XLA's CPU client aliases a NumPy array that begins at a multiple of this."""
+Put = Callable[[np.ndarray], Any]
+"""A host array to the device."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -16,8 +24,42 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A copy that begins at a multiple of ALIGNMENT."""
+def aligned_put(array: np.ndarray) -> Any:
+    """A copy that begins at a multiple of ALIGNMENT, on the device."""
     copy = aligned_empty(array.shape, array.dtype)
     copy[...] = array
-    return copy
+    return jax.device_put(copy)
+
+
+class Arena:
+    """Memory for arrays that come and go together, taken once.
+
+    What a device aliases of it must be deleted before `clear`.
+    """
+
+    def __init__(self, num_bytes: int):
+        self._memory = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)
+        self._used, self._lock = 0, threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """As `aligned_empty`."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with self._lock:
+            begin, self._used = self._used, self._used + arena_bytes(size)
+        assert self._used <= self._memory.size
+        return self._memory[begin : begin + size].view(dtype).reshape(shape)
+
+    def put(self, array: np.ndarray) -> Any:
+        """A copy on the device, which takes over the memory here if it is a CPU."""
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return jax.device_put(copy)
+
+    def clear(self) -> None:
+        """All of it is free again."""
+        self._used = 0
+
+
+def arena_bytes(size: int) -> int:
+    """What an array of `size` bytes takes of an `Arena`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

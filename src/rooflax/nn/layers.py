@@ -56,12 +56,14 @@ def run_layers(
             cache, masks and windows: q is [B, T, N, H], k and v [B, T, K, H] of the new tokens.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
+        x: the embedding; `batch.hidden` takes its place.
         cache: paged cache, stacked exactly when the weights are; None runs whole sequences.
         remat: name in REMAT_POLICIES; None keeps every intermediate for the backward pass.
     """
     run = _scan if "stacked_layers" in weights else _unrolled
     layers = weights.get("stacked_layers") or weights["layers"]
     slots = _slots(batch, cache)
+    x = x if batch.hidden is None else batch.hidden
 
     def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
         return run(layer, layers, x, batch, cache, slots, groups, options, remat)

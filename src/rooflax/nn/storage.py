@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,19 @@ class Storage:
         """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
         return self.format_of(slot, config) is not None and type(slot.weight.layout) is Layout
 
-    def keep(self, slot: Slot, array: np.ndarray, config: Any) -> jax.Array | QuantizedArray:
-        """A host array in our layout, as it will lie on the device."""
+    def keep(
+        self,
+        slot: Slot,
+        array: np.ndarray,
+        config: Any,
+        put: Callable[[np.ndarray], Any] = jax.device_put,
+    ) -> jax.Array | QuantizedArray:
+        """A host array in our layout, as it will lie on the device where `put` puts it."""
         found = self.format_of(slot, config)
         if found is None:
-            return jax.device_put(array)
-        in_shape, out_shape = product_shape(slot, config)
-        return quantize(array, found, in_shape, out_shape, transposed=is_head(slot, config))
+            return put(array)
+        shapes = product_shape(slot, config)
+        return quantize(array, found, *shapes, transposed=is_head(slot, config), put=put)
 
     def keep_part(self, slot: Slot, array: np.ndarray, config: Any) -> np.ndarray | QuantizedArray:
         """A part of a host array in our layout as its devices will hold it, still on the host.

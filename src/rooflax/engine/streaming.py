@@ -1,0 +1,105 @@
+"""`StreamedFunctions`: the step functions of a model whose layers are streamed.
+
+A step is the embedding, then every layer by a program that all layers of a group share, then what
+the step function does with the hidden states. The number of programs does not grow with the depth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rooflax.engine import packing
+from rooflax.engine.steps import StepFunctions, StepInput
+from rooflax.models.streaming import AnyModel, StreamedModel
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.kv_cache import KVCache, with_pools
+
+
+def step_functions(
+    model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int
+) -> StepFunctions | StreamedFunctions:
+    """What runs this model's steps."""
+    if isinstance(model, StreamedModel):
+        assert mesh is None
+        assert max_steps == 1
+        return StreamedFunctions(options)
+    return StepFunctions(options, mesh, max_steps)
+
+
+class StreamedFunctions:
+    """As `StepFunctions`, of a `StreamedModel`; one step per dispatch."""
+
+    def __init__(self, options: ExecutionOptions):
+        self._whole = whole = StepFunctions(options, None, max_steps=1)
+        self.prefill = self.rerun = self.decode = self._by_layer(whole.prefill)
+        self.scored, self.verify = self._by_layer(whole.scored), self._by_layer(whole.verify)
+        self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)
+        self.seat, self.copy = whole.seat, whole.copy
+
+    def _by_layer(self, finish: Callable) -> Callable:
+        def run(model: StreamedModel, carry: Any, *host: Any) -> tuple[Any, Any]:
+            cache, rest = carry
+            hidden, cache = self._layers(model, cache, host)
+            out, (_, rest) = finish(model.ends, (None, rest), *_with_hidden(host, hidden))
+            return out, (cache, rest)
+
+        return run
+
+    def _layers(
+        self, model: StreamedModel, cache: KVCache | None, host: tuple[Any, ...]
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Hidden states behind the last layer; of padding alone, one layer of each group runs."""
+        started, count = time.perf_counter(), model.config.num_layers
+        hidden, batch = self._whole.embed(model.ends, None, *host)
+        k, v = (list(cache.k), list(cache.v)) if cache else ([], [])
+        is_padding = _is_padding(host)
+        groups = range(len(model.config.groups.windows))
+        of_layer = model.config.groups.of_layer
+        for index in map(of_layer.index, groups) if is_padding else range(count):
+            is_streamed = index in model.plan.streamed
+            weights = model.stream.take(index) if is_streamed else model.layers[index]
+            part = model.layer(index, weights)
+            own = None
+            if cache is not None:
+                pools = {"k": (k[index],), "v": (v[index],), "groups": part.config.groups}
+                own = replace(cache, **pools)
+            group = model.group(index)
+            hidden, own = self._whole.layer(part, (hidden, own), _of_group(batch, group))
+            if own is not None:
+                k[index], v[index] = own.k[0], own.v[0]
+            if is_streamed:
+                jax.block_until_ready((hidden, own))
+                model.stream.give_back()
+        if not is_padding:
+            jax.block_until_ready(hidden)
+            model.counts.num_steps += 1
+            model.counts.num_bytes += model.plan.bytes_per_step
+            model.counts.seconds += time.perf_counter() - started
+        return hidden, with_pools(cache, k, v) if cache else None
+
+
+def _of_group(batch: Batch, group: int) -> Batch:
+    """The batch of a model whose layers are of one group."""
+    one = slice(group, group + 1)
+    return replace(
+        batch, block_tables=batch.block_tables[one], first_positions=batch.first_positions[one]
+    )
+
+
+def _with_hidden(host: tuple[Any, ...], hidden: jax.Array) -> tuple[Any, ...]:
+    step = host[0]
+    return (replace(step, hidden=hidden),) if isinstance(step, StepInput) else (*host, hidden)
+
+
+def _is_padding(host: tuple[Any, ...]) -> bool:
+    """Whether a step is there to be compiled and no more."""
+    step = host[0]
+    return isinstance(step, StepInput) and not np.any(step.rows[:, packing.QUERY_LEN])

@@ -1,0 +1,58 @@
+"""`--weights-budget`: what `inspect` announces and `generate` says of it."""
+
+import json
+
+import pytest
+
+from rooflax.loading.load import describe, plan_of
+from tests.sharding import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("streaming"), "llama")
+
+
+@pytest.fixture(scope="module")
+def budget(where):
+    """Room for one layer that stays and two on their way."""
+    about = describe(where)
+    plan = plan_of(about, about.storage("float32", None, narrow=True), None, 1 << 40)
+    return plan.fixed_bytes + 3 * max(plan.layer_bytes)
+
+
+def test_inspect_and_generate_say_what_is_streamed(rooflax, where, budget):
+    ran = rooflax("inspect", where, "--weights-budget", budget, "--json")
+    memory = json.loads(ran.out)["memory"]
+    layer = memory["streaming"].pop("bytes_per_step") // 3
+    assert memory["streaming"] == {
+        "budget_bytes": budget, "layers": 4, "layers_resident": 1, "layers_streamed": 3,
+    }  # fmt: skip
+    assert budget - layer < memory["weights_bytes"] <= budget
+    text = rooflax("inspect", where, "--weights-budget", budget).out
+    assert "layers that are streamed" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+    flags = ("generate", where, "-p", "def f", "-n", 6, "--temp", 0, "--ignore-eos")
+    plain = json.loads(rooflax(*flags, "--json").out)
+    found = json.loads(rooflax(*flags, "--weights-budget", budget, "--json").out)
+    assert found["tokens"] == plain["tokens"]
+    assert "streaming" not in plain
+    streaming = found["streaming"]
+    assert streaming.pop("gb_per_s") > 0
+    assert streaming == {
+        "layers": 4, "layers_streamed": 3, "bytes_per_step": 3 * layer, "steps": 6,
+        "bytes_per_token": 3 * layer,
+    }  # fmt: skip
+    assert found["memory"]["weights_bytes"] <= budget < plain["memory"]["weights_bytes"]
+    said = rooflax(*flags, "--weights-budget", budget).err
+    assert "stream   3 of 4 layers, " in said
+    assert " GB/s\n" in said
+    assert rooflax("verify", where, "--isolate", "--weights-budget", "1GB").code == 2
+
+
+@pytest.mark.parametrize("flags", [("--mesh", "tensor=2"), ("--no-jit",), ("--layers", "scan")])
+def test_flags_that_do_not_go_together_are_one_sentence(rooflax, where, flags):
+    ran = rooflax("generate", where, "-p", "x", "--weights-budget", "1MB", *flags)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "weights budget" in ran.err

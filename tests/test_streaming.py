@@ -1,0 +1,363 @@
+"""Weights beyond a budget are streamed: the resident model's tokens, in little memory."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, save
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.engine import Engine
+from rooflax.engine.streaming import step_functions
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading import load
+from rooflax.loading.load import describe, load_streamed, plan_of
+from rooflax.loading.save import save_model
+from rooflax.models.initialize import random_weights
+from rooflax.models.memory import estimate
+from rooflax.models.registry import read_config
+from rooflax.models.steps import new_cache
+from rooflax.models.streaming import LayerStream, StreamPlan, plan_streaming
+from rooflax.nn.execution import parse_bytes
+from tests import gguf_cases, goldens
+from tests.sharding import CONFIGS, write_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+PROMPTS = [np.random.RandomState(n).randint(0, 263, n).tolist() for n in (5, 16, 17, 33, 9)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A family's tiny checkpoint of four layers; written once."""
+    root, made = tmp_path_factory.mktemp("streaming"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = write_checkpoint(root, name)
+        return made[name]
+
+    return get
+
+
+def budget_of(llm):
+    """Room for one layer that stays and two on their way."""
+    plan = plan_of(llm.about, llm.storage, llm.max_model_len, 1 << 40)
+    return plan.fixed_bytes + 3 * max(plan.layer_bytes)
+
+
+def tokens(llm, params=GREEDY):
+    return [c.tokens for c in llm.generate(PROMPTS, params)]
+
+
+def pair(where, **how):
+    """The resident model, and the same streamed."""
+    whole = LLM(where, **how)
+    streamed = LLM(where, weights_budget=budget_of(whole), **how)
+    assert streamed.stream_plan is not None
+    assert streamed.stream_plan.streamed == (1, 2, 3)
+    return whole, streamed
+
+
+def same(whole, streamed):
+    assert tokens(streamed) == tokens(whole)
+    np.testing.assert_array_equal(streamed.logits(PROMPTS[2]), whole.logits(PROMPTS[2]))
+    np.testing.assert_array_equal(streamed.score([PROMPTS[3]])[0], whole.score([PROMPTS[3]])[0])
+    counts = streamed.model.counts
+    assert counts.num_bytes == counts.num_steps * streamed.stream_plan.bytes_per_step > 0
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_family_says_the_same(folder, name):
+    same(*pair(folder(name), dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gpt_oss", {"quantize": "int8"}),
+        ("qwen2", {"dtype": "bfloat16"}),
+        ("llama", {"speculate": "ngram"}),
+        ("gpt2", {"options": ExecutionOptions(use_cache=False)}),
+        ("llama", {"options": ExecutionOptions(kernels="xla")}),
+        ("gpt2", {"check": True}),
+    ],
+)
+def test_every_setting_says_the_same(folder, name, how):
+    same(*pair(folder(name), **how))
+
+
+def test_a_packed_folder_is_streamed_as_it_is(folder, tmp_path):
+    packed = LLM(folder("llama"), quantize="int4")
+    save(packed.model, tmp_path / "m", dtype="float32", files_from=folder("llama"))
+    same(*pair(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama3", "q8_0"), ("gpt_oss_mxfp4", "bf16")])
+def test_gguf_and_mxfp4_are_streamed(name, kind):
+    """Of files with two layers only, so both are."""
+    whole = LLM(gguf_cases.gguf(name, kind))
+    full = plan_of(whole.about, whole.storage, None, 1 << 40)
+    plan = StreamPlan(0, full.fixed_bytes, full.layer_bytes, (0, 1))
+    model = load_streamed(whole.about, plan, whole.storage)
+    run = step_functions(model, ExecutionOptions(decode_steps=1), None, 1).logits
+    ids = np.array([PROMPTS[2]], np.int32)
+    found, _ = run(model, (None, ()), ids, np.array([ids.size], np.int32))
+    np.testing.assert_allclose(found[0], whole.logits(PROMPTS[2]), rtol=0, atol=1e-5)
+
+
+def test_a_device_with_memory_of_its_own_takes_layers_there(folder, monkeypatch):
+    """Off CPU there is no arena: the device's memory is taken and given back."""
+    monkeypatch.setattr(load, "Arena", lambda size: None)
+    same(*pair(folder("qwen2"), dtype="float32"))
+    same(*pair(folder("qwen2"), quantize="int8"))
+
+
+def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
+    _, streamed = pair(folder("qwen2"))
+    (sample,) = streamed.samples(0, PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=4))
+    engine = Engine(
+        streamed.model, streamed.options, num_slots=2, max_tokens=64, prefill_chunk=16,
+        prefix_caching=False,
+    )  # fmt: skip
+    engine.warm_up([sample.sequence])
+    assert streamed.model.counts.num_steps == 0  # padding reads nothing but what it compiles
+    engine.add([sample.sequence])
+    while engine.has_unfinished:
+        engine.step()
+    assert len(PROMPTS[3]) == 33
+    assert streamed.model.counts.num_steps == 3 + 3  # chunks, and tokens after the first
+
+
+def test_drafts_that_hold_share_what_is_read(folder):
+    """The model drafts for itself, whole."""
+    whole, streamed = pair(folder("llama"), speculate=str(folder("llama")))
+    assert tokens(streamed) == tokens(whole)
+    assert streamed.model.counts.num_steps < GREEDY.max_tokens
+
+
+def test_a_server_streams_and_compiles_nothing(folder):
+    whole, streamed = pair(folder("qwen2"))
+    wanted = tokens(whole)
+    budget = streamed.stream_plan.budget_bytes
+    how = {"max_num_seqs": 2, "max_model_len": 64, "weights_budget": budget}
+    server = AsyncLLM(folder("qwen2"), **how)
+
+    async def ask(prompt):
+        return [d.completion async for d in server.stream(prompt, GREEDY)][-1].tokens
+
+    async def ask_all():
+        try:
+            return await asyncio.gather(*map(ask, PROMPTS))
+        finally:
+            await server.shutdown()
+
+    with count_compilations() as counts:
+        assert asyncio.run(ask_all()) == wanted
+    assert counts.requests == 0
+
+
+@pytest.mark.parametrize(("name", "groups"), [("llama", 1), ("gpt_oss", 2)])
+def test_programs_do_not_grow_with_the_depth(tmp_path, monkeypatch, name, groups):
+    found = []
+    for depth in (4, 8):
+        monkeypatch.setitem(CONFIGS, name, CONFIGS[name] | {"num_hidden_layers": depth})
+        where = write_checkpoint(tmp_path / str(depth), name)
+        llm = LLM(where, weights_budget=budget_of(LLM(where)))
+        assert len(llm.stream_plan.streamed) == depth - 1
+        jax.clear_caches()
+        with count_compilations() as counts:
+            llm.generate(PROMPTS[:1], GREEDY)
+        found.append(counts.requests)
+    assert found[0] == found[1]
+    assert found[0] <= 2 * (2 + groups)  # of prompts and of decoding: both ends, and the layers
+
+
+MEASURE = """
+import json, sys
+import jax, jax.numpy as jnp
+jax.jit(lambda x: x + 1)(jnp.zeros(3)).block_until_ready()
+from rooflax import LLM, SamplingParams
+from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes
+folder, budget = sys.argv[1:]
+baseline = anonymous_bytes()
+with AnonymousPeak() as sampled:
+    llm = LLM(folder, weights_budget=int(budget) or None)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (found,) = llm.generate([[5, 6, 7, 8]], params)
+print(json.dumps({"peak": sampled.peak - baseline, "tokens": found.tokens}))
+"""
+SIXTEEN_LAYERS = {
+    "model_type": "llama", "vocab_size": 263, "hidden_size": 768, "intermediate_size": 2048,
+    "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is Linux's to tell")
+def test_half_the_weights_of_memory_give_the_same_tokens(tmp_path):
+    """A checkpoint of 404 MB in float32 in its own process, with all its weights and with half."""
+    name, config = read_config(SIXTEEN_LAYERS)
+    save_model(tmp_path, name, config, random_weights(name, config), dtype="float32")
+    goldens.write_tokenizer(tmp_path)
+    about = describe(tmp_path)
+    storage = about.storage("float32", None, narrow=True)
+    plan = plan_of(about, storage, None, 1 << 40)
+    weights = plan.fixed_bytes + sum(plan.layer_bytes)
+    assert weights > 380_000_000
+
+    def run(budget):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), str(budget)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return json.loads(done.stdout)
+
+    whole, half = run(0), run(weights // 2)
+    assert half["tokens"] == whole["tokens"]
+    assert whole["peak"] > weights
+    assert half["peak"] < weights // 2 + 2 * max(plan.layer_bytes)
+
+
+def test_the_plan_is_the_budgets_arithmetic():
+    layers = [10] * 12
+    assert plan_streaming(130, 10, layers, "m").streamed == ()
+    half = plan_streaming(70, 10, layers, "m")
+    assert (half.num_resident, half.bytes_per_step, half.memory_bytes) == (4, 80, 70)
+    assert half.streamed == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
+    least = plan_streaming(30, 10, layers, "m")
+    assert (least.num_resident, least.memory_bytes) == (0, 30)
+    for budget in range(30, 130):
+        plan = plan_streaming(budget, 10, layers, "m")
+        assert budget - 10 < plan.memory_bytes <= budget
+    with pytest.raises(RequestError, match=r"m needs .* \+ 2 x .* = .* and the budget is"):
+        plan_streaming(29, 10, layers, "m")
+
+
+def test_the_estimates_weights_are_the_plans(folder):
+    llm = LLM(folder("gpt_oss"), quantize="int8")
+    plan = plan_of(llm.about, llm.storage, None, 1 << 40)
+    widths = {"storage": llm.storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
+    need = estimate(llm.about.family, llm.about.config, **widths)
+    assert plan.fixed_bytes + sum(plan.layer_bytes) == need.weights == plan.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"mesh": "tensor=2"}, "drop the mesh"),
+        ({"options": ExecutionOptions(jit=False)}, "leave jit on"),
+        ({"options": ExecutionOptions(layers="scan")}, 'set layers to "unrolled"'),
+        ({"options": ExecutionOptions(decode_steps=4)}, "leave decode_steps out"),
+        (
+            {"weights_budget": 1000},
+            r"\+ 2 x 0.3 MiB for layers on their way = .* budget is 0.0 MiB",
+        ),
+        ({"weights_budget": "half"}, "weights_budget is 'half'; it must be a size such as 8GB"),
+        ({"weights_budget": True}, "must be a size"),
+    ],
+)
+def test_what_streaming_cannot_do_is_refused(folder, how, said):
+    with pytest.raises(RequestError, match=said):
+        LLM(folder("llama"), **({"weights_budget": "1MB"} | how))
+
+
+def test_random_weights_have_no_file_to_stream_from():
+    with pytest.raises(RequestError, match="no file to read them from"):
+        LLM("preset:gpt2-tiny", weights_budget="1GB")
+
+
+def test_what_fits_is_not_streamed(folder):
+    llm = LLM(folder("llama"), weights_budget="1GB")
+    assert (llm.stream_plan, llm.options.decode_steps) == (None, None)
+
+
+def test_a_streamed_model_is_not_saved_nor_run_by_hand(folder, tmp_path):
+    _, streamed = pair(folder("llama"))
+    with pytest.raises(RequestError, match="3 of 4 layers are streamed"):
+        save(streamed.model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    with pytest.raises(RequestError, match="without a weights budget"):
+        new_cache(streamed.model)
+
+
+def test_weights_that_are_not_finite_are_found_in_streamed_layers(tmp_path):
+    where = write_checkpoint(tmp_path, "llama")
+    budget = budget_of(LLM(where))
+    name, config = read_config(CONFIGS["llama"])
+    weights = random_weights(name, config)
+    weights["layers"][1]["mlp.down"] = weights["layers"][1]["mlp.down"].at[0, 0].set(jnp.nan)
+    save_model(where, name, config, weights, dtype="float32")
+    goldens.write_tokenizer(where)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj.* NaN"):
+        LLM(where, weights_budget=budget, check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("8GB", 8 * 10**9), ("512MiB", 1 << 29), ("1.5g", 1_500_000_000), ("77", 77), (12, 12)],
+)
+def test_sizes_are_numbers_with_units(text, wanted):
+    assert parse_bytes(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "8 XB", 1.5, None, [1]])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(RequestError, match="must be a size"):
+        parse_bytes(text)
+
+
+class Reads:
+    """Layers that say where and when they were read; the third one fails once, if asked to."""
+
+    def __init__(self):
+        self.order, self.places, self.fails = [], set(), False
+
+    def __call__(self, index, place):
+        self.order.append(index)
+        assert place not in self.places  # nobody else has it
+        self.places.add(place)
+        if self.fails and index == 2:
+            self.fails = False
+            self.places.remove(place)
+            raise OSError("the disk is gone")
+        return {"w": Leaf(index, lambda: self.places.remove(place))}
+
+
+class Leaf:
+    def __init__(self, index, on_delete):
+        self.index, self.delete = index, on_delete
+
+
+def settled(stream):
+    for _, _, coming in stream._coming:
+        coming.exception()
+
+
+def test_a_stream_reads_ahead_in_a_circle_and_holds_two_layers():
+    reads = Reads()
+    stream = LayerStream(reads, (1, 2, 4), ("a", "b"))
+    for index in (1, 2, 4, 1, 2):
+        assert stream.take(index)["w"].index == index
+        settled(stream)
+        assert len(reads.places) <= 2
+        stream.give_back()
+    settled(stream)
+    assert reads.order == [1, 2, 4, 1, 2, 4, 1]
+    assert stream.take(1)["w"].index == 1  # out of order: it begins there
+    assert stream.take(2)["w"].index == 2
+
+
+def test_a_stream_goes_on_after_a_failure():
+    reads = Reads()
+    stream = LayerStream(reads, (1, 2, 4), ("a", "b"))
+    reads.fails = True
+    stream.take(1)
+    with pytest.raises(OSError, match="the disk is gone"):
+        stream.take(2)
+    for index in (1, 2, 4, 1):
+        assert stream.take(index)["w"].index == index
+    assert threading.active_count() < 50

@@ -35,7 +35,7 @@ from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions, Precision
+from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
@@ -66,7 +66,8 @@ class LLM:
         speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
-        options: what may change speed but never a token.
+        options: what may change speed but never a token; None is
+            `ExecutionOptions.for_platform` of the platform here.
         mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
             one device.
         revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
@@ -87,7 +88,7 @@ class LLM:
         prefix_caching: bool = True,
         speculate: str | Path | None = None,
         num_draft_tokens: int | None = None,
-        options: ExecutionOptions = DEFAULT_OPTIONS,
+        options: ExecutionOptions | None = None,
         mesh: Mesh | str | None = None,
         revision: str | None = None,
         offline: bool = False,
@@ -97,6 +98,8 @@ class LLM:
     ):
         if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
+        if options is None:
+            options = ExecutionOptions.for_platform(jax.default_backend())
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
         _check_processes(mesh, speculate, options)

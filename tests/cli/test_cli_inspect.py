@@ -120,7 +120,15 @@ def test_models_removes(rooflax, monkeypatch):
 def test_doctor_says_what_is_here(rooflax):
     rooflax("doctor")
     found = json.loads(rooflax("doctor", "--json", "-t", 3).out)
-    assert list(found) == ["versions", "devices", "host", "kernels", "compile_cache", "hub"]
+    assert list(found) == [
+        "versions",
+        "devices",
+        "host",
+        "kernels",
+        "choices",
+        "compile_cache",
+        "hub",
+    ]
     assert found["host"]["threads"] == 3
     assert found["compile_cache"]["tiny_program"] == "hit"
     assert list(found["kernels"]) == ["linear", "attention", "moe"]
@@ -128,5 +136,7 @@ def test_doctor_says_what_is_here(rooflax):
         assert kernels["native"].startswith(("used (", "cannot run: "))
         used = kernels["native"].startswith("used")
         assert kernels["xla"] == ("available" if used else "used")
+    assert found["choices"]["layers"] == "unrolled"
+    assert found["choices"]["float32_products"] == "highest"
     assert {device["platform"] for device in found["devices"]} == {"cpu"}
     assert max(map(len, rooflax("doctor").out.splitlines())) <= 100

@@ -23,8 +23,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     Raises:
         RooflaxError: with the reason.
     """
-    options = settings.pop("options", None) or flags.execution_options(args)
-    flags.check_speculation(args, options)
+    options = settings.pop("options", None)
+    flags.check_speculation(args, options or flags.execution_options(args))
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
@@ -32,7 +32,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     platform.check_processes(args)
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
-        platform.start_jax(args)
+        jax = platform.start_jax(args)
+        options = options or flags.execution_options(args, jax.default_backend())
         from rooflax.llm import LLM
         from rooflax.loading.load import describe
 

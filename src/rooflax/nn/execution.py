@@ -6,12 +6,14 @@ Two frozen values, apart from any model's config: `ExecutionOptions` never chang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from rooflax.errors import RequestError
 from rooflax.ops.formats import resolve_format
 
+PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8")
@@ -63,12 +65,28 @@ class ExecutionOptions:
                 f"{MAX_DECODE_STEPS}."
             )
 
+    @classmethod
+    def for_platform(cls, platform: str, **given: Any) -> ExecutionOptions:
+        """What runs there where nothing else is said: the outcome of docs/optimizations.md.
+
+        Args:
+            given: fields that are said; None is one that is not.
+
+        Raises:
+            RequestError: no such platform, or a value that cannot be.
+        """
+        _check_choice("platform", platform, PLATFORMS)
+        said = {name: value for name, value in given.items() if value is not None}
+        return cls(**{**CHOICES[platform], **said})
+
     def describe(self) -> str:
         """The switches that differ from the default, as "name=value, ..."."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
 
 
+CHOICES: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {}, "tpu": {}}
+"""Per platform, what was measured to be better than the fields' own defaults: so far nothing."""
 DEFAULT_OPTIONS = ExecutionOptions()
 
 

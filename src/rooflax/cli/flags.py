@@ -187,7 +187,7 @@ def add_precision(
         add(
             "--kv-dtype",
             metavar="TYPE",
-            help="of the KV cache: float32, bfloat16 or int8; default as --dtype",
+            help="of the KV cache: float32, bfloat16, int8 or fp8; default as --dtype",
             **kind,
         )
     if quantize:

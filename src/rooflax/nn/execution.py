@@ -16,7 +16,8 @@ from rooflax.ops.formats import resolve_format
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+KV_ALIASES = {"float8_e4m3fn": "fp8"}
 MAX_DECODE_STEPS = 1024
 
 
@@ -96,8 +97,8 @@ class Precision:
 
     Attributes:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
-        kv_dtype: of the KV cache, "int8" with a scale per token and head; None is the activations'
-            dtype.
+        kv_dtype: of the KV cache, "int8" and "fp8" (e4m3, also "float8_e4m3fn") with a scale per
+            token and head; None is the activations' dtype.
         quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
@@ -109,6 +110,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, (None, *DTYPES))
+        if self.kv_dtype in KV_ALIASES:
+            object.__setattr__(self, "kv_dtype", KV_ALIASES[self.kv_dtype])
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))

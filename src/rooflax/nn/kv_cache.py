@@ -94,6 +94,12 @@ def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
     return 2 * num_kv_heads * per_head
 
 
+def padding_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """What of `bytes_per_token` only fills heads up to `cache_width`."""
+    itemsize = jnp.dtype(CODES.get(dtype, dtype)).itemsize
+    return 2 * num_kv_heads * (cache_width(head_dim) - head_dim) * itemsize
+
+
 def pool_shapes(
     groups: LayerGroups,
     num_blocks: tuple[int, ...],

@@ -53,6 +53,7 @@ CASES = (
     Case("w4a8, head w8a8", "int4+head=int8"),
     Case("float32, int8 KV cache", None, "int8"),
     Case("w8a8, int8 KV cache", "w8a8", "int8"),
+    Case("float32, fp8 KV cache", None, "fp8"),
 )
 
 

@@ -118,6 +118,7 @@ def models() -> list[dict[str, Any]]:
     cases += [
         ("bfloat16 KV cache", None, "float32", "bfloat16"),
         ("int8 KV cache", None, "float32", "int8"),
+        ("fp8 KV cache", None, "float32", "fp8"),
         ("all bfloat16", "xla", "bfloat16", "bfloat16"),
     ]
     rows = []

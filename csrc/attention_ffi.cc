@@ -13,7 +13,7 @@ namespace {
 struct Inputs {
   F32 q;  // [B, T, N, H]
   ffi::AnyBuffer k, v;  // pools [blocks, K, block_size, H]
-  F32 k_scale, v_scale;  // of int8 pools, [blocks, K, block_size]; else empty
+  F32 k_scale, v_scale;  // of pools of bytes, [blocks, K, block_size]; else empty
   ffi::Buffer<ffi::S32> tables;  // [B, nb]
   ffi::Buffer<ffi::S32> first_positions;  // [B]
   ffi::Buffer<ffi::S32> positions;  // [B, T]
@@ -30,7 +30,7 @@ struct Sizes {
 };
 
 bool ScalesFit(const F32& scale, const ffi::AnyBuffer& pool, Width width) {
-  if (width != Width::kInt8) return scale.element_count() == 0;
+  if (!IsBytes(width)) return scale.element_count() == 0;
   return Rank(scale) == 3 && Dim(scale, 0) == Dim(pool, 0) && Dim(scale, 1) == Dim(pool, 1) &&
          Dim(scale, 2) == Dim(pool, 2);
 }
@@ -84,7 +84,7 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
   args.count = end - begin;
   args.k = static_cast<const char*>(in.k.untyped_data()) + at * s.head_dim * s.item();
   args.v = static_cast<const char*>(in.v.untyped_data()) + at * s.head_dim * s.item();
-  if (s.width == Width::kInt8) {
+  if (IsBytes(s.width)) {
     args.k_scale = in.k_scale.typed_data() + at;
     args.v_scale = in.v_scale.typed_data() + at;
   }

@@ -53,6 +53,8 @@ inline ffi::Error Refuse(const char* what) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax ") + what);
 }
 
+inline bool IsBytes(Width width) { return width == Width::kInt8 || width == Width::kFp8; }
+
 inline bool WidthOf(ffi::DataType type, Width& width) {
   if (type == ffi::DataType::F32) {
     width = Width::kFloat32;
@@ -60,6 +62,8 @@ inline bool WidthOf(ffi::DataType type, Width& width) {
     width = Width::kBfloat16;
   } else if (type == ffi::DataType::S8) {
     width = Width::kInt8;
+  } else if (type == ffi::DataType::F8E4M3FN) {
+    width = Width::kFp8;
   } else {
     return false;
   }

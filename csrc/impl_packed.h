@@ -223,14 +223,8 @@ struct Int8Byte {
   static F16 Value(I16 lanes, int64_t j) { return ToFloat((lanes << (24 - 8 * j)) >> 24); }
 };
 
-// e4m3: the exponent's bias is 7, the smallest step 2^-9; 0x7f is NaN and never stored.
 struct Fp8Byte {
-  static F16 Value(I16 lanes, int64_t j) {
-    const I16 byte = (lanes >> (8 * j)) & 0xff, size = byte & 0x7f;
-    const I16 tiny = reinterpret_cast<I16>(ToFloat(size) * 0x1p-9f);
-    const I16 bits = size >= 8 ? (size << 20) + (120 << 23) : tiny;
-    return reinterpret_cast<F16>(bits | ((byte & 0x80) << 24));
-  }
+  static F16 Value(I16 lanes, int64_t j) { return FromE4m3((lanes >> (8 * j)) & 0xff); }
 };
 
 struct Int8GroupWide {

@@ -41,6 +41,24 @@ inline F16 LoadWide(const int8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(Load<B16>(from), I16), F16);
 }
 
+// e4m3: the exponent's bias is 7, the smallest step 2^-9; 0x7f is NaN and never stored.
+struct E4m3 {
+  uint8_t bits;
+};
+
+inline F16 FromE4m3(I16 byte) {
+  const I16 size = byte & 0x7f;
+  const I16 tiny = reinterpret_cast<I16>(__builtin_convertvector(size, F16) * 0x1p-9f);
+  const I16 bits = size >= 8 ? (size << 20) + (120 << 23) : tiny;
+  return reinterpret_cast<F16>(bits | ((byte & 0x80) << 24));
+}
+
+inline F16 LoadWide(const E4m3* from) {
+  return FromE4m3(__builtin_convertvector(Load<U8x16>(from), I16));
+}
+
+inline float Widen(E4m3 x) { return FromE4m3(I16{} + x.bits)[0]; }
+
 inline F16 Broadcast(float x) { return F16{} + x; }
 
 // Lanes of a where the mask is set, of b elsewhere.

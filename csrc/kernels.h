@@ -13,7 +13,7 @@ namespace rooflax {
 constexpr int64_t kPanel = 16;
 constexpr int64_t kGroup = 32;
 
-enum class Width { kFloat32, kBfloat16, kInt8 };
+enum class Width { kFloat32, kBfloat16, kInt8, kFp8 };
 
 // Where a product goes: y[m, n] = product + bias[n] + residual[m, n].
 struct Output {
@@ -118,7 +118,7 @@ struct AttendArgs {
   int64_t count;  // 1 to kQueries
   const void* k;  // pool [blocks, kv_heads, block_size, head_dim], at this K/V head
   const void* v;
-  const float* k_scale;  // int8: of each token, [blocks, kv_heads, block_size], at this head
+  const float* k_scale;  // of bytes: of each token, [blocks, kv_heads, block_size], at this head
   const float* v_scale;
   const int32_t* table;  // block numbers
   float* scores;  // [count, span], scratch

@@ -249,8 +249,19 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
     auto& wide = which == 0 ? k : v;
     for (size_t i = 0; i < wide.size(); ++i) {
       half[which].push_back(ToBfloat16(wide[i]));
-      bytes[which].push_back(static_cast<int8_t>(std::lround(wide[i] * 20)));
+      const auto size = std::lround(wide[i] * 20);
+      bytes[which].push_back(static_cast<int8_t>(size));
+      if (width == rooflax::Width::kFp8) {  // both kinds of exponents, and no NaN
+        const int code = static_cast<int>(std::min(std::abs(size), 0x3fl)) | (size < 0 ? 0x80 : 0);
+        bytes[which].back() = static_cast<int8_t>(code);
+      }
       if (width == rooflax::Width::kBfloat16) wide[i] = FromBfloat16(half[which][i]);
+      if (width == rooflax::Width::kFp8) {
+        const int size = bytes[which][i] & 0x7f, sign = bytes[which][i] < 0 ? -1 : 1;
+        const double value = size < 8 ? std::ldexp(size, -9)
+                                      : std::ldexp(8 + (size & 7), (size >> 3) - 10);
+        wide[i] = static_cast<float>(sign * value) * scales[i / static_cast<size_t>(head_dim)];
+      }
       if (width == rooflax::Width::kInt8) {
         wide[i] = static_cast<float>(bytes[which][i]) * scales[i / static_cast<size_t>(head_dim)];
       }
@@ -268,7 +279,7 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   }
   const auto pool = [&](const std::vector<float>& wide, int which) -> const void* {
     if (width == rooflax::Width::kBfloat16) return half[which].data();
-    if (width == rooflax::Width::kInt8) return bytes[which].data();
+    if (width == rooflax::Width::kInt8 || width == rooflax::Width::kFp8) return bytes[which].data();
     return wide.data();
   };
   rooflax::AttendArgs args{};
@@ -358,7 +369,7 @@ int main() {
     for (int64_t head_dim : {20, 64}) {
       for (int64_t count : {0, 1, 5, 22}) {
         for (int64_t queries = 1; queries <= std::min<int64_t>(count + 1, 8); ++queries) {
-          for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kInt8}) {
+          for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kInt8, Width::kFp8}) {
             TestAttend(head_dim, count, queries, width);
           }
         }

@@ -419,6 +419,19 @@ def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
         llm.generate([[1]], params(logit_bias={263: 1.0}))
 
 
+def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):
+    """By either of its names; native kernels and XLA's read the same numbers."""
+    models = [
+        LLM(folder, kv_dtype="float8_e4m3fn"),
+        LLM(folder, kv_dtype="fp8", options=ExecutionOptions(kernels="xla")),
+        LLM(folder, kv_dtype="int8"),
+        LLM(folder),
+    ]
+    tokens = [llm.generate([[1, 2, 3]], params())[0].tokens for llm in models]
+    assert models[0].precision == models[1].precision and tokens[0] == tokens[1]
+    assert models[0].kv_cache_bytes == models[2].kv_cache_bytes < models[3].kv_cache_bytes
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

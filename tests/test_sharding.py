@@ -187,11 +187,11 @@ def test_what_a_checkpoint_holds_quantised_stays_so(ask, quantised, kind, mesh, 
     assert all(np.prod(whole) == parts * np.prod(own) for whole, own in values.values())
 
 
-@pytest.mark.parametrize("mesh", ["stage=2", "data=2"])
-def test_beams_drafts_and_an_int8_cache_on_a_mesh(tmp_path, mesh):
+@pytest.mark.parametrize(("mesh", "kv_dtype"), [("stage=2", "int8"), ("data=2", "fp8")])
+def test_beams_drafts_and_a_cache_of_bytes_on_a_mesh(tmp_path, mesh, kv_dtype):
     """What copies blocks, checks several tokens at once, and keeps scales beside its pools."""
     folder = write_checkpoint(tmp_path, "llama")
-    how = {"kv_dtype": "int8", "speculate": "ngram"}
+    how = {"kv_dtype": kv_dtype, "speculate": "ngram"}
     one, many = LLM(folder, **how), LLM(folder, mesh=mesh, **how)
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], list(range(40))]
     for given in (

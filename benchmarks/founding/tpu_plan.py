@@ -36,7 +36,7 @@ POINTS = (
     (
         "KV cache allocated once, updated in place, laid out for the TPU",
         ("Paged, donated, written by scatter; on TPU 128 tokens a block and heads padded to 128"),
-        "nn/kv_cache.py, ops/accelerator.py",
+        "nn/kv_cache.py, ops/tiles.py",
         "no copy of the cache in a step (tests); int8 pools are copied once by XLA on TPU",
     ),
     (

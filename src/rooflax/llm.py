@@ -36,13 +36,7 @@ from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.models.streaming import AnyModel, StreamedModel, StreamPlan
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.execution import (
-    DEFAULT_OPTIONS,
-    ExecutionOptions,
-    Precision,
-    parse_bytes,
-    streaming_options,
-)
+from rooflax.nn.execution import ExecutionOptions, Precision, parse_bytes, streaming_options
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
@@ -73,7 +67,8 @@ class LLM:
         speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
-        options: what may change speed but never a token.
+        options: what may change speed but never a token; None is
+            `ExecutionOptions.for_platform` of the platform here.
         weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
             from the file at every step. None loads them all.
         mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
@@ -96,7 +91,7 @@ class LLM:
         prefix_caching: bool = True,
         speculate: str | Path | None = None,
         num_draft_tokens: int | None = None,
-        options: ExecutionOptions = DEFAULT_OPTIONS,
+        options: ExecutionOptions | None = None,
         weights_budget: int | str | None = None,
         mesh: Mesh | str | None = None,
         revision: str | None = None,
@@ -107,6 +102,8 @@ class LLM:
     ):
         if not _is_id(max_num_seqs) or max_num_seqs < 1:
             raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
+        if options is None:
+            options = ExecutionOptions.for_platform(jax.default_backend())
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
         _check_processes(mesh, speculate, options)

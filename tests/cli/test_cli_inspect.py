@@ -11,6 +11,7 @@ from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
+from rooflax.ops import accelerator
 
 
 @pytest.fixture
@@ -91,6 +92,34 @@ def test_bytes_per_device_of_a_mesh_that_is_not_here(rooflax):
     assert rooflax(*flags, "--mesh", "stage=5").code == 2
 
 
+def padding_of(rooflax, *flags):
+    return json.loads(rooflax("inspect", *flags, "--json").out)["memory"]["padding_bytes"]
+
+
+def test_padding_is_counted(rooflax, monkeypatch):
+    """Rows of the vocabulary on a mesh; ends of blocks; and a TPU's lanes behind every head."""
+    gpt2 = ("preset:gpt2", "-c", "1024")
+    assert padding_of(rooflax, *gpt2) == {"head_dim": 0, "block_size": 0, "vocab": 0}
+    assert "padding" not in rooflax("inspect", *gpt2).out
+    row = 768 * 4
+    assert padding_of(rooflax, *gpt2, "--mesh", "tensor=4")["vocab"] == 3 * row  # of 50,257
+    shown = rooflax("inspect", *gpt2, "--mesh", "tensor=4").out
+    assert f"rows of the vocabulary  {3 * row:,} bytes" in shown
+    token = 2 * 12 * row  # K and V of 12 layers
+    short = padding_of(rooflax, "preset:gpt2", "-c", "1001", "--batch", "3")
+    assert short == {"head_dim": 0, "block_size": 3 * 7 * token, "vocab": 0}
+
+    monkeypatch.setattr(accelerator, "platform", lambda: "tpu")
+    wide = ("preset:gpt2", "-c", "1000", "--dtype", "float32")
+    found = json.loads(rooflax("inspect", *wide, "--json").out)["memory"]
+    assert found["padding_bytes"]["head_dim"] == (1000 + 128) * token  # block 0 too; 64 to 128
+    assert found["padding_bytes"]["block_size"] == 24 * 2 * token
+    assert found["kv_cache_bytes"] == (1024 + 128) * 2 * token
+    codes = padding_of(rooflax, *wide, "--kv-dtype", "fp8")
+    assert codes["head_dim"] == (1000 + 128) * token // 4
+    assert "heads in the KV cache" in rooflax("inspect", *wide).out
+
+
 @pytest.mark.parametrize("broken", ["nowhere/at/all", "preset:nope"])
 def test_what_is_not_there_is_one_sentence(rooflax, broken):
     ran = rooflax("inspect", broken)
@@ -120,7 +149,15 @@ def test_models_removes(rooflax, monkeypatch):
 def test_doctor_says_what_is_here(rooflax):
     rooflax("doctor")
     found = json.loads(rooflax("doctor", "--json", "-t", 3).out)
-    assert list(found) == ["versions", "devices", "host", "kernels", "compile_cache", "hub"]
+    assert list(found) == [
+        "versions",
+        "devices",
+        "host",
+        "kernels",
+        "choices",
+        "compile_cache",
+        "hub",
+    ]
     assert found["host"]["threads"] == 3
     assert found["compile_cache"]["tiny_program"] == "hit"
     assert list(found["kernels"]) == ["linear", "attention", "moe"]
@@ -128,5 +165,7 @@ def test_doctor_says_what_is_here(rooflax):
         assert kernels["native"].startswith(("used (", "cannot run: "))
         used = kernels["native"].startswith("used")
         assert kernels["xla"] == ("available" if used else "used")
+    assert found["choices"]["layers"] == "unrolled"
+    assert found["choices"]["float32_products"] == "highest"
     assert {device["platform"] for device in found["devices"]} == {"cpu"}
     assert max(map(len, rooflax("doctor").out.splitlines())) <= 100

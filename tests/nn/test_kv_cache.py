@@ -157,8 +157,27 @@ def test_int8_pools_have_the_same_verbs():
     assert not np.asarray(read(cleared, 0, [2, 4], 6)[0])[:4].any()
 
 
+def test_fp8_pools_have_the_same_verbs():
+    """What is written comes back within a sixteenth of itself; zeros stay zeros."""
+    groups = LayerGroups.from_windows((None,))
+    for name in ("fp8", "float8_e4m3fn"):
+        cache = allocate(groups, (5,), 3, 8, block_size=4, dtype=name)
+        assert cache.k[0].values.dtype == jnp.float8_e4m3fn
+        assert cache.num_bytes == 5 * 4 * bytes_per_token(3, 8, name)
+    scale = 10.0 ** np.arange(-9, 9, 3)[:, None, None]  # of tokens: far beyond e4m3's own range
+    new = np.random.default_rng(0).standard_normal((6, 3, 8)) * scale
+    new[3, 1] = 0
+    slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
+    k = write(cache.k[0], jnp.asarray(new[None], jnp.float32), slots)
+    found = np.asarray(read(replace(cache, k=(k,)), 0, [2, 4], 6)[0])
+    smallest = np.abs(new).max(-1, keepdims=True) * 2.0**-15
+    assert (np.abs(found - new) <= np.maximum(np.abs(new), smallest) / 16 * 1.0001).all()
+    largest = np.abs(new) == np.abs(new).max(-1, keepdims=True)
+    np.testing.assert_allclose(found[largest], new[largest], rtol=1e-6)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
 def test_copied_blocks_take_what_was_there_before(dtype, stacked):
     """Two groups; in one of them a source is another copy's destination."""
     groups = LayerGroups.from_windows((None, 4, None, 4))

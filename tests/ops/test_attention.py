@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops.attention import attention, paged_attention
+from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from tests.ops.cases import ATTENTION, normal, rng
 
 IMPLEMENTATIONS = ["reference", "xla", None]
@@ -104,9 +105,13 @@ def into_blocks(k, v, context_lens, first_positions, block_size, tables_len):
 PAGED = [case for case in ATTENTION if not case.segments]
 
 
+@pytest.mark.parametrize("as_codes", [None, tokens_as_int8, tokens_as_fp8])
 @pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
-def test_paged_attention(case):
+def test_paged_attention(case, as_codes):
+    """Over a cache of bytes exact is what its codes say: rounding them again changes nothing."""
     q, k, v, keywords = case.arrays()
+    if as_codes is not None:
+        k, v = (rounded(a, as_codes) for a in (k, v))
     exact = by_hand(q, k, v, **keywords)
     context, block_size = keywords["context_lens"], 3
     firsts = [np.zeros_like(context)]
@@ -116,6 +121,8 @@ def test_paged_attention(case):
     for first in firsts:
         length = int(-(-(context - first).max() // block_size)) + 2
         k_pool, v_pool, tables = into_blocks(k, v, context, first, block_size, length)
+        if as_codes is not None:
+            k_pool, v_pool = (QuantizedPool(*as_codes(jnp.asarray(a))) for a in (k_pool, v_pool))
         for implementation in IMPLEMENTATIONS:
             for repeat_kv in (False, True):
                 out = jitted(
@@ -135,6 +142,11 @@ def test_paged_attention(case):
                     sinks=keywords["sinks"],
                 )
                 np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+
+
+def rounded(x, as_codes):
+    values, scales = as_codes(jnp.asarray(x))
+    return np.asarray(values.astype(jnp.float32) * scales[..., None])
 
 
 def as_jax(*arrays):

@@ -21,7 +21,14 @@ from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import linear, reference, unembed
 from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
-from rooflax.ops.quantization import QuantizedPool, dequantize, pack, quantize, tokens_as_int8
+from rooflax.ops.quantization import (
+    QuantizedPool,
+    dequantize,
+    pack,
+    quantize,
+    tokens_as_fp8,
+    tokens_as_int8,
+)
 from rooflax.ops.stacked import Stacked, taken
 from tests.ops.cases import ATTENTION, MOE, normal
 from tests.ops.test_attention import by_hand, into_blocks
@@ -229,6 +236,13 @@ def test_paged_attention_over_narrow_pools(kind, interpreted):
         k_pool, v_pool = k_pool.astype(kind), v_pool.astype(kind)
     out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
     close(out, paged_attention(q, k_pool, v_pool, **keywords, implementation="reference"))
+
+
+def test_an_fp8_cache_is_refused():
+    q, *pools, keywords = paged(replace(FEW[0], head_dim=128))
+    pools = [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools]
+    with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
+        attention_gpu.paged_attention(q, *pools, **keywords, repeat_kv=False)
 
 
 def test_contexts_split_over_programs(interpreted, monkeypatch):

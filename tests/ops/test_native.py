@@ -14,7 +14,13 @@ from rooflax.ops.attention import reference as attention_reference
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, reference
 from rooflax.ops.linear.api import IMPLEMENTATIONS
-from rooflax.ops.quantization import QuantizedPool, quantize, quantized_product, tokens_as_int8
+from rooflax.ops.quantization import (
+    QuantizedPool,
+    quantize,
+    quantized_product,
+    tokens_as_fp8,
+    tokens_as_int8,
+)
 from rooflax.ops.sampling import _native_top_k
 from rooflax.ops.stacked import Stacked
 
@@ -193,8 +199,9 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     """Two rows of unequal length over shuffled blocks; a third row is padding."""
     heads, kv_heads, block, blocks = 6, 2, 4, 9
     pools = [normal(30, kv_heads, block, head_dim) for _ in range(2)]
-    if dtype == "int8":
-        pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
+    if dtype in ("int8", "fp8"):
+        as_codes = tokens_as_int8 if dtype == "int8" else tokens_as_fp8
+        pools = [QuantizedPool(*as_codes(pool)) for pool in pools]
     else:
         pools = [pool.astype(dtype) for pool in pools]
     lengths = np.array([31, 17, 0], np.int32)
@@ -219,7 +226,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
@@ -229,6 +236,27 @@ def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
     wanted = np.asarray(attention_reference.paged_attention(**case))
     close(found[:2], wanted[:2], 2e-5)
     assert np.isfinite(found).all()
+
+
+def test_every_code_of_e4m3_is_read(instruction_set):
+    """With a window of one key the output is that key's value: all 254 numbers of the type."""
+    codes = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
+    values = jnp.asarray(codes).view(jnp.float8_e4m3fn)
+    pool = (
+        jnp.zeros((2, 1, 16, 16), jnp.float8_e4m3fn)
+        .at[1]
+        .set(jnp.pad(values, (0, 2)).reshape(1, 16, 16))
+    )
+    case = attention_case(seq=1) | {
+        "q": jnp.zeros((1, 1, 1, 16)), "sinks": None, "first_positions": jnp.zeros(1, jnp.int32),
+        "v_pool": QuantizedPool(pool, jnp.ones((2, 1, 16))),
+        "k_pool": QuantizedPool(pool * 0, jnp.ones((2, 1, 16))),
+        "block_tables": jnp.ones((1, 1), jnp.int32), "context_lens": jnp.full(1, 16, jnp.int32),
+    }  # fmt: skip
+    for slot in range(16):
+        case |= {"positions": jnp.full((1, 1), slot, jnp.int32), "window": 1}
+        found = np.asarray(attention_cpu.paged_attention(**case)).ravel()
+        np.testing.assert_array_equal(found, np.asarray(pool[1, 0, slot], np.float32))
 
 
 def test_attention_does_not_depend_on_batch_or_chunk(instruction_set):

@@ -31,6 +31,7 @@ from rooflax.ops.quantization import (
     packed_bytes,
     quantize,
     rows_of,
+    tokens_as_fp8,
     tokens_as_int8,
 )
 from rooflax.ops.stacked import Stacked
@@ -129,6 +130,15 @@ def test_long_contexts(name, pool):
         for name in ("reference", "pallas")
     ]
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
+
+
+def test_an_fp8_cache_is_left_to_xla():
+    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    pools = [QuantizedPool(*tokens_as_fp8(jnp.asarray(a))) for a in (k, v)]
+    with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
+        attend("pallas", scale=0.3)(q, *pools, **keywords)
+    chosen, wanted = (attend(n, scale=0.3)(q, *pools, **keywords) for n in (None, "xla"))
+    np.testing.assert_array_equal(chosen, wanted)
 
 
 def test_heads_lie_padded_in_the_cache():

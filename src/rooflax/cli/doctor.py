@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform as python_platform
+from dataclasses import asdict
 from typing import Any
 
 from rooflax import __version__
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": devices(),
         "host": host(),
         "kernels": kernels(),
+        "choices": choices(),
         "compile_cache": compile_cache(),
         "hub": hub(),
     }
@@ -106,6 +108,24 @@ def kernels() -> dict[str, dict[str, str]]:
     return found
 
 
+def choices() -> dict[str, str]:
+    """What runs here where no flag says otherwise: docs/optimizations.md measures each."""
+    import jax
+
+    from rooflax.nn.execution import ExecutionOptions
+    from rooflax.ops.dot import FLOAT32
+
+    options = asdict(ExecutionOptions.for_platform(jax.default_backend()))
+    words = {True: "yes", False: "no"}
+    return {
+        **{name: str(words.get(value, value)) for name, value in options.items()},
+        "kernels": options["kernels"] or "the best of each operation, as above",
+        "decode_steps": str(options["decode_steps"] or "as many as fit into a moment, at most 32"),
+        "float32_products": FLOAT32.name.lower(),
+        "xla_options": os.environ.get("XLA_FLAGS") or "XLA's own; XLA_FLAGS is not set",
+    }
+
+
 def compile_cache() -> dict[str, Any]:
     """Where compiled programs are kept, and whether a tiny one was found there."""
     import jax
@@ -150,6 +170,7 @@ def _print(found: dict[str, Any]) -> None:
             rows.append((operation, name, state))
             operation = ""
     _section("kernels", rows)
+    _section("choices", [(n.replace("_", " "), text) for n, text in found["choices"].items()])
     cache, offline = found["compile_cache"], "yes" if found["hub"]["offline"] else "no"
     _section(
         "caches",

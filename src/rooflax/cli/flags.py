@@ -16,13 +16,12 @@ from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
 from rooflax.models.presets import PREFIX
 from rooflax.nn.execution import (
+    PLATFORMS,
     ExecutionOptions,
     Precision,
     parse_bytes,
     streaming_options,
 )
-
-PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def add_model(parser: Parser) -> None:
@@ -194,7 +193,7 @@ def add_precision(
         add(
             "--kv-dtype",
             metavar="TYPE",
-            help="of the KV cache: float32, bfloat16 or int8; default as --dtype",
+            help="of the KV cache: float32, bfloat16, int8 or fp8; default as --dtype",
             **kind,
         )
     if quantize:
@@ -241,22 +240,21 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
     """
     add = parser.group("speed, never tokens").add_argument
 
-    def choice(flag: str, default: str | None, text: str, kind: Any = str) -> None:
-        metavar = "N" if kind is whole else "NAME" if default is None else "HOW"
+    def choice(flag: str, metavar: str, text: str, kind: Any = str) -> None:
         if lists:
-            add(flag, metavar=metavar, default=[default], help=text, type=_listed(kind))
+            add(flag, metavar=metavar, default=[None], help=text, type=_listed(kind))
         else:
-            add(flag, metavar=metavar, default=default, help=text, type=kind)
+            add(flag, metavar=metavar, help=text, type=kind)
 
     if cached:
         add("--no-cache", action="store_true", help="run the whole sequence for every token")
         add("--no-jit", action="store_true", help="dispatch every operation by itself")
-    choice("--layers", "unrolled", "unrolled (default) or scan")
-    choice("--gqa", "grouped", "grouped (default) or repeat")
-    choice("--moe", "grouped", "grouped (default), per_token, dense")
-    choice("--kernels", None, "reference, xla, native, pallas; default the best")
+    choice("--layers", "HOW", "unrolled (default) or scan")
+    choice("--gqa", "HOW", "grouped (default) or repeat")
+    choice("--moe", "HOW", "grouped (default), per_token, dense")
+    choice("--kernels", "NAME", "reference, xla, native, pallas; default the best")
     if cached:
-        choice("--decode-steps", None, "tokens per dispatch", whole)
+        choice("--decode-steps", "N", "tokens per dispatch", whole)
 
 
 def add_speculation(parser: Parser) -> None:
@@ -290,13 +288,20 @@ def _listed(kind: Any) -> Any:
     return lambda text: [kind(part) for part in _words(text)]
 
 
-def execution_options(args: argparse.Namespace) -> ExecutionOptions:
-    """The switches as what they become in Python; RequestError for a wrong value."""
+def execution_options(args: argparse.Namespace, platform: str | None = None) -> ExecutionOptions:
+    """The switches as what they become in Python; RequestError for a wrong value.
+
+    Args:
+        platform: whose choices fill what is not said; None is --platform's, else a CPU's: for
+            before JAX has started, which refuses a platform that is none.
+    """
     if getattr(args, "no_cache", False) and args.decode_steps is not None:
         raise RequestError("--decode-steps needs the cache, and --no-cache is given; drop one.")
-    return ExecutionOptions(
-        use_cache=not getattr(args, "no_cache", False),
-        jit=not getattr(args, "no_jit", False),
+    named = args.platform if args.platform in PLATFORMS else "cpu"
+    return ExecutionOptions.for_platform(
+        platform or named,
+        use_cache=False if getattr(args, "no_cache", False) else None,
+        jit=False if getattr(args, "no_jit", False) else None,
         layers=args.layers,
         gqa=args.gqa,
         moe=args.moe,

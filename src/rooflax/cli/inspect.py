@@ -140,7 +140,7 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
     import jax
 
     from rooflax.loading.load import plan_of
-    from rooflax.models.memory import estimate
+    from rooflax.models.memory import ONE_DEVICE, estimate, padding
     from rooflax.models.model import resolve_max_model_len
     from rooflax.nn.device_memory import free_bytes
     from rooflax.ops import kernels
@@ -176,6 +176,7 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
+        "padding_bytes": padding(about.family, about.config, **work, shards=shards or ONE_DEVICE),
         "free_bytes": free,
         "server": None
         if shards
@@ -261,6 +262,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
         *_streaming_section(found["memory"]["streaming"]),
         *_mesh_section(found["memory"]["mesh"]),
+        *_padding_section(found["memory"]),
         _verdict(found["memory"]),
         *_server_lines(found["memory"]["server"]),
     ]
@@ -347,6 +349,25 @@ def _mesh_section(known: dict[str, Any] | None) -> list[str]:
     axes = ",".join(f"{axis}={parts}" for axis, parts in known["axes"].items()) or "one device"
     title = f"on each of {known['devices']} devices ({axes})"
     return _section(title, list(zip(names, sizes, strict=True)), right=(1,))
+
+
+def _padding_section(known: dict[str, Any]) -> list[str]:
+    """What of it only fills tiles up, if anything."""
+    from rooflax.models.memory import gib
+
+    where = {
+        "head_dim": "heads in the KV cache",
+        "block_size": "ends of KV blocks",
+        "vocab": "rows of the vocabulary",
+    }
+    sizes = known["padding_bytes"]
+    rows = [
+        (where[name], gib(size) if size >= 1 << 20 else f"{size:,} bytes")
+        for name, size in sizes.items()
+        if size
+    ]
+    title = f"of that padding{', on the device with most' if known['mesh'] else ''}"
+    return _section(title, rows, right=(1,)) if rows else []
 
 
 def _server_lines(server: dict[str, Any] | None) -> list[str]:

@@ -72,12 +72,15 @@ class Measured:
 
 def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
     """Loads the model and compares; the report as `--json` prints it."""
+    import jax
+
     from rooflax.cli.session import open_llm
     from rooflax.cli.verify import encoded_prompts
     from rooflax.models.streaming import whole
 
-    target = flags.execution_options(args)
+    flags.execution_options(args)  # refused before anything is loaded
     llm = open_llm(args, options=REFERENCE)
+    target = flags.execution_options(args, jax.default_backend())
     prompts = encoded_prompts(llm, texts, args.max_tokens)
     with terminal.status("running the reference setting, operation by operation", args.quiet):
         task = reference_task(whole(llm.model), prompts, args.max_tokens)

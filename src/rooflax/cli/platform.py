@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rooflax.cli.flags import PLATFORMS
 from rooflax.errors import RequestError
+from rooflax.nn.execution import PLATFORMS
 
 THREADS_VARIABLE = "PJRT_NPROC"
 COORDINATOR_VARIABLE = "JAX_COORDINATOR_ADDRESS"

@@ -23,9 +23,10 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     Raises:
         RooflaxError: with the reason.
     """
-    options = settings.pop("options", None) or flags.execution_options(args)
-    flags.check_speculation(args, options)
-    flags.check_weights_budget(args, options)
+    options = settings.pop("options", None)
+    said = options or flags.execution_options(args)
+    flags.check_speculation(args, said)
+    flags.check_weights_budget(args, said)
     precision = flags.check_precision(args) if "dtype" not in settings else None
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
@@ -33,7 +34,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     platform.check_processes(args)
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
-        platform.start_jax(args)
+        jax = platform.start_jax(args)
+        options = options or flags.execution_options(args, jax.default_backend())
         from rooflax.llm import LLM
         from rooflax.loading.load import describe
 

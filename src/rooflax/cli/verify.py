@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         found = isolate.run(args, args.prompt or PROMPTS)
         return _report(args, found, isolate.lines(found))
     transformers = _import_transformers()
-    options = flags.execution_options(args)
-    llm = open_llm(args, options=options)
+    llm = open_llm(args)
     if llm.about.folder is None:
         raise RequestError(
             f"{llm.about.name} has no files that transformers could open; use --isolate."

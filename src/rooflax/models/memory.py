@@ -7,7 +7,7 @@ from typing import Any
 
 from rooflax.errors import RequestError
 from rooflax.models.registry import family
-from rooflax.nn.kv_cache import bytes_per_token
+from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import blocks_needed
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
@@ -90,6 +90,49 @@ def rope_bytes(config: Any, max_model_len: int | None) -> int:
     if not hasattr(config, "rope_theta"):
         return 0
     return (max_model_len or config.max_position) * config.head_dim * 4
+
+
+def padding(
+    name: str,
+    config: Any,
+    *,
+    storage: Storage,
+    kv_dtype: str,
+    rows: int,
+    tokens: int,
+    prefill_chunk: int = 512,
+    shards: Shards = ONE_DEVICE,
+) -> dict[str, int]:
+    """Of what `estimate` counts, the bytes that only fill sizes up to tiles and parts (ops.tiles).
+
+    Returns:
+        By the size that is padded: "head_dim" of every token in the cache; "block_size", what
+        follows the last token in its block; "vocab", on the device that has most of it.
+
+    Raises:
+        RequestError: a split that leaves a remainder.
+    """
+    block_size, chunk = accelerator.block_size(), min(prefill_chunk, tokens)
+    table, config = family(name).weights(config), config_on(config, shards)
+    sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
+    windows = [config.groups.windows[g] for g in config.groups.of_layer[:layers]]
+    kept = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
+    slots_of_row = sum(blocks_needed(w, tokens, chunk, block_size) for w in windows) * block_size
+    heads = (sizes["kv_heads"], config.head_dim, kv_dtype)
+    real = sizes | {"vocab": max(0, config.vocab_size - sizes["vocab"] * (shards.tensor - 1))}
+
+    def rows_of_vocab(sizes: dict[str, int]) -> int:
+        return sum(
+            storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
+            for slot in slots(table, layers)
+            if "vocab" in slot.weight.axis_names
+        )
+
+    return {
+        "head_dim": (rows * kept + block_size * len(windows)) * padding_per_token(*heads),
+        "block_size": rows * (slots_of_row - kept) * bytes_per_token(*heads),
+        "vocab": rows_of_vocab(sizes) - rows_of_vocab(real),
+    }
 
 
 def workspace_bytes(

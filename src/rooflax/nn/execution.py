@@ -8,15 +8,18 @@ and imports no jax.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rooflax.errors import RequestError
 from rooflax.ops.formats import resolve_format
 
+PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+KV_ALIASES = {"float8_e4m3fn": "fp8"}
 MAX_DECODE_STEPS = 1024
 
 
@@ -65,12 +68,28 @@ class ExecutionOptions:
                 f"{MAX_DECODE_STEPS}."
             )
 
+    @classmethod
+    def for_platform(cls, platform: str, **given: Any) -> ExecutionOptions:
+        """What runs there where nothing else is said: the outcome of docs/optimizations.md.
+
+        Args:
+            given: fields that are said; None is one that is not.
+
+        Raises:
+            RequestError: no such platform, or a value that cannot be.
+        """
+        _check_choice("platform", platform, PLATFORMS)
+        said = {name: value for name, value in given.items() if value is not None}
+        return cls(**{**CHOICES[platform], **said})
+
     def describe(self) -> str:
         """The switches that differ from the default, as "name=value, ..."."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
 
 
+CHOICES: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {}, "tpu": {}}
+"""Per platform, what was measured to be better than the fields' own defaults: so far nothing."""
 DEFAULT_OPTIONS = ExecutionOptions()
 
 
@@ -80,8 +99,8 @@ class Precision:
 
     Attributes:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
-        kv_dtype: of the KV cache, "int8" with a scale per token and head; None is the activations'
-            dtype.
+        kv_dtype: of the KV cache, "int8" and "fp8" (e4m3, also "float8_e4m3fn") with a scale per
+            token and head; None is the activations' dtype.
         quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
@@ -93,6 +112,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, (None, *DTYPES))
+        if self.kv_dtype in KV_ALIASES:
+            object.__setattr__(self, "kv_dtype", KV_ALIASES[self.kv_dtype])
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))

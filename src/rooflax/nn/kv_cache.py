@@ -21,9 +21,11 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.accelerator import cache_width
 from rooflax.ops.attention.paging import gather
-from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
+from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
 
 Pool = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool
+CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
+"""Types of a `QuantizedPool`'s values."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class KVCache:
         k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim], on TPU with
             head_dim padded by zeros to its lanes. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
-            block b is block r * num_blocks + b. As int8 each pool is a `QuantizedPool`.
+            block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.
@@ -86,10 +88,16 @@ class KVCache:
 
 
 def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Of one layer's K and V; int8 has a float32 scale for each head."""
+    """Of one layer's K and V; int8 and fp8 have a float32 scale for each head."""
     width = cache_width(head_dim)
-    per_head = width + 4 if dtype == "int8" else width * jnp.dtype(dtype).itemsize
+    per_head = width + 4 if dtype in CODES else width * jnp.dtype(dtype).itemsize
     return 2 * num_kv_heads * per_head
+
+
+def padding_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """What of `bytes_per_token` only fills heads up to `cache_width`."""
+    itemsize = jnp.dtype(CODES.get(dtype, dtype)).itemsize
+    return 2 * num_kv_heads * (cache_width(head_dim) - head_dim) * itemsize
 
 
 def pool_shapes(
@@ -136,8 +144,8 @@ def allocate(
     shapes = pool_shapes(groups, *sizes, stacked=stacked, stages=stages)
 
     def zeros_of(shape: tuple[int, ...]) -> Any:
-        if dtype == "int8":
-            values, scales = np.zeros(shape, np.int8), np.zeros(shape[:3], np.float32)
+        if dtype in CODES:
+            values, scales = np.zeros(shape, CODES[dtype]), np.zeros(shape[:3], np.float32)
             return QuantizedPool(put(values), put(scales))
         return put(np.zeros(shape, jnp.dtype(dtype)))
 
@@ -163,7 +171,8 @@ def write(
     if padding := pool.shape[3] - flat.shape[2]:
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))
     if isinstance(pool, QuantizedPool):
-        values, scales = tokens_as_int8(flat)
+        as_codes = tokens_as_int8 if pool.values.dtype == jnp.int8 else tokens_as_fp8
+        values, scales = as_codes(flat)
         return QuantizedPool(
             pool.values.at[block, :, offset].set(values, mode="drop"),
             pool.scales.at[block, :, offset].set(scales, mode="drop"),

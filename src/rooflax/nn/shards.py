@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.errors import RequestError
+from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
     from rooflax.nn.weights import Shape, Weight
@@ -125,11 +126,6 @@ def kv_copies(config: Any, shards: Shards) -> int:
     kv_heads, parts = config.num_kv_heads, shards.tensor
     fits = parts % kv_heads == 0 and config.num_heads % parts == 0
     return parts // kv_heads if parts > kv_heads and fits else 1
-
-
-def padded_vocab(vocab_size: int, num_shards: int) -> int:
-    """The vocabulary rounded up to a multiple of the number of shards."""
-    return math.ceil(vocab_size / num_shards) * num_shards
 
 
 def split_axes(weight: Weight, shards: Shards) -> tuple[str | None, ...]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from rooflax.ops import tiles
+
 OLDEST_GPU_JAX = (0, 11)
 HOPPER = "9."
 
@@ -22,13 +24,13 @@ def platform() -> str:
 
 
 def block_size() -> int:
-    """Tokens per block of the KV cache: on TPU as many as a tile has lanes, elsewhere 16."""
-    return 128 if platform() == "tpu" else 16
+    """Tokens per block of the KV cache here."""
+    return tiles.block_size(platform())
 
 
 def cache_width(head_dim: int) -> int:
-    """Elements that a token's head takes in the KV cache: on TPU whole rows of lanes."""
-    return -(-head_dim // 128) * 128 if platform() == "tpu" else head_dim
+    """Elements that a token's head takes in the KV cache here."""
+    return tiles.cache_width(head_dim, platform())
 
 
 def capability() -> str | None:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+FLOAT32 = jax.lax.Precision.HIGHEST
+"""Of float32 products: full float32 on every platform, as docs/optimizations.md measures."""
 
 
 def dot_general(
@@ -20,7 +22,7 @@ def dot_general(
     dtype = a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
     if dtype == jnp.float32:
-        return jax.lax.dot_general(a, b, dimension_numbers, jax.lax.Precision.HIGHEST)
+        return jax.lax.dot_general(a, b, dimension_numbers, FLOAT32)
 
     def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.dot_general(a, b, dimension_numbers, preferred_element_type=jnp.float32)

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rooflax.ops.formats import FORMATS, GROUP, PANEL
+from rooflax.ops.tiles import ROWS
 
 if TYPE_CHECKING:
     from rooflax.ops.quantization import QuantizedArray
-
-ROWS = 32
-"""Rows of a TPU's tile of bytes; of an array with others, XLA would have another axis there."""
 
 
 def as_matrix(w: QuantizedArray) -> QuantizedArray:

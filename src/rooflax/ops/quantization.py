@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from rooflax.ops import accelerator
 from rooflax.ops.formats import FORMATS, GROUP, PANEL
@@ -90,15 +90,20 @@ class QuantizedArray:
         return sum(a.size * a.dtype.itemsize for a in (self.values, self.scales, self.sums))
 
 
+FP8_MAX = 448.0
+"""The largest number of e4m3."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedPool:
-    """Keys (or values) of a layer's blocks as int8, x ~ values * scales[..., None].
+    """Keys (or values) of a layer's blocks as int8 or e4m3, x ~ values * scales[..., None].
 
-    Each token of each K/V head has its own scale, its largest element over 127.
+    Each token of each K/V head has its own scale: its largest element over the type's largest
+    number, 127 or 448.
     """
 
-    values: Int[Array, "_ kv_heads block_size head_dim"]
+    values: Num[Array, "_ kv_heads block_size head_dim"]
     scales: Float[Array, "_ kv_heads block_size"]
 
     @property
@@ -107,11 +112,26 @@ class QuantizedPool:
 
 
 def tokens_as_int8(x: Float[Array, "*batch head_dim"]) -> tuple[jax.Array, jax.Array]:
-    """Values and scales of a `QuantizedPool`."""
+    """Values and scales of a `QuantizedPool`: round(x / scale), scale = max |x| / 127."""
+    values, scales = _scaled(x, 127.0)
+    return jnp.round(values).astype(jnp.int8), scales
+
+
+def tokens_as_fp8(x: Float[Array, "*batch head_dim"]) -> tuple[jax.Array, jax.Array]:
+    """The same as e4m3, each x / scale the nearest number there is; scale = max |x| / 448.
+
+    Its three bits of mantissa hold a number within 1/16 of itself down to 2**-15 of the largest.
+    """
+    values, scales = _scaled(x, FP8_MAX)
+    return jnp.clip(values, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn), scales
+
+
+def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
+    """x over a scale per vector, so that its largest element is `most`, and the scales."""
     x = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
+    scales = jnp.max(jnp.abs(x), axis=-1) / most
     inverse = jnp.where(scales > 0, 1.0 / jnp.where(scales > 0, scales, 1.0), 0.0)
-    return jnp.round(x * inverse[..., None]).astype(jnp.int8), scales
+    return x * inverse[..., None], scales
 
 
 def fits(format: str, inner: int) -> bool:
@@ -294,8 +314,8 @@ def _encode_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scales = np.abs(rows).max(axis=1) / np.float32(448)
-    scaled = np.clip(rows * _inverse(scales)[:, None], -448, 448)
+    scales = np.abs(rows).max(axis=1) / np.float32(FP8_MAX)
+    scaled = np.clip(rows * _inverse(scales)[:, None], -FP8_MAX, FP8_MAX)
     return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
 
 

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rooflax.ops.dot import Dims
+from rooflax.ops.tiles import LANES, up_to
 
-LANES = 128
 SUBLANES = 32
 """Rows of an int8 tile; bfloat16 has half as many, float32 a quarter."""
 
@@ -51,7 +51,7 @@ def attention_tiles(
     heads = next(n for n in range(min(kv_heads, 8), 0, -1) if kv_heads % n == 0)
     rows = max(1, 256 // group)
     tile = queries if queries <= rows else max(8, rows // 8 * 8)
-    width = -(-head_dim // LANES) * LANES
+    width = up_to(head_dim, LANES)
     keys = min(512, (1 << 20) // (heads * width * itemsize))
     return AttentionTiles(tile, heads, max(1, keys // block_size))
 
@@ -70,7 +70,7 @@ def product_tiles(inner: int, outer: int) -> ProductTiles:
     """
     size = next((n for n in (2048, 1024) if inner % n == 0), inner)
     columns = max(LANES, (1 << 19) // size // LANES * LANES)
-    return ProductTiles(size, min(columns, -(-outer // LANES) * LANES))
+    return ProductTiles(size, min(columns, up_to(outer, LANES)))
 
 
 def tokens_per_tile(num_pairs: int, num_experts: int) -> int:

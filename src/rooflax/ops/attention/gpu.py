@@ -56,6 +56,8 @@ def paged_attention(
         raise NotImplementedError("attention's GPU kernel never copies K/V heads (gqa=repeat).")
     if pattern is not None:
         raise NotImplementedError("attention's GPU kernel has no patterns.")
+    if isinstance(k_pool, QuantizedPool) and k_pool.values.dtype != jnp.int8:
+        raise NotImplementedError("attention's GPU kernel reads no fp8 KV cache.")
     _, kv_heads, block_size, head_dim = k_pool.shape
     if block_size % 8 or head_dim % 64:
         raise NotImplementedError(

@@ -305,6 +305,8 @@ def _accumulate(
 def _arrays(*pools: jax.Array | QuantizedPool) -> tuple[list[jax.Array], list[jax.Array]]:
     """The pools' values, and their scales if they have any."""
     quantized = [pool for pool in pools if isinstance(pool, QuantizedPool)]
+    if any(pool.values.dtype != jnp.int8 for pool in quantized):
+        raise NotImplementedError("attention's TPU kernel reads no fp8 KV cache.")
     values = [pool.values if isinstance(pool, QuantizedPool) else pool for pool in pools]
     return values, [pool.scales for pool in quantized]
 

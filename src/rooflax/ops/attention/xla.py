@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from rooflax.ops import accelerator
 from rooflax.ops.attention import paging
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.dot import dot_general
@@ -16,6 +17,9 @@ from rooflax.ops.quantization import QuantizedPool
 
 QUERY_CHUNK = 128
 """Queries scored at once over whole sequences; keys behind a chunk's end are never touched."""
+
+FEW_QUERIES = 8
+"""Up to so many, the keys are the first operand of the scores on a CPU."""
 
 
 def attention(
@@ -65,10 +69,19 @@ def _attend(
 ) -> Float[Array, "B T N H"]:
     rows, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, seq, k.shape[1], num_heads // k.shape[1], head_dim)
-    scores = dot_general(grouped, k, (((4,), (3,)), ((0, 2), (0, 1)))) * scale  # B K T G S
+    scores = _scores(grouped, k) * scale
     weights = _softmax(scores, mask[:, None, :, None], sinks).astype(q.dtype)
     out = dot_general(weights, v, (((4,), (2,)), ((0, 1), (0, 1))))  # B K T G H
     return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def _scores(q: Float[Array, "B T K G H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K T G S"]:
+    """With few queries as the first operand, XLA's CPU backend takes up to four times as long
+    (docs/optimizations.md).
+    """
+    if q.shape[1] <= FEW_QUERIES and accelerator.platform() == "cpu":
+        return dot_general(k, q, (((3,), (4,)), ((0, 1), (0, 2)))).transpose(0, 1, 3, 4, 2)
+    return dot_general(q, k, (((4,), (3,)), ((0, 2), (0, 1))))
 
 
 def paged_attention(

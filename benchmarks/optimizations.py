@@ -90,7 +90,7 @@ AGAINST = (
     Against("kernels", "--kernels xla"),
     Against("quantize", "--quantize int8"),
     Against("quantize", "--quantize int4"),
-    Against("layers", "--layers scan"),
+    Against("layers", "--layers unrolled"),
     Against("kv-dtype", "--kv-dtype bfloat16", 896),
     Against("dtype", "--dtype bfloat16"),
 )

@@ -108,6 +108,9 @@ class LLM:
         check_speculate(speculate, num_draft_tokens, options.use_cache)
         _check_processes(mesh, speculate, options)
         budget = None if weights_budget is None else parse_bytes(weights_budget)
+        native_linear = kernels.chosen(options.kernels)["linear"] == "native"
+        whole = mesh is None and budget is None
+        options = options.with_layers(kernels_read_stacks=native_linear and whole)
         streaming = options if budget is None else streaming_options(options, mesh is not None)
         enable_persistent_cache()
         started = time.perf_counter()
@@ -135,7 +138,6 @@ class LLM:
         self._forms = Forms(self.tokenizer, self.about.config.vocab_size, self.stop_ids)
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
-        native_linear = kernels.chosen(options.kernels)["linear"] == "native"
         self.storage = self.about.storage(
             self.precision.dtype or "float32",
             quantize,

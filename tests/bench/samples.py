@@ -36,6 +36,7 @@ def row(work, steps=None):
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
         "options": raw["options"],
+        "layers": "unrolled",
         "kernels": XLA,
         "precision": vars(work.precision.resolve("cpu")),
         "deterministic": work.deterministic,

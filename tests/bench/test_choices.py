@@ -13,6 +13,7 @@ from rooflax.cli import flags
 from rooflax.cli.main import parse
 from rooflax.errors import RequestError
 from rooflax.nn.execution import CHOICES, PLATFORMS
+from rooflax.ops import kernels
 from rooflax.ops.attention import xla
 from tests.product.snippets import ROOT
 
@@ -64,15 +65,38 @@ def test_what_is_not_said_is_the_platforms():
         assert flags.execution_options(parse(said)[1], platform) == ExecutionOptions.for_platform(
             platform, layers="scan", use_cache=False, gqa=None
         )
-    assert LLM("preset:gpt2-tiny").options == ExecutionOptions.for_platform(jax.default_backend())
+    native = kernels.chosen(None)["linear"] == "native"
+    here = ExecutionOptions.for_platform(jax.default_backend())
+    wanted = here.with_layers(kernels_read_stacks=native)
+    assert LLM("preset:gpt2-tiny").options == wanted
 
 
 def test_a_platforms_choice_reaches_python_and_the_command_line(monkeypatch):
-    monkeypatch.setitem(CHOICES, jax.default_backend(), {"layers": "scan"})
-    assert LLM("preset:gpt2-tiny").options == ExecutionOptions(layers="scan")
+    monkeypatch.setitem(CHOICES, jax.default_backend(), {"gqa": "repeat", "layers": "scan"})
+    wanted = ExecutionOptions(gqa="repeat", layers="scan")
+    assert LLM("preset:gpt2-tiny").options == wanted
     found = flags.execution_options(parse(["generate"])[1], jax.default_backend())
-    assert found == ExecutionOptions(layers="scan")
-    assert LLM("preset:gpt2-tiny", options=ExecutionOptions()).options.layers == "unrolled"
+    assert found == wanted
+    assert LLM("preset:gpt2-tiny", options=ExecutionOptions()).options.gqa == "grouped"
+
+
+@pytest.mark.parametrize(
+    ("said", "layers"),
+    [
+        ({}, "scan"),
+        ({"layers": "unrolled"}, "unrolled"),
+        ({"moe": "dense"}, "unrolled"),
+        ({"jit": False}, "unrolled"),
+        ({"kernels": "xla"}, "unrolled"),
+        ({"kernels": "xla", "layers": "scan"}, "scan"),
+    ],
+)
+def test_layers_are_scanned_where_that_copies_nothing(said, layers):
+    if kernels.chosen(None)["linear"] != "native":
+        pytest.skip("no native kernels here")
+    llm = LLM("preset:gpt-oss-tiny", options=ExecutionOptions(**said))
+    assert llm.options.layers == layers
+    assert ("stacked_layers" in llm.model.weights) == (layers == "scan")
 
 
 def test_no_such_platform():

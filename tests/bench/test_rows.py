@@ -258,7 +258,7 @@ def test_comparing_documents():
     assert found.decode.verdict == "faster"
     assert found.decode.ratio == pytest.approx(2.0, rel=0.01)
     assert found.prefill.verdict == "no difference shown"
-    assert "layers unrolled -> scan" in found.label
+    assert "layers None -> scan" in found.label
     b["results"][0]["batch"] = 7
     with pytest.raises(RequestError, match="no row in common"):
         compare_documents(a, b)

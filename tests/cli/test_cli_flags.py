@@ -50,7 +50,7 @@ SAMPLING = {
     "--ignore-eos": [],
 }
 LAYERS = {
-    "--layers": ["scan"],
+    "--layers": ["unrolled"],
     "--gqa": ["repeat"],
     "--moe": ["dense"],
     "--kernels": ["reference"],

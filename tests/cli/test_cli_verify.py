@@ -92,7 +92,7 @@ def test_isolate_finds_no_difference_and_needs_no_transformers(
     assert ran.code == 0, ran.out + ran.err
     assert "Equal: no option changes a token." in ran.out
     lines = [line.split("=")[0] for line in ran.out.splitlines() if "=" in line]
-    assert lines == ["kernels", "use_cache", "decode_steps"]
+    assert lines == ["kernels", "layers", "use_cache", "decode_steps"]
 
 
 def test_every_option_that_matters_is_turned_on_once():
@@ -103,7 +103,8 @@ def test_every_option_that_matters_is_turned_on_once():
         return [setting.name.split("=")[0] for setting in found]
 
     assert names("gpt-oss-tiny", layers="scan") == ["reference", *isolate.ORDER]
-    assert names("gpt2-tiny") == ["reference", "jit", "kernels", "use_cache", "decode_steps"]
+    few = ["reference", "jit", "kernels", "use_cache", "decode_steps"]
+    assert names("gpt2-tiny", layers="unrolled") == few
 
 
 def small_model():

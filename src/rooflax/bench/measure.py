@@ -158,6 +158,7 @@ class Bench:
             "prompt_tokens": work.prompt_tokens,
             "output_tokens": work.output_tokens,
             "options": options,
+            "layers": llm.options.layers,
             "kernels": chosen(work.options.kernels),
             "precision": vars(llm.precision),
             "deterministic": work.deterministic,

@@ -119,6 +119,7 @@ def choices() -> dict[str, str]:
     words = {True: "yes", False: "no"}
     return {
         **{name: str(words.get(value, value)) for name, value in options.items()},
+        "layers": options["layers"] or "scan where kernels read stacked weights, else unrolled",
         "kernels": options["kernels"] or "the best of each operation, as above",
         "decode_steps": str(options["decode_steps"] or "as many as fit into a moment, at most 32"),
         "float32_products": FLOAT32.name.lower(),

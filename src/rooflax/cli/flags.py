@@ -249,7 +249,7 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
     if cached:
         add("--no-cache", action="store_true", help="run the whole sequence for every token")
         add("--no-jit", action="store_true", help="dispatch every operation by itself")
-    choice("--layers", "HOW", "unrolled (default) or scan")
+    choice("--layers", "HOW", "unrolled or scan; default scan where kernels read stacked weights")
     choice("--gqa", "HOW", "grouped (default) or repeat")
     choice("--moe", "HOW", "grouped (default), per_token, dense")
     choice("--kernels", "NAME", "reference, xla, native, pallas; default the best")

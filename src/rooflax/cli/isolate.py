@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 REFERENCE = ExecutionOptions(
-    use_cache=False, jit=False, kernels="reference", gqa="repeat", moe="dense", decode_steps=1
+    use_cache=False,
+    jit=False,
+    layers="unrolled",
+    gqa="repeat",
+    moe="dense",
+    kernels="reference",
+    decode_steps=1,
 )
 ORDER = ("jit", "kernels", "gqa", "moe", "layers", "use_cache", "decode_steps")
 
@@ -77,10 +83,13 @@ def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
     from rooflax.cli.session import open_llm
     from rooflax.cli.verify import encoded_prompts
     from rooflax.models.streaming import whole
+    from rooflax.ops import kernels
 
     flags.execution_options(args)  # refused before anything is loaded
     llm = open_llm(args, options=REFERENCE)
     target = flags.execution_options(args, jax.default_backend())
+    native = kernels.chosen(target.kernels)["linear"] == "native"
+    target = target.with_layers(kernels_read_stacks=native)
     prompts = encoded_prompts(llm, texts, args.max_tokens)
     with terminal.status("running the reference setting, operation by operation", args.quiet):
         task = reference_task(whole(llm.model), prompts, args.max_tokens)

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Loads the model quantised and saves it as it lies in memory."""
     if Path(args.output).is_file():
         raise RequestError(f"{args.output} is a file; give the name of a folder.")
-    llm = open_llm(args, options=ExecutionOptions())
+    llm = open_llm(args, options=ExecutionOptions(layers="unrolled"))
     if not (llm.storage.quantize or llm.storage.kept):
         raise RequestError("no format was given: say --quantize int8, or another one.")
     from rooflax.loading.save import save

@@ -272,7 +272,12 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "environment": before,
         "machine_after": machine_state(),
         "seconds": time.perf_counter() - start,
-        "settings": {"quick": args.quick, "rounds": args.rounds, "threads": args.threads},
+        "settings": {
+            "quick": args.quick,
+            "batches": args.batches or (),
+            "rounds": args.rounds,
+            "threads": args.threads,
+        },
         "engines": comparison.about,
         "problems": comparison.problems,
         "jobs": comparison.jobs,

@@ -128,7 +128,9 @@ def introduction(document: dict[str, Any]) -> list[str]:
     at, settings = document["environment"], document["settings"]
     steps = max((job["new_tokens"] for job in document["jobs"]), default=0)
     after = document["machine_after"]["load_average"]
+    batches = ",".join(str(n) for n in settings.get("batches", ()))
     command = "benchmarks/peers/compare.py" + " --quick" * settings["quick"]
+    command += f" --batches {batches} --rounds {settings['rounds']}" * bool(batches)
     reads = [
         trial[side]["read_gb_per_s"]
         for job in document["jobs"]

@@ -251,11 +251,8 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 @pytest.mark.parametrize("variant", FAMILIES.values())
 @pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
-def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, format, request):
+def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, format):
     """On CPU: a prompt whole, in chunks, token by token, and beside another row."""
-    if variant == "gpt_oss" and format is None and jax.__version_info__ >= (0, 12):
-        reason = "known defect: on JAX 0.12 chunks of a prompt differ in last bits (determinism.md)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     model = case(variant).model
     if format:
         model = replace(model, weights=quantized_weights(model, format))

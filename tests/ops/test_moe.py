@@ -137,3 +137,17 @@ def test_the_native_kernel_only_groups_and_a_token_is_alone():
     )
     with pytest.raises(NotImplementedError, match="moe=dense"):
         jitted("native", "dense")(x, ids, shares, *weights)
+
+
+@pytest.mark.parametrize(("num_experts", "chosen"), [(5, 3), (8, 4), (32, 4), (128, 1)])
+def test_shares_are_the_same_bits_among_any_number_of_tokens(num_experts, chosen):
+    logits = np.random.default_rng(0).standard_normal((40, num_experts)).astype(np.float32) * 3
+
+    def shares(rows):
+        return np.asarray(jax.jit(lambda logits: route(logits, chosen)[1])(rows))
+
+    whole = shares(logits)
+    assert whole.shape == (40, chosen)
+    for size in (1, 3, 8, 13):
+        parts = [shares(logits[i : i + size]) for i in range(0, len(logits), size)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,13 @@ from rooflax.ops.tiles import ROWS
 
 if TYPE_CHECKING:
     from rooflax.ops.quantization import QuantizedArray
+
+
+def e8m0(scales: jax.Array) -> jax.Array:
+    """2^(s - 127) by the bits of an exponent; of s = 0 the denormal; 255 is NaN."""
+    bits = scales.astype(jnp.int32)
+    bits = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, 0x7FC00000, bits << 23))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def as_matrix(w: QuantizedArray) -> QuantizedArray:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import FORMATS
+from rooflax.ops.matrix_packing import e8m0
 from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, int8_codes, rounded
 from rooflax.ops.stacked import Stacked, taken
 
@@ -285,18 +286,11 @@ def _shift(place: int) -> int:
     return 8 * byte + 4 * half
 
 
-def _e8m0(scales: jax.Array) -> jax.Array:
-    """2^(s - 127): the bits of an exponent; of s = 0 the denormal; 255 is NaN."""
-    bits = scales.astype(jnp.int32)
-    bits = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, 0x7FC00000, bits << 23))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 UNPACK = {"int8": _int8, "int8-g32": _int8, "int4": _int4, "mxfp4": _mxfp4, "fp8": _fp8}
 SCALE = {
     "int8-g32": lambda scales: scales.astype(jnp.float32),
     "int4": lambda scales: scales.astype(jnp.float32),
-    "mxfp4": _e8m0,
+    "mxfp4": e8m0,
 }
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Num
 from rooflax.ops import tpu
 from rooflax.ops.formats import FORMATS, GROUP
 from rooflax.ops.linear.prologue import Norm, Prologue, applied
-from rooflax.ops.matrix_packing import as_matrix
+from rooflax.ops.matrix_packing import as_matrix, e8m0
 from rooflax.ops.quantization import QuantizedArray, int8_codes, rounded
 from rooflax.ops.stacked import Stacked, taken
 from rooflax.ops.tpu import dot
@@ -206,7 +206,7 @@ def _weights(code: str, values: Any, scales: Any) -> list[Any]:
         return [_e4m3(q)]
     if code == "int8-g32":
         return [q.astype(jnp.float32) * _for_each_row(scales, GROUP)]
-    factors = _for_each_row(scales if code == "int4" else _e8m0(scales), GROUP // 2)
+    factors = _for_each_row(scales if code == "int4" else e8m0(scales), GROUP // 2)
     return [_nibble(code, half) * factors for half in (q & 15, q >> 4)]
 
 
@@ -225,13 +225,6 @@ def _e4m3(q: Any) -> Any:
     value = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
     value = jnp.where(size == 127, jnp.nan, value)
     return jnp.where(q < 128, value, -value)
-
-
-def _e8m0(scales: Any) -> Any:
-    """2^(s - 127), NaN for 255; s = 0, which float32 has no normal number for, is taken as 0."""
-    bits = scales.astype(jnp.int32)
-    bits = jnp.where(bits == 255, 0x7FC00000, bits << 23)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _for_each_row(scales: Any, count: int) -> Any:

@@ -35,16 +35,24 @@ IMPLEMENTATIONS = {
 }
 
 
+WHOLE_ROWS = 64
+"""However few numbers a row has, this many rows leave none to the end of XLA's vector loops."""
+
+
 @parts.experts
 def route(
     router_logits: Float[Array, "tokens experts"], experts_per_token: int
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """Each token's experts and their shares: the top logits, then softmax over those alone.
 
+    A token's shares are the same bits among any number of tokens: XLA on CPU computes exp of an
+    array's last few numbers otherwise than of the rest, so the rows are filled up.
+
     Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).
     """
     top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
-    return ids, jax.nn.softmax(top, axis=-1)
+    full = jnp.pad(top, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
+    return ids, jax.nn.softmax(full, axis=-1)[: top.shape[0]]
 
 
 @parts.experts

@@ -18,11 +18,14 @@ POINTS = (
     (
         "`lax.scan` over layers",
         (
-            'An option, `layers="scan"`: without jit theirs ran layer by layer, with it a '
-            "loop makes the program small, not the step fast"
+            "The default where kernels read stacked weights in place, else an option: without jit "
+            "theirs ran layer by layer, with it a loop makes the program small, not the step fast"
         ),
-        "nn/layers.py",
-        "on CPU GPT-2 int4 decodes 2 to 3% slower; compile time against depth: not measured",
+        "nn/layers.py, nn/stacking.py",
+        (
+            "programs of 512 instructions at any depth; steps as fast (log.md), compile time against "
+            "depth in optimizations.md"
+        ),
     ),
     (
         "Fused kernels: RoPE, SwiGLU, RMSNorm",
@@ -114,8 +117,8 @@ POINTS = (
     (
         "Memory: pools, placement, memory-mapped weights, gradient accumulation",
         (
-            "Blocks are the pool; weights are read from the map slice by slice; micro-batches"
-            " in training"
+            "Blocks are the pool; weights are read from the map slice by slice, and those beyond "
+            "a budget layer by layer at every step; micro-batches in training"
         ),
         "engine/block_manager.py, loading/weights.py, train/step.py",
         "loading stays under 1.3 of the weights (tests)",

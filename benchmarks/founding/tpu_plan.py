@@ -23,8 +23,8 @@ POINTS = (
         ),
         "nn/layers.py, nn/stacking.py",
         (
-            "programs of 512 instructions at any depth; steps as fast (log.md), compile time against "
-            "depth in optimizations.md"
+            "programs of 512 instructions at any depth; steps as fast (log.md), compile time "
+            "against depth in optimizations.md"
         ),
     ),
     (

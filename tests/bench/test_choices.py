@@ -35,6 +35,7 @@ def test_scanned_programs_are_as_large_for_any_depth_and_unrolled_ones_grow():
     assert sizes["scan"][0] < two
 
 
+@pytest.mark.slow
 def test_the_script_measures_every_choice():
     shown = subprocess.run(
         [sys.executable, "benchmarks/choices.py", "--quick"],

@@ -150,7 +150,13 @@ def test_ngrams_change_no_token(plain, drafting, unhesitating, given):
 
 
 @pytest.mark.parametrize(
-    "options", [{"jit": False}, {"layers": "scan"}, {"kernels": "xla"}], ids=str
+    "options",
+    [
+        pytest.param({"jit": False}, marks=pytest.mark.slow),
+        {"layers": "unrolled"},
+        {"kernels": "xla"},
+    ],
+    ids=str,
 )
 def test_ngrams_change_no_token_with_other_options(plain, unhesitating, options):
     drafting = LLM(speculate="ngram", num_draft_tokens=3, options=ExecutionOptions(**options))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rooflax
 from rooflax.loading.load import load
 from rooflax.loading.weights import ArraySource, load_weights
 from rooflax.nn import stacking
@@ -52,3 +53,23 @@ def _checkpoint(model):
         parts = slot.weight.split(np.asarray(where[slot.key]), model.config.axis_sizes)
         found |= dict(zip(slot.hf_names, parts, strict=True))
     return found
+
+
+def test_what_is_only_copied_is_written_where_it_stays(tmp_path, monkeypatch):
+    rooflax.save(load("preset:qwen2.5-tiny"), tmp_path / "m", dtype="float32")
+    copied = []
+    add = stacking._HostStack.add
+
+    def watched(self, row, leaf):
+        before = None if self._arrays is None else self._arrays[0][row].ctypes.data
+        copied.append(before != leaf.ctypes.data)
+        add(self, row, leaf)
+
+    monkeypatch.setattr(stacking._HostStack, "add", watched)
+    seen = []
+    model = load(tmp_path / "m", stacked=True, progress=seen.append)
+    assert copied and not any(copied)
+    assert sum(seen) == model.weights_bytes
+    wanted = load(tmp_path / "m").stacked().weights
+    for ours, theirs in zip(jax.tree.leaves(model.weights), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))

@@ -11,7 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -22,10 +22,10 @@ from rooflax.errors import CheckpointError
 from rooflax.loading import mxfp4
 from rooflax.loading.safetensors import DTYPES, TensorInfo, dtype_name
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import ALIGNMENT, Arena, aligned_empty, arena_bytes
+from rooflax.nn.host_arrays import ALIGNMENT, Arena, Put, aligned_empty, arena_bytes
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
-from rooflax.nn.stacking import assemble_stacked
+from rooflax.nn.stacking import Stacks, assemble_stacked
 from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where, assemble, slots
 from rooflax.ops.formats import FORMATS, GROUP
@@ -130,18 +130,39 @@ class WeightReader:
         """Each of these slots with its weight; the file's pages are let go of."""
         for slot, array in _ahead(self._copied, slots):
             yield slot, self._made(slot) if array is None else self._kept_as(slot, array)
-            self._plan.release(slot)
-            if progress:
-                progress(self.num_bytes(slot))
+            self._done(slot, progress)
+
+    def _stacked(self, stacks: Stacks, progress: Callable[[int], None] | None) -> dict[str, Any]:
+        """All weights; what is only copied is copied into its row, by threads."""
+
+        def copied(slot: Slot) -> np.ndarray | None:
+            return self._copied(slot, None if slot.layer is None else partial(stacks.empty, slot))
+
+        for slot, array in _ahead(copied, self.slots):
+            if array is None:
+                leaf = self._made(slot, _as_it_is if slot.layer is not None else None)
+            else:
+                leaf = self._kept_as(slot, array) if slot.layer is None else array
+            stacks.add(slot, leaf)
+            self._done(slot, progress)
+        return stacks.done()
+
+    def _done(self, slot: Slot, progress: Callable[[int], None] | None) -> None:
+        self._plan.release(slot)
+        if progress:
+            progress(self.num_bytes(slot))
 
     def weights(
         self, progress: Callable[[int], None] | None = None, *, stacked: bool = False
     ) -> dict[str, Any]:
         """All of them; stacked ones of a mesh are stacked when they are placed."""
         config, leaves = self._config, self.leaves(self.slots, progress)
-        if stacked and self._place is None:
-            return assemble_stacked(config.num_layers, config.groups.period, leaves)
-        return assemble(config.num_layers, leaves)
+        if not stacked or self._place is not None:
+            return assemble(config.num_layers, leaves)
+        stacks = Stacks(config.num_layers, config.groups.period)
+        if stacks.on_host:
+            return self._stacked(stacks, progress)
+        return assemble_stacked(config.num_layers, config.groups.period, leaves)
 
     def layer(self, index: int, arena: Arena | None) -> dict[str, Any]:
         """One layer's weights, ready for use, which are not checked again.
@@ -185,9 +206,11 @@ class WeightReader:
             return None
         return self._plan.read(slot, storage, self._config, empty=empty)
 
-    def _copied(self, slot: Slot) -> np.ndarray | None:
+    def _copied(
+        self, slot: Slot, empty: Callable[..., np.ndarray] | None = None
+    ) -> np.ndarray | None:
         """The host array of a slot that is only copied, which takes no memory beyond its own."""
-        array = self._array(slot, None)
+        array = self._array(slot, empty)
         if array is not None and self._check:
             _check_finite(slot, array)
         return array
@@ -195,9 +218,9 @@ class WeightReader:
     def _kept_as(self, slot: Slot, array: np.ndarray) -> Any:
         return self._storage.keep(slot, array, self._config)
 
-    def _made(self, slot: Slot) -> Any:
+    def _made(self, slot: Slot, put: Put | None = None) -> Any:
         if self._kept is not None and self._storage.is_kept(slot):
-            return self._packed(slot, self._kept)
+            return self._packed(slot, self._kept, put)
         storage, config = self._storage, self._config
 
         def read(where: Where | None) -> np.ndarray:
@@ -210,15 +233,20 @@ class WeightReader:
             return self._kept_as(slot, read(None))
         return self._place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
 
-    def _packed(self, slot: Slot, kept: Kept) -> Any:
+    def _packed(self, slot: Slot, kept: Kept, put: Put | None) -> Any:
         if self._place is not None:
             format = self._storage.kept[slot.name]
             parts = _KeptParts(kept, slot, format, self._config, self._check)
             return self._place(slot, parts.rows, parts.keep)
-        leaf = kept.packed(slot)
+        leaf = kept.packed(slot, *([put] if put else []))
         if self._check:
             _check_scales(slot, np.asarray(leaf.scales))
         return leaf
+
+
+def _as_it_is(array: np.ndarray) -> np.ndarray:
+    """A packed array where it lies: it is copied into its row next."""
+    return array
 
 
 def _ahead(

@@ -1,12 +1,13 @@
 """Weights made layer by layer, gathered as `layers="scan"` takes them: one stack per weight.
 
-On CPU each layer's part is written into its row as it comes, so that no second copy of the layers
+On CPU each layer's part is written into its row as it is read, so that no second copy of the layers
 ever is. Elsewhere the parts are on the device already, and one stack at a time is made of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,35 +28,78 @@ def assemble_stacked(
         period: layers that repeat; layer i becomes row i // period of group i % period.
         arrays: leaves are arrays, or trees of them, of one shape and dtype in all rows.
     """
-    make = _HostStack if accelerator.platform() == "cpu" else _DeviceStack
-    groups: list[dict[str, Any]] = [{} for _ in range(period)]
-    weights: dict[str, Any] = {}
+    stacks = Stacks(num_layers, period)
     for slot, leaf in arrays:
+        stacks.add(slot, leaf)
+    return stacks.done()
+
+
+class Stacks:
+    """The weights of a model while they come.
+
+    Attributes:
+        on_host: whether layers' leaves may be NumPy arrays, and be made in their rows.
+    """
+
+    def __init__(self, num_layers: int, period: int):
+        self.on_host = accelerator.platform() == "cpu"
+        self._rows, self._period = num_layers // period, period
+        self._groups: list[dict[str, Any]] = [{} for _ in range(period)]
+        self._rest: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def empty(self, slot: Slot, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Where a layer's weight of one array belongs, to be written there; from any thread."""
+        assert self.on_host
+        stack, row = self._of(slot)
+        with self._lock:
+            return stack.rows([(shape, dtype)])[0][row]
+
+    def add(self, slot: Slot, leaf: Any) -> None:
+        """A weight; one that was made in its row is there already."""
         if slot.layer is None:
-            weights[slot.key] = leaf
-            continue
-        row, index = divmod(slot.layer, period)
-        group = groups[index]
-        if slot.key not in group:
-            group[slot.key] = make(num_layers // period)
-        group[slot.key].add(row, leaf)
-    stacked = tuple({key: group.pop(key).done() for key in list(group)} for group in groups)
-    return weights | {"stacked_layers": stacked}
+            self._rest[slot.key] = leaf
+            return
+        stack, row = self._of(slot)
+        stack.add(row, leaf)
+
+    def done(self) -> dict[str, Any]:
+        """All of them on the device."""
+        stacked = tuple(
+            {key: group.pop(key).done() for key in list(group)} for group in self._groups
+        )
+        return self._rest | {"stacked_layers": stacked}
+
+    def _of(self, slot: Slot) -> tuple[Any, int]:
+        assert slot.layer is not None
+        row, index = divmod(slot.layer, self._period)
+        with self._lock:
+            group = self._groups[index]
+            if slot.key not in group:
+                group[slot.key] = (_HostStack if self.on_host else _DeviceStack)(self._rows)
+            return group[slot.key], row
 
 
 class _HostStack:
     """Rows in host memory that a CPU device takes over without a copy."""
 
-    def __init__(self, rows: int):
-        self._rows, self._arrays = rows, None
+    def __init__(self, count: int):
+        self._count, self._arrays = count, None
+
+    def rows(self, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+        """The stacks of parts of these shapes and dtypes."""
+        if self._arrays is None:
+            self._arrays = [aligned_empty((self._count, *shape), dtype) for shape, dtype in parts]
+        found = [(array.shape[1:], array.dtype) for array in self._arrays]
+        assert found == [(tuple(shape), dtype) for shape, dtype in parts]
+        return self._arrays
 
     def add(self, row: int, leaf: Any) -> None:
         parts, self._tree = jax.tree.flatten(leaf)
-        if self._arrays is None:
-            self._arrays = [aligned_empty((self._rows, *p.shape), p.dtype) for p in parts]
-        for stack, part in zip(self._arrays, parts, strict=True):
-            assert (stack.shape[1:], stack.dtype) == (part.shape, part.dtype)
-            stack[row] = np.asarray(part)
+        for stack, part in zip(self.rows([(p.shape, p.dtype) for p in parts]), parts, strict=True):
+            own, given = stack[row], np.asarray(part)
+            if own.ctypes.data != given.ctypes.data:
+                own[...] = given
 
     def done(self) -> Any:
         assert self._arrays is not None

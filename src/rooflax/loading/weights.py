@@ -25,7 +25,7 @@ from rooflax.models.registry import family
 from rooflax.nn.host_arrays import ALIGNMENT, Arena, Put, aligned_empty, arena_bytes
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
-from rooflax.nn.stacking import Stacks, assemble_stacked
+from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage, check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where, assemble, slots
 from rooflax.ops.formats import FORMATS, GROUP
@@ -125,27 +125,30 @@ class WeightReader:
         return sum(arena_bytes(self.num_bytes(slot)) + 3 * ALIGNMENT for slot in found)
 
     def leaves(
-        self, slots: Iterable[Slot], progress: Callable[[int], None] | None = None
+        self,
+        slots: Iterable[Slot],
+        progress: Callable[[int], None] | None = None,
+        stacks: Stacks | None = None,
     ) -> Iterator[tuple[Slot, Any]]:
-        """Each of these slots with its weight; the file's pages are let go of."""
-        for slot, array in _ahead(self._copied, slots):
-            yield slot, self._made(slot) if array is None else self._kept_as(slot, array)
-            self._done(slot, progress)
+        """Each of these slots with its weight; the file's pages are let go of.
 
-    def _stacked(self, stacks: Stacks, progress: Callable[[int], None] | None) -> dict[str, Any]:
-        """All weights; what is only copied is copied into its row, by threads."""
+        Args:
+            stacks: on the host; layers' weights are then host arrays, in their rows where they are
+                only copied.
+        """
 
-        def copied(slot: Slot) -> np.ndarray | None:
-            return self._copied(slot, None if slot.layer is None else partial(stacks.empty, slot))
+        def row(slot: Slot) -> Callable[..., np.ndarray] | None:
+            if stacks is None or slot.layer is None:
+                return None
+            return partial(stacks.empty, slot)
 
-        for slot, array in _ahead(copied, self.slots):
+        for slot, array in _ahead(lambda slot: self._copied(slot, row(slot)), slots):
+            in_stack = row(slot) is not None
             if array is None:
-                leaf = self._made(slot, _as_it_is if slot.layer is not None else None)
+                yield slot, self._made(slot, _as_it_is if in_stack else None)
             else:
-                leaf = self._kept_as(slot, array) if slot.layer is None else array
-            stacks.add(slot, leaf)
+                yield slot, array if in_stack else self._kept_as(slot, array)
             self._done(slot, progress)
-        return stacks.done()
 
     def _done(self, slot: Slot, progress: Callable[[int], None] | None) -> None:
         self._plan.release(slot)
@@ -156,13 +159,12 @@ class WeightReader:
         self, progress: Callable[[int], None] | None = None, *, stacked: bool = False
     ) -> dict[str, Any]:
         """All of them; stacked ones of a mesh are stacked when they are placed."""
-        config, leaves = self._config, self.leaves(self.slots, progress)
+        config = self._config
         if not stacked or self._place is not None:
-            return assemble(config.num_layers, leaves)
+            return assemble(config.num_layers, self.leaves(self.slots, progress))
         stacks = Stacks(config.num_layers, config.groups.period)
-        if stacks.on_host:
-            return self._stacked(stacks, progress)
-        return assemble_stacked(config.num_layers, config.groups.period, leaves)
+        rows = stacks if stacks.on_host else None
+        return stacks.filled(self.leaves(self.slots, progress, rows))
 
     def layer(self, index: int, arena: Arena | None) -> dict[str, Any]:
         """One layer's weights, ready for use, which are not checked again.

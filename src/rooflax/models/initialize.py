@@ -11,7 +11,7 @@ import numpy as np
 
 from rooflax.models.registry import family
 from rooflax.nn.placement import Placer
-from rooflax.nn.stacking import assemble_stacked
+from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, assemble, slots
 
@@ -58,7 +58,7 @@ def random_weights(
                 progress(storage.num_bytes(slot, config, stored_narrow=False))
 
     if stacked and place is None:
-        return assemble_stacked(config.num_layers, config.groups.period, arrays())
+        return Stacks(config.num_layers, config.groups.period).filled(arrays())
     return assemble(config.num_layers, arrays())
 
 

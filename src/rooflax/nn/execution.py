@@ -103,7 +103,10 @@ class ExecutionOptions:
 
 
 CHOICES: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {}, "tpu": {}}
-"""Per platform, what was measured to be better than the fields' own defaults: so far nothing."""
+"""Per platform, what was measured to be better than the fields' own defaults: so far nothing.
+
+Whether layers are scanned follows from the kernels, not from the platform (`with_layers`).
+"""
 DEFAULT_OPTIONS = ExecutionOptions()
 
 

@@ -7,7 +7,7 @@ ever is. Elsewhere the parts are on the device already, and one stack at a time 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,23 +19,11 @@ from rooflax.nn.weights import Slot
 from rooflax.ops import accelerator
 
 
-def assemble_stacked(
-    num_layers: int, period: int, arrays: Iterator[tuple[Slot, Any]]
-) -> dict[str, Any]:
-    """The pytree of weights from (slot, leaf) pairs, with "stacked_layers".
+class Stacks:
+    """The weights of a model while they come.
 
     Args:
         period: layers that repeat; layer i becomes row i // period of group i % period.
-        arrays: leaves are arrays, or trees of them, of one shape and dtype in all rows.
-    """
-    stacks = Stacks(num_layers, period)
-    for slot, leaf in arrays:
-        stacks.add(slot, leaf)
-    return stacks.done()
-
-
-class Stacks:
-    """The weights of a model while they come.
 
     Attributes:
         on_host: whether layers' leaves may be NumPy arrays, and be made in their rows.
@@ -55,20 +43,26 @@ class Stacks:
         with self._lock:
             return stack.rows([(shape, dtype)])[0][row]
 
-    def add(self, slot: Slot, leaf: Any) -> None:
+    def filled(self, arrays: Iterable[tuple[Slot, Any]]) -> dict[str, Any]:
+        """The pytree of these weights on the device, with "stacked_layers".
+
+        Args:
+            arrays: leaves are arrays, or trees of them, of one shape and dtype in all rows.
+        """
+        for slot, leaf in arrays:
+            self._add(slot, leaf)
+        stacked = tuple(
+            {key: group.pop(key).done() for key in list(group)} for group in self._groups
+        )
+        return self._rest | {"stacked_layers": stacked}
+
+    def _add(self, slot: Slot, leaf: Any) -> None:
         """A weight; one that was made in its row is there already."""
         if slot.layer is None:
             self._rest[slot.key] = leaf
             return
         stack, row = self._of(slot)
         stack.add(row, leaf)
-
-    def done(self) -> dict[str, Any]:
-        """All of them on the device."""
-        stacked = tuple(
-            {key: group.pop(key).done() for key in list(group)} for group in self._groups
-        )
-        return self._rest | {"stacked_layers": stacked}
 
     def _of(self, slot: Slot) -> tuple[Any, int]:
         assert slot.layer is not None

@@ -38,6 +38,7 @@ from rooflax.ops.dot import FLOAT32
 from rooflax.ops.moe import xla as moe
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 PAGE, FIGURES = ROOT / "docs" / "optimizations.md", ROOT / "docs" / "choices.json"
 
 DEPTHS, QUICK_DEPTHS = (4, 8, 16, 32, 48), (2, 4)
@@ -453,14 +454,9 @@ def duration(seconds: float) -> str:
 
 def page_with_figures(page: str, figures: Figures) -> str:
     """The page with what is between each pair of markers replaced."""
-    for name, text in blocks(figures).items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"the page lacks {begin.strip()} or {end}")
-        page = f"{before}{begin}{text}\n{end}{after}"
-    return page
+    from benchmarks.pages import with_blocks
+
+    return with_blocks(page, blocks(figures))
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 PAGE = ROOT / "docs" / "optimizations.md"
 FIGURES = ROOT / "docs" / "optimizations.json"
 
@@ -387,14 +388,9 @@ def mib(num_bytes: int) -> str:
 
 def page_with_figures(page: str, document: Figures) -> str:
     """The page with what is between each pair of markers replaced."""
-    for name, text in blocks(document).items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"the page lacks {begin.strip()} or {end}")
-        page = f"{before}{begin}{text}\n{end}{after}"
-    return page
+    from benchmarks.pages import with_blocks
+
+    return with_blocks(page, blocks(document))
 
 
 def main() -> None:

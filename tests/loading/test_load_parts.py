@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM
-from rooflax.loading import weights as loading
+from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.models.registry import family, read_config
 from rooflax.nn.shards import Shards, split_axes, whole_shape
@@ -20,14 +20,14 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
 ):
     folder = write_checkpoint(tmp_path, model)
     made, read = [], []
-    empty = loading.aligned_empty
+    empty = tensor_plan.aligned_empty
 
     def counted(shape, dtype):
         array = empty(shape, dtype)
         made.append(array.nbytes)
         return array
 
-    monkeypatch.setattr(loading, "aligned_empty", counted)
+    monkeypatch.setattr(tensor_plan, "aligned_empty", counted)
     for layout in {Layout, *Layout.__subclasses__()}:
         if "join" in vars(layout):
             join = layout.join

@@ -7,7 +7,8 @@ import pytest
 
 import rooflax
 from rooflax.loading.load import load
-from rooflax.loading.weights import ArraySource, load_weights
+from rooflax.loading.source import ArraySource
+from rooflax.loading.weights import WeightReader
 from rooflax.nn import stacking
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import slots
@@ -36,9 +37,8 @@ def test_one_layer_in_another_width_widens_all_of_its_stack():
     mixed = {key: array.astype(jnp.bfloat16) for key, array in tensors.items()}
     mixed[name] = mixed[name].astype(np.float32)
     storage = Storage(narrow=True)
-    weights = load_weights(
-        ArraySource(mixed), model.family, model.config, storage=storage, stacked=True
-    )
+    reader = WeightReader(ArraySource(mixed), model.family, model.config, storage=storage)
+    weights = reader.weights(stacked=True)
     (stacks,) = weights["stacked_layers"]
     assert stacks["mlp.down"].dtype == jnp.float32
     assert stacks["attn.o"].dtype == jnp.bfloat16

@@ -22,8 +22,9 @@ from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
+from rooflax.loading.source import ArraySource, Source
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.loading.weights import ArraySource, Source, WeightReader, load_weights
+from rooflax.loading.weights import WeightReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import ONE_DEVICE, check_fits, estimate, rope_bytes
 from rooflax.models.model import Model, build, resolve_max_model_len
@@ -327,5 +328,5 @@ def from_state_dict(
         ignore_config_keys: keys of the config to pass over.
     """
     name, parsed = read_config(config, ignore=ignore_config_keys)
-    weights = load_weights(ArraySource(mapping), name, parsed, storage=Storage(dtype))
-    return build(name, parsed, weights, max_model_len, dtype)
+    reader = WeightReader(ArraySource(mapping), name, parsed, storage=Storage(dtype))
+    return build(name, parsed, reader.weights(), max_model_len, dtype)

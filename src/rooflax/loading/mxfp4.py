@@ -9,12 +9,13 @@ Source: OCP Microscaling Formats v1.0; transformers, integrations/mxfp4.py.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.host_arrays import Put
 from rooflax.nn.storage import product_shape
@@ -25,13 +26,6 @@ from rooflax.ops.quantization import E2M1_VALUES, QuantizedArray, pack
 E2M1 = E2M1_VALUES
 KEPT = "mxfp4-a16"
 """The format that keeps a checkpoint's numbers: activations are not rounded."""
-
-
-class Tensors(Protocol):
-    """What is asked of a checkpoint here."""
-
-    def names(self) -> list[str]: ...
-    def read(self, name: str) -> np.ndarray: ...
 
 
 def names(name: str) -> tuple[str, str]:
@@ -71,7 +65,7 @@ class Mxfp4Weights:
     The layers of a model are alike, because they may be stacked.
     """
 
-    def __init__(self, source: Tensors, name: str, config: Any):
+    def __init__(self, source: Source, name: str, config: Any):
         self._source, self._config = source, config
         present = set(source.names())
         found = list(slots(family(name).weights(config), config.num_layers))

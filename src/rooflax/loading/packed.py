@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.loading.safetensors import TensorInfo, TensorToWrite, dtype_name
+from rooflax.loading.safetensors import TensorToWrite, dtype_name
+from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.host_arrays import Put, aligned_put
 from rooflax.nn.storage import product_shape
@@ -28,14 +29,6 @@ from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed
 
 METHOD = "rooflax"
 PARTS = ("values", "scales", "sums")
-
-
-class Tensors(Protocol):
-    """What is asked of a checkpoint here."""
-
-    def names(self) -> list[str]: ...
-    def info(self, name: str) -> TensorInfo: ...
-    def read(self, name: str) -> np.ndarray: ...
 
 
 def table_name(slot: Slot) -> str:
@@ -77,7 +70,7 @@ class PackedWeights:
         CheckpointError: a format or a weight that is not known, or tensors that do not fit.
     """
 
-    def __init__(self, source: Tensors, name: str, config: Any, raw: Mapping[str, Any]):
+    def __init__(self, source: Source, name: str, config: Any, raw: Mapping[str, Any]):
         self._source, self._config = source, config
         declared = raw["quantization_config"].get("formats")
         if not isinstance(declared, dict):

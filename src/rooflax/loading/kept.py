@@ -1,0 +1,71 @@
+"""Weights that a checkpoint holds quantised, whole or in the parts that devices of a mesh have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from rooflax.loading.finite import check_scales
+from rooflax.nn.storage import check_groups, is_head, product_shape
+from rooflax.nn.weights import Slot, Where
+from rooflax.ops.formats import FORMATS, GROUP
+from rooflax.ops.quantization import QuantizedArray, pack
+
+
+class Kept(Protocol):
+    """A checkpoint's own quantised weights."""
+
+    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> QuantizedArray: ...
+    def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class KeptParts:
+    """Parts of a weight that a checkpoint holds quantised, for a `Placer`.
+
+    What is split there are not the codes but the numbers of the weight's outputs.
+    """
+
+    def __init__(self, kept: Kept, slot: Slot, format: str, config: Any, check: bool):
+        self._kept, self._slot, self._format, self._config = kept, slot, format, config
+        self._check, self._experts = check, slice(0)
+        self._codes, self._scales = np.zeros(0), np.zeros(0, np.float32)
+
+    def rows(self, where: Where) -> np.ndarray:
+        """Numbers of a part's outputs; every other axis has one entry."""
+        weight = self._slot.weight
+        _, out_shape = product_shape(self._slot, self._config)
+        numbers = np.arange(math.prod(out_shape)).reshape(out_shape)
+        if is_head(self._slot, self._config):
+            return numbers[where[0]][:, None]
+        inner = len(weight.axis_names) - len(out_shape)
+        return numbers[where[inner:]][(None,) * inner]
+
+    def keep(self, rows: np.ndarray, where: Where) -> QuantizedArray:
+        """The codes of these outputs and of the inputs that the part has."""
+        slot, stacked = self._slot, self._slot.weight.num_stacked
+        in_shape, out_shape = product_shape(slot, self._config)
+        experts = where[0] if stacked else slice(None)
+        if self._experts != experts:
+            self._codes, self._scales = self._kept.codes(slot, experts)
+            self._experts = experts
+            if self._check:
+                check_scales(slot, self._scales)
+        own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
+        begin, end = 0, math.prod(in_shape)
+        if is_head(slot, self._config):
+            own_out = rows.shape[:1]
+        else:
+            first, each = where[stacked], end // in_shape[0]
+            begin, end = first.start * each, first.stop * each
+            own_in = (first.stop - first.start, *in_shape[1:])
+        check_groups(slot, self._format, end - begin)
+        flat = rows.reshape(-1)
+        codes = self._codes[..., flat, begin:end]
+        if FORMATS[self._format].grouped:
+            scales = self._scales[..., flat, begin // GROUP : end // GROUP]
+        else:
+            scales = self._scales[..., flat]
+        return pack(self._format, codes, scales, own_in, own_out, put=np.asarray)

@@ -1,0 +1,210 @@
+"""Which tensors of a checkpoint each weight is made of, by the family's table.
+
+Every tensor is used, waived by name, or an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading import mxfp4
+from rooflax.loading.safetensors import DTYPES
+from rooflax.loading.source import Source
+from rooflax.models.registry import family
+from rooflax.nn.host_arrays import aligned_empty
+from rooflax.nn.storage import Storage
+from rooflax.nn.weights import Slot, Where, slots
+
+WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
+"""Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
+
+NAMED_IN_ERRORS = 10
+
+
+class TensorPlan:
+    """Which tensors each slot is made of, checked before the first one is read."""
+
+    def __init__(self, source: Source, name: str, config: Any, own: Mapping[str, tuple[str, ...]]):
+        self.source, self.sizes, self.own = source, config.axis_sizes, own
+        self.slots = list(slots(family(name).weights(config), config.num_layers))
+        self.names = _NameMap(set(source.names()), family(name))
+        self._check(config)
+
+    def read(
+        self,
+        slot: Slot,
+        storage: Storage,
+        config: Any,
+        where: Where | None = None,
+        empty: Callable[..., np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
+
+        Args:
+            where: of each axis what is wanted, and alone read; None is everything.
+            empty: makes what a copy is written to; None makes it anew.
+        """
+        shape, whole = slot.weight.shape(self.sizes), where is None
+        found = self._found(slot)
+        first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
+        parts = [self._read(hf, first) for hf in found]
+        if where is not None:
+            sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
+            if first != slice(None):  # these experts alone were made
+                shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
+            parts, shape = slot.weight.layout.narrow(parts, shape, where), tuple(sizes)
+        if storage.takes_views(slot, config):
+            return parts[0].reshape(shape)
+        dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
+        out = (empty or aligned_empty)(shape, jnp.dtype(dtype))
+        slot.weight.layout.join(parts, out)
+        if whole:  # else there may be more of it to read
+            self.release(slot)
+        return out
+
+    def release(self, slot: Slot) -> None:
+        """Lets go of the file's pages behind a slot."""
+        for name in self._tensors(slot):
+            self.source.release(name)
+
+    def prefetch(self, slot: Slot) -> None:
+        """Has the system read the file's pages behind a slot."""
+        for name in self._tensors(slot):
+            self.source.prefetch(name)
+
+    def _tensors(self, slot: Slot) -> list[str]:
+        found = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
+        return [*self.own.get(slot.name, ()), *found]
+
+    def is_mxfp4(self, slot: Slot) -> bool:
+        """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
+        return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
+
+    def is_narrow(self, slot: Slot) -> bool:
+        """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
+        return self._narrow[slot.key]
+
+    @cached_property
+    def _narrow(self) -> dict[str, bool]:
+        narrow = {slot.key: True for slot in self.slots}
+        for slot in self.slots:
+            stored = (name for hf in self._found(slot) for name in self.names.stored(hf))
+            narrow[slot.key] &= all(self.source.info(name).dtype == "BF16" for name in stored)
+        return narrow
+
+    def _found(self, slot: Slot) -> list[str]:
+        names = [self.names.find(hf) for hf in slot.hf_names]
+        return [name for name in names if name is not None]
+
+    def _read(self, name: str, experts: slice) -> np.ndarray:
+        if self.names.is_mxfp4(name):
+            blocks, scales = (self.source.read(n)[experts] for n in self.names.stored(name))
+            return mxfp4.dequantize(blocks, scales)
+        return self.source.read(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if self.names.is_mxfp4(name):
+            blocks, scales = (self.source.info(n).shape for n in self.names.stored(name))
+            return mxfp4.dequantized_shape(name, blocks, scales)
+        return self.source.info(name).shape
+
+    def _wrong_types(self, name: str) -> list[str]:
+        """The stored tensors of a weight whose type cannot be one's, as text."""
+        halves = self.names.is_mxfp4(name)
+        wanted = "U8" if halves else "floating point"
+        types = {stored: self.source.info(stored).dtype for stored in self.names.stored(name)}
+        return [
+            f"{stored} is {dtype}, wanted {wanted}"
+            for stored, dtype in types.items()
+            if (dtype != "U8" if halves else not _is_floating(dtype))
+        ]
+
+    def _check(self, config: Any) -> None:
+        missing, mistyped, misshapen = [], [], []
+        used = {name for names in self.own.values() for name in names}
+        for slot in self.slots:
+            if slot.name in self.own:
+                continue
+            for hf, wanted in zip(slot.hf_names, slot.weight.hf_shapes(self.sizes), strict=True):
+                found = self.names.find(hf)
+                if found is None:
+                    missing.append(f"{hf} {list(wanted)}")
+                    continue
+                used.update(self.names.stored(found))
+                if wrong := self._wrong_types(found):
+                    mistyped += wrong
+                    continue
+                shape = self._shape(found)
+                if shape != wanted:
+                    misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
+        left = sorted(self.names.present - used)
+        superfluous = [
+            f"{n} {list(self.source.info(n).shape)}" for n in left if not self._waived(n, config)
+        ]
+        _refuse("lacks", missing)
+        _refuse("has weights of a type that is not read here:", mistyped)
+        _refuse("has tensors of another shape than config.json says:", misshapen)
+        _refuse("has tensors that this architecture does not use:", superfluous)
+
+    def _waived(self, name: str, config: Any) -> bool:
+        if WAIVED_BUFFERS.fullmatch(name):
+            return True
+        if name != "lm_head.weight" or not config.tied_embeddings:
+            return False
+        embed = self.names.find(self.slots[0].hf_names[0])
+        if embed is None:
+            return False
+        same = self.source.info(name).shape == self.source.info(embed).shape and np.array_equal(
+            self.source.read(name), self.source.read(embed)
+        )
+        if not same:
+            raise CheckpointError(
+                "The checkpoint's lm_head.weight differs from its embedding, but config.json says "
+                "tie_word_embeddings; set that to false to use both."
+            )
+        self.source.release(name)
+        return True
+
+
+class _NameMap:
+    """Where a table's name is found: as it is, under another prefix, or as MXFP4 halves."""
+
+    def __init__(self, present: set[str], module: Any):
+        self.present = present
+        self.prefixes: tuple[str, ...] = getattr(module, "HF_PREFIXES", ("",))
+
+    def find(self, name: str) -> str | None:
+        """The name under which a tensor lies in the checkpoint, None if it does not."""
+        bare = name.removeprefix(self.prefixes[0])
+        for prefix in self.prefixes:
+            candidate = name if name == bare else prefix + bare
+            if candidate in self.present or self.is_mxfp4(candidate):
+                return candidate
+        return None
+
+    def is_mxfp4(self, name: str) -> bool:
+        return name not in self.present and all(n in self.present for n in mxfp4.names(name))
+
+    def stored(self, name: str | None) -> tuple[str, ...]:
+        """The tensors in the checkpoint that make up `name`."""
+        if name is None:
+            return ()
+        return mxfp4.names(name) if self.is_mxfp4(name) else (name,)
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype in DTYPES and jnp.issubdtype(DTYPES[dtype], jnp.floating)
+
+
+def _refuse(what: str, items: list[str]) -> None:
+    if items:
+        rest = len(items) - NAMED_IN_ERRORS
+        more = f" and {rest} more" if rest > 0 else ""
+        raise CheckpointError(f"The checkpoint {what} {'; '.join(items[:NAMED_IN_ERRORS])}{more}.")

@@ -18,12 +18,14 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo test test-all lint sanitize goldens docs clean
+.PHONY: demo test suite test-all lint sanitize goldens docs clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
 
-test: $(VENV)/.installed-test lint sanitize
+test: lint sanitize suite
+
+suite: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed-test lint
@@ -57,11 +59,11 @@ $(VENV)/.installed: $(VENV)/bin/python $(BUILT_FROM)
 	@touch $@
 
 # torch first: what comes after it then takes that build instead of the newest.
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/bin/python $(BUILT_FROM)
 	@if [ -n "$(TORCH)" ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); fi
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

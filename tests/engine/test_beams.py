@@ -14,6 +14,7 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, Request, random_requests, run_load
+from tests.versions import ON_ONE_JAX
 
 SLOTS, CHUNK, STEPS = 8, 16, 8
 
@@ -69,7 +70,13 @@ def given(sequence):
     return [(m.output_tokens, m.score) for m in sequence.members]
 
 
-@pytest.mark.parametrize(("family", "cache"), [("llama_gqa", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        pytest.param("llama_gqa", True, marks=ON_ONE_JAX),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+    ],
+)
 def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):
     model = load(goldens.write_checkpoint(tmp_path / "m", family, goldens.committed(family)))
     engine, requests = engine_of(model, cache=cache), crowd()

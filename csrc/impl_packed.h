@@ -47,10 +47,10 @@ void AllRows(const PackedArgs& a) {
   constexpr int64_t kPanels = 2;
   for (int64_t panel = a.begin; panel < a.end; panel += kPanels) {
     const int64_t end = std::min(panel + kPanels, a.end);
-    int64_t row = 0;
-    for (; row + 16 < a.rows; row += 12) PanelsOf<Tile, 12, Tile::Panels(12)>(a, row, panel, end);
-    for (; row < a.rows; row += 8) {
-      FewRows<Tile>(a, row, std::min<int64_t>(8, a.rows - row), panel, end);
+    for (int64_t row = 0, count; row < a.rows; row += count) {
+      count = TileRows(a.rows - row);
+      count == 12 ? PanelsOf<Tile, 12, Tile::Panels(12)>(a, row, panel, end)
+                  : FewRows<Tile>(a, row, count, panel, end);
     }
   }
 }
@@ -101,45 +101,41 @@ struct Int8Tile {
   }
 };
 
+// Elsewhere a dot product is so many instructions that a loop is better.
+#if defined(__AVX512VNNI__)
+#define ROOFLAX_UNROLL _Pragma("GCC unroll 8")
+#else
+#define ROOFLAX_UNROLL
+#endif
+
 // ---- Codes with a scale per group of 32 ----
 //
-// A code gives a group's values as unsigned bytes, kOffset too large, eight quads of them.
+// A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
+// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large.
 
 struct Int8Group {
-  static constexpr int64_t kBytes = 512;
-  static constexpr int32_t kOffset = 128;
-  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
-    for (int64_t s = 0; s < 8; ++s) {
-      quads[s] = reinterpret_cast<I16>(Load<U16>(from + s * 64) ^ 0x80808080u);
-    }
-  }
+  static constexpr int64_t kLines = 8, kParts = 1;
+  static I16 Unsigned(U16 codes, int64_t) { return reinterpret_cast<I16>(codes ^ 0x80808080u); }
   static F16 Scale(const void* scales, int64_t block) {
     return LoadHalf(static_cast<const uint16_t*>(scales) + block * kPanel);
   }
 };
 
 struct Int4Group {
-  static constexpr int64_t kBytes = 256;
-  static constexpr int32_t kOffset = 8;
-  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
-    for (int64_t s = 0; s < 4; ++s) {
-      const U16 both = Load<U16>(from + s * 64);
-      quads[s] = reinterpret_cast<I16>(both & 0x0f0f0f0fu);
-      quads[4 + s] = reinterpret_cast<I16>((both >> 4) & 0x0f0f0f0fu);
-    }
+  static constexpr int64_t kLines = 4, kParts = 2;
+  static I16 Unsigned(U16 codes, int64_t part) {
+    return reinterpret_cast<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
   }
   static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
 struct Mxfp4Group {
-  static constexpr int64_t kBytes = 256;
-  static constexpr int32_t kOffset = 12;
+  static constexpr int64_t kLines = 4, kParts = 2;
   // Twice the value of e2m1, which is whole, plus 12.
-  static void Unsigned(const uint8_t* from, I16 (&quads)[8]) {
+  static I16 Unsigned(U16 codes, int64_t part) {
     alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                        12, 11, 10, 9,  8,  6,  4,  0};
-    Int4Group::Unsigned(from, quads);
-    for (auto& quad : quads) quad = LookUp(kTable, quad);
+    return LookUp(kTable, Int4Group::Unsigned(codes, part));
   }
   // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
   static F16 Scale(const void* scales, int64_t block) {
@@ -153,35 +149,53 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
-  static constexpr int64_t Panels(int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+  static constexpr int64_t Panels(int64_t rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+
+  // The products of a group, whole numbers.
+  template <int64_t M, int64_t P>
+  static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
+                   I16 (&sums)[P][M]) {
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t p = 0; p < P; ++p) sums[p][m] = BroadcastBytes(x_start + m);
+    }
+    ROOFLAX_UNROLL
+    for (int64_t line = 0; line < Group::kLines; ++line) {
+      U16 codes[P];
+      for (int64_t p = 0; p < P; ++p) {
+        codes[p] = Load<U16>(w + p * per_panel + line * 64);
+        __builtin_prefetch(w + p * per_panel + line * 64 + 2048);
+        KeepInRegister(codes[p]);
+      }
+      for (int64_t part = 0; part < Group::kParts; ++part) {
+        I16 quads[P];
+        for (int64_t p = 0; p < P; ++p) quads[p] = Group::Unsigned(codes[p], part);
+        for (int64_t m = 0; m < M; ++m) {
+          const I16 value = BroadcastBytes(x + m * kGroup + (part * Group::kLines + line) * 4);
+          for (int64_t p = 0; p < P; ++p) sums[p][m] = Dot4(sums[p][m], quads[p], value);
+        }
+      }
+    }
+  }
 
   template <int64_t M, int64_t P>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
     const int64_t groups = a.stride / kGroup;
     const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+    const float* x_scale = a.x_scale + row * groups;
+    const int32_t* x_start = a.x_start + row * groups;
     F16 totals[P][M];
     for (auto& line : totals) {
       for (auto& total : line) total = F16{};
     }
     for (int64_t g = 0; g < groups; ++g) {
+      const int64_t block = panel * groups + g;
+      I16 sums[P][M];
+      Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * Group::kLines * 64,
+                 groups * Group::kLines * 64, sums);
       for (int64_t p = 0; p < P; ++p) {
-        const int64_t block = (panel + p) * groups + g;
-        const uint8_t* from = a.w + block * Group::kBytes;
-        Prefetch(from + 2048, Group::kBytes / 64);
-        I16 quads[8], sums[M];
-        Group::Unsigned(from, quads);
+        const F16 scale = Group::Scale(a.w_scale, block + p * groups);
         for (int64_t m = 0; m < M; ++m) {
-          sums[m] = I16{} - Group::kOffset * a.x_sum[(row + m) * groups + g];
-        }
-        for (int64_t s = 0; s < 8; ++s) {
-          for (int64_t m = 0; m < M; ++m) {
-            const int8_t* values = x + m * a.stride + g * kGroup + s * 4;
-            sums[m] = Dot4(sums[m], quads[s], BroadcastBytes(values));
-          }
-        }
-        const F16 scale = Group::Scale(a.w_scale, block);
-        for (int64_t m = 0; m < M; ++m) {
-          totals[p][m] += ToFloat(sums[m]) * (scale * a.x_scale[(row + m) * groups + g]);
+          totals[p][m] += ToFloat(sums[p][m]) * (scale * x_scale[g * M + m]);
         }
       }
     }

@@ -164,10 +164,11 @@ void QuantizeGroups(const QuantizeGroupsArgs& a) {
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     const I16 low = fault ? I16{} : Rounded(Load<F16>(x), inverse);
     const I16 high = fault ? I16{} : Rounded(Load<F16>(x + kLanes), inverse);
-    Store(a.q + g * kGroup, ToBytes(low));
-    Store(a.q + g * kGroup + kLanes, ToBytes(high));
-    a.scale[g] = largest / 127.0f;
-    a.sum[g] = SumWhole(low + high);
+    int8_t* q = a.q + g * a.rows * kGroup;
+    Store(q, ToBytes(low));
+    Store(q + kLanes, ToBytes(high));
+    a.scale[g * a.rows] = largest / 127.0f;
+    a.start[g * a.rows] = SumWhole(low + high) * a.times;
   }
 }
 

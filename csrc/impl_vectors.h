@@ -133,6 +133,15 @@ inline I16 BroadcastBytes(const void* four) {
   return I16{} + bits;
 }
 
+// Read once, not again by every instruction that uses it.
+inline void KeepInRegister(U16& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#else
+  (void)x;
+#endif
+}
+
 inline F16 ToFloat(I16 x) { return __builtin_convertvector(x, F16); }
 
 inline B16 ToBytes(I16 x) { return __builtin_convertvector(x, B16); }

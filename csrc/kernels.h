@@ -70,13 +70,18 @@ struct QuantizeRowsArgs {
   int64_t inner, stride;
 };
 
-// Rows of float32 as int8, one scale per group of 32.
+// Rows that a product of packed weights takes at a time, of so many that are left: of the groups of
+// 32 that these rows have, those of the same number lie beside each other.
+inline int64_t TileRows(int64_t left) { return left > 16 ? 12 : left > 8 ? 8 : left; }
+
+// One row of a tile of float32 as int8, one scale per group of 32.
 struct QuantizeGroupsArgs {
   const float* x;  // [inner]
-  int8_t* q;  // [inner]
-  float* scale;  // [inner / 32]
-  int32_t* sum;  // [inner / 32]: of q
-  int64_t inner;
+  int8_t* q;  // [inner / 32, rows, 32], at this row
+  float* scale;  // [inner / 32, rows], at this row
+  int32_t* start;  // as scale: sum of q, times `times`
+  int64_t inner, rows;  // rows of the tile
+  int32_t times;
 };
 
 // How packed weights are coded: 16 outputs side by side, four inputs of one in a lane of 32 bits.
@@ -88,15 +93,22 @@ struct QuantizeGroupsArgs {
 //   kMxfp4       as kInt4; e2m1, a scale 2^(e - 127) per output and group
 enum class Code { kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
 
+// What codes in groups are too large by where they are multiplied as unsigned bytes; MXFP4's are
+// doubled, and so whole.
+constexpr int32_t CodeOffset(Code code) {
+  return code == Code::kInt4 ? 8 : code == Code::kMxfp4 ? 12 : 128;
+}
+
 // sum over k of x[m, k] * w[k, n], for the outputs of panels [begin, end).
 struct PackedArgs {
   Code code;
   const uint8_t* w;
   const void* w_scale;  // [panels * 16] or [panels, groups, 16]
   const int32_t* w_sum;  // kInt8: [panels * 16], of the values over k
-  const void* x;  // [rows, stride]: float32; uint8 for kInt8 in bytes; int8 for groups in bytes
-  const float* x_scale;  // in bytes: [rows] for kInt8, else [rows, groups]
-  const int32_t* x_sum;  // in bytes, groups: [rows, groups]
+  const void* x;  // [rows, stride]: float32; uint8 for kInt8 in bytes
+                  // groups in bytes: int8, of each tile [groups, rows of the tile, 32]
+  const float* x_scale;  // in bytes: [rows] for kInt8, else of each tile [groups, rows of the tile]
+  const int32_t* x_start;  // in bytes, groups, as x_scale: sums of x times -CodeOffset
   Output out;
   int64_t rows, stride, inner, begin, end;  // inner inputs of stride are real
 };

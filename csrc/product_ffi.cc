@@ -45,6 +45,8 @@ struct Product {
   bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
 };
 
+Code CodeOf(Layout layout) { return static_cast<Code>(static_cast<int64_t>(layout) - 2); }
+
 bool Fits(bool condition, const char*& why, const char* reason) {
   if (!condition && why == nullptr) why = reason;
   return condition;
@@ -130,12 +132,12 @@ const char* Check(const Inputs& in, const F32& y, Product& p) {
   return nullptr;
 }
 
-// Rows ready for their product, and the order in which they lie there.
+// Rows ready for their product, the order in which they lie there, and where their tile begins and ends.
 struct Prepared {
   std::vector<float> wide, scale;
   std::vector<uint8_t> bytes;
-  std::vector<int32_t> sum;
-  std::vector<int64_t> order;
+  std::vector<int32_t> start;
+  std::vector<int64_t> order, tile_begin, tile_end;
 };
 
 // Rows [begin, end) of the prepared order share the weights numbered `member`.
@@ -188,9 +190,22 @@ void PrepareRow(const Inputs& in, const Product& p, const BeforeArgs& before, in
     kernels.quantize_row(
         {x, out.bytes.data() + i * p.stride, out.scale.data() + i, p.inner, p.stride});
   } else {
-    auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + i * p.stride;
-    kernels.quantize_groups(
-        {x, q, out.scale.data() + i * p.groups, out.sum.data() + i * p.groups, p.inner});
+    const int64_t tile = out.tile_begin[i], row = i - tile, first = tile * p.groups + row;
+    auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + tile * p.stride + row * kGroup;
+    kernels.quantize_groups({x, q, out.scale.data() + first, out.start.data() + first, p.inner,
+                             out.tile_end[i] - tile, -CodeOffset(CodeOf(p.layout))});
+  }
+}
+
+void SetTiles(const std::vector<Run>& runs, int64_t rows, Prepared& out) {
+  out.tile_begin.resize(static_cast<size_t>(rows));
+  out.tile_end.resize(static_cast<size_t>(rows));
+  for (const Run& run : runs) {
+    for (int64_t begin = run.begin, end; begin < run.end; begin = end) {
+      end = begin + TileRows(run.end - begin);
+      std::fill(out.tile_begin.begin() + begin, out.tile_begin.begin() + end, begin);
+      std::fill(out.tile_end.begin() + begin, out.tile_end.begin() + end, end);
+    }
   }
 }
 
@@ -251,7 +266,7 @@ void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Ru
   const float* wide = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
   wide += run.begin * p.inner;
   PackedArgs args{};
-  args.code = static_cast<Code>(static_cast<int64_t>(p.layout) - 2);
+  args.code = CodeOf(p.layout);
   args.w = w;
   args.w_scale = static_cast<const char*>(in.w_scale.untyped_data()) + run.member * p.scale_bytes;
   if (p.layout == Layout::kInt8) {
@@ -268,7 +283,7 @@ void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Ru
   const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
   args.x = rows.bytes.data() + run.begin * p.stride;
   args.x_scale = rows.scale.data() + run.begin * scales;
-  args.x_sum = rows.sum.data() + (rows.sum.empty() ? 0 : run.begin * scales);
+  args.x_start = rows.start.data() + (rows.start.empty() ? 0 : run.begin * scales);
   kernels.bytes(args);
 }
 
@@ -332,7 +347,8 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
   rows.bytes.resize(p.bytes ? size(p.rows * p.stride) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
-  rows.sum.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
+  rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
+  SetTiles(runs, p.rows, rows);
   if (moved) sorted.resize(size(p.rows * p.outer));
   float* to = moved ? sorted.data() : y;
 

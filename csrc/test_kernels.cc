@@ -182,12 +182,21 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   }
   std::vector<uint8_t> q(static_cast<size_t>(rows * stride));
   std::vector<float> x_scale(static_cast<size_t>(rows * groups)), y(static_cast<size_t>(rows * outer));
-  std::vector<int32_t> x_sum(x_scale.size());
+  std::vector<int32_t> x_start(x_scale.size());
   const auto& kernels = rooflax::ChosenKernels();
+  int64_t tile = 0, tile_rows = rooflax::TileRows(rows);  // that the row is of
+  std::vector<int64_t> group_at;  // of each row: where its first group lies, and how far apart they are
   for (int64_t row = 0; row < rows && bytes; ++row) {
+    if (row == tile + tile_rows) {
+      tile = row;
+      tile_rows = rooflax::TileRows(rows - tile);
+    }
     if (grouped) {
-      kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[row * stride]),
-                               &x_scale[row * groups], &x_sum[row * groups], inner});
+      const int64_t first = tile * groups + row - tile;
+      group_at.insert(group_at.end(), {first, tile_rows});
+      kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[first * kGroup]),
+                               &x_scale[first], &x_start[first], inner, tile_rows,
+                               -rooflax::CodeOffset(code)});
     } else {
       kernels.quantize_row({x.data() + row * inner, &q[row * stride], &x_scale[row], inner, stride});
     }
@@ -200,7 +209,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   args.w_sum = sums.data();
   args.x = bytes ? static_cast<const void*>(q.data()) : x.data();
   args.x_scale = x_scale.data();
-  args.x_sum = x_sum.data();
+  args.x_start = x_start.data();
   args.out = {y.data(), nullptr, nullptr, outer};
   args.rows = rows;
   args.stride = stride;
@@ -215,10 +224,13 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
     for (int64_t n = 0; n < outer; ++n) {
       double wanted = 0, size = 0;
       for (int64_t k = 0; k < inner; ++k) {
-        const uint8_t byte = q[m * stride + k];
-        const int seen = grouped ? static_cast<int8_t>(byte) : byte - 128;
-        const double input = bytes ? static_cast<double>(seen) * x_scale[m * groups + (grouped ? k / kGroup : 0)]
-                                   : x[m * inner + k];
+        double input = x[m * inner + k];
+        if (bytes && grouped) {
+          const int64_t group = group_at[2 * m] + k / kGroup * group_at[2 * m + 1];
+          input = static_cast<double>(static_cast<int8_t>(q[group * kGroup + k % kGroup])) * x_scale[group];
+        } else if (bytes) {
+          input = static_cast<double>(q[m * stride + k] - 128) * x_scale[m];
+        }
         wanted += input * Value(code, w, quads, k, n) * 0.25;
         size += std::fabs(input * Value(code, w, quads, k, n) * 0.25);
       }

@@ -19,6 +19,7 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401
+from tests.versions import leave_out  # noqa: E402
 
 install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
 
@@ -29,6 +30,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 from rooflax.engine.compilation import enable_persistent_cache  # noqa: E402
 
 enable_persistent_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    leave_out(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -134,6 +134,7 @@ def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
     assert streamed.model.counts.num_steps == 3 + 3  # chunks, and tokens after the first
 
 
+@pytest.mark.slow
 def test_drafts_that_hold_share_what_is_read(folder):
     """The model drafts for itself, whole."""
     whole, streamed = pair(folder("llama"), speculate=str(folder("llama")))

@@ -1,14 +1,46 @@
-"""What the default run leaves out on one of the JAX versions, because the other one runs it."""
+"""What the default run has on JAX 0.11 and later: less, because the oldest JAX's run has the rest.
+
+Programs take long to compile, and of what follows from our own code alone one version's word is
+enough. `make test-all` runs everything on each.
+"""
 
 import jax
 import pytest
 
 NEWER_JAX = jax.__version_info__ >= (0, 11)
 
-ON_ONE_JAX = pytest.mark.slow if NEWER_JAX else ()
-"""For parameters whose many programs take long to compile and hardly depend on the version."""
+KEPT = {
+    "bench/test_rows.py": ("quick",),
+    "cli/test_cli_flags.py": ("[doctor]", "[inspect]", "short_and_other", "versus"),
+    "cli/test_cli_generate.py": ("beams",),
+    "cli/test_cli_verify.py": ("isolate_finds_no", "what_differs"),
+    "engine/test_beams.py": ("[gpt_oss", "refused"),
+    "engine/test_exhaustion.py": ("llm_survives",),
+    "engine/test_same_tokens.py": ("[gpt2-131", "every_switch"),
+    "engine/test_speculation.py": ("test_ngrams_change_no_token[", "not_finite", "refused"),
+    "loading/test_gguf_kept.py": ("refused", "experts", "order_of"),
+    "models/test_beam_parity.py": ("[gpt_oss]",),
+    "models/test_options.py": (
+        "[int4-gpt2]", "[None-gpt_oss]", "[mxfp4-gpt_oss]", "copy_neither", "lowered", "refused",
+        "two_devices", "compiles_nothing", "leave_the_tokens_unchanged[g",
+    ),
+    "nn/test_stacking.py": ("widens", "int4]", "only_copied"),
+    "ops/test_native.py": ("avx512", "attention", "sampl"),
+    "ops/test_tpu.py": ("refused",),
+    "product/test_embedded.py": ("first_run", "transformers"),
+    "test_async_llm.py": ("stop_string", "shutdown", "refused", "numbers"),
+    "test_beams.py": ("not_finite", "refused", "more_beams"),
+    "test_llm.py": ("every_sampling_field", "not_finite", "logprobs", "refused", "prefix"),
+    "test_processes.py": ("memory", "refused"),
+    "test_sharding.py": ("[tensor=4]", "[expert=2]", "[data=2]", "refused", "stages_of"),
+    "test_streaming.py": ("every_family", "refused", "packed"),
+}  # fmt: skip
+"""By module, parts of the names of the tests that the default run keeps there; others stay whole."""
 
 
-def on_one_jax(test):
-    """`ON_ONE_JAX`, for a whole test."""
-    return pytest.mark.slow(test) if NEWER_JAX else test
+def leave_out(items: list[pytest.Item]) -> None:
+    """Marks as slow what is not KEPT."""
+    for item in items if NEWER_JAX else ():
+        module, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        if module in KEPT and not any(part in name for part in KEPT[module]):
+            item.add_marker(pytest.mark.slow)

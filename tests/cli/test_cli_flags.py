@@ -23,7 +23,6 @@ from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.bench.samples import measured
-from tests.versions import on_one_jax
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -315,7 +314,6 @@ def _write_files(folder):
     (folder / "x.json").write_text("{}")
 
 
-@on_one_jax
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_flag_has_its_effect_or_is_refused(observe, verb):
     base, table = COMMANDS[verb]

@@ -14,7 +14,6 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, Request, random_requests, run_load
-from tests.versions import ON_ONE_JAX
 
 SLOTS, CHUNK, STEPS = 8, 16, 8
 
@@ -73,7 +72,7 @@ def given(sequence):
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
-        pytest.param("llama_gqa", True, marks=ON_ONE_JAX),
+        ("llama_gqa", True),
         pytest.param("gpt_oss", False, marks=pytest.mark.slow),
     ],
 )

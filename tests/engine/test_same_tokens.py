@@ -16,7 +16,6 @@ from rooflax.nn.layout import blocks_needed
 from rooflax.ops.native import is_ready
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
-from tests.versions import NEWER_JAX, ON_ONE_JAX
 
 FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
 CHUNKS = (16, 64, MAX_TOKENS)
@@ -27,8 +26,6 @@ DRAFT_TOKENS = 5
 
 DEFAULT = {("qwen2_window", 16, 8, True, True), ("gpt2", MAX_TOKENS, 1, False, False)}
 """Each compiles about fifteen programs anew; these hold every switch on and off."""
-ON_NEWER_JAX = {("gpt2", MAX_TOKENS, 1, False, False)}
-"""What the default run has there: the scheduler is the same."""
 
 
 class Mixed(Drafter):
@@ -113,7 +110,7 @@ def small_engine(
     [
         pytest.param(
             *setting,
-            marks=() if setting in (ON_NEWER_JAX if NEWER_JAX else DEFAULT) else pytest.mark.slow,
+            marks=() if setting in DEFAULT else pytest.mark.slow,
         )
         for setting in SETTINGS
     ],
@@ -147,7 +144,7 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
     "preset",
     [
         pytest.param("preset:gpt2-tiny", marks=pytest.mark.slow),
-        pytest.param("preset:qwen2.5-tiny", marks=ON_ONE_JAX),
+        "preset:qwen2.5-tiny",
     ],
 )
 @pytest.mark.parametrize(
@@ -185,6 +182,6 @@ def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy, drafts):
 
 
 def test_the_default_settings_hold_every_switch_on_and_off():
-    assert set(SETTINGS) > DEFAULT > ON_NEWER_JAX
+    assert set(SETTINGS) > DEFAULT
     for axis in (2, 3, 4):
         assert {s[axis] for s in DEFAULT} == {s[axis] for s in SETTINGS}

@@ -20,7 +20,6 @@ from rooflax.engine.speculation import (
     Speculation,
 )
 from rooflax.nn.execution import ExecutionOptions
-from tests.versions import ON_ONE_JAX, on_one_jax
 
 CODE = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
@@ -155,7 +154,7 @@ def test_ngrams_change_no_token(plain, drafting, unhesitating, given):
     [
         pytest.param({"jit": False}, marks=pytest.mark.slow),
         pytest.param({"layers": "unrolled"}, marks=pytest.mark.slow),
-        pytest.param({"kernels": "xla"}, marks=ON_ONE_JAX),
+        {"kernels": "xla"},
     ],
     ids=str,
 )
@@ -167,7 +166,6 @@ def test_ngrams_change_no_token_with_other_options(plain, unhesitating, options)
     assert found.num_draft_tokens > 0
 
 
-@on_one_jax
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.8, "seed": 5}], ids=str)
 def test_a_model_that_is_its_own_draft_is_always_right(unhesitating, given):
     """Drafts are drawn with the noise of the tokens they stand for."""
@@ -198,7 +196,7 @@ async def _served(prompts, **given):
 @pytest.mark.parametrize(
     "speculate",
     [
-        pytest.param("ngram", marks=ON_ONE_JAX),
+        "ngram",
         pytest.param("preset:gpt2-tiny", marks=pytest.mark.slow),
     ],
 )
@@ -229,7 +227,7 @@ class Poisoned(Drafter):
         return [[7] * num_tokens for _ in sequences]
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=ON_ONE_JAX), None])
+@pytest.mark.parametrize("kernels", ["xla", None])
 def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels):
     """Its sequence starts over without drafts, and gives what it gives alone."""
     model = load("preset:gpt-oss-tiny")  # its head is another matrix
@@ -255,7 +253,6 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
     assert tokens[0] == tokens[1]
 
 
-@on_one_jax
 @pytest.mark.parametrize("jit", [True, False])
 def test_more_blocks_than_a_step_reads_are_no_harm(plain, unhesitating, jit):
     """Room for 32 tokens, of which the next step takes one, at the edge of a bucket."""

@@ -13,7 +13,6 @@ from rooflax.models.memory import estimate
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.quantization import dequantize as unpacked
 from tests import gguf_cases, goldens
-from tests.versions import on_one_jax
 
 QUANTISED = [(n, k) for n, kinds in gguf_cases.FILES.items() for k in kinds if k[0] == "q"]
 QUANTISED.append(("gpt_oss_mxfp4", "bf16"))  # the experts
@@ -29,7 +28,6 @@ def leaves(model):
     return jax.tree.leaves(model.weights, is_leaf=is_packed)
 
 
-@on_one_jax
 @pytest.mark.parametrize(("name", "kind"), QUANTISED)
 def test_kept_weights_are_the_files_own_numbers(name, kind):
     path = gguf_cases.gguf(name, kind)
@@ -86,7 +84,6 @@ OPTIONS_CASES = [
 ]  # fmt: skip
 
 
-@on_one_jax
 @pytest.mark.parametrize(("name", "kind"), OPTIONS_CASES)
 def test_no_option_changes_a_token(name, kind):
     path = gguf_cases.gguf(name, kind)

@@ -5,7 +5,6 @@ import pytest
 
 from rooflax import SamplingParams
 from tests import goldens
-from tests.versions import ON_ONE_JAX
 
 TOLERANCE = 1e-4
 
@@ -52,14 +51,7 @@ def wanted():
     return get
 
 
-ON_NEWER_JAX = ("gpt_oss",)
-"""Variants of the default run there."""
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=() if v in ON_NEWER_JAX else ON_ONE_JAX) for v in goldens.BEAM_VARIANTS],
-)
+@pytest.mark.parametrize("variant", goldens.BEAM_VARIANTS)
 def test_beams_and_scores_equal_transformers(case, wanted, variant):
     prompts, settings = zip(*requests(variant), strict=True)
     completions = iter(case(variant).llm().generate(list(prompts), list(settings)))

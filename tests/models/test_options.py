@@ -25,7 +25,6 @@ from rooflax.nn.weights import assemble, slots
 from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
 from tests import goldens
-from tests.versions import ON_ONE_JAX, on_one_jax
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
@@ -71,7 +70,6 @@ def check(case, variant, **options):
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 
 
-@on_one_jax
 @pytest.mark.parametrize("setting", pairs(), ids=name_of)
 def test_pairs_of_switches_leave_the_tokens_unchanged(case, setting):
     check(case, "gpt_oss_short", **setting)
@@ -89,10 +87,7 @@ def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, 
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("variant", "use_cache"),
-    [("gpt2", False), pytest.param("gpt_oss_short", True, marks=ON_ONE_JAX)],
-)
+@pytest.mark.parametrize(("variant", "use_cache"), [("gpt2", False), ("gpt_oss_short", True)])
 def test_without_jit_the_tokens_are_the_same(case, variant, use_cache):
     """Short: every operation is dispatched by itself."""
     this = case(variant)
@@ -253,19 +248,9 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
     np.testing.assert_allclose(two.score(prompts[:1])[0], one.score(prompts[:1])[0], atol=1e-5)
 
 
-FORMATS = (None, "int8", "int4", "mxfp4")
-ON_BOTH_JAX = {("gpt2", "int4"), ("gpt_oss", None)}
-EACH_FORMAT = pytest.mark.parametrize(
-    ("variant", "format"),
-    [
-        pytest.param(*each, marks=() if each in ON_BOTH_JAX else ON_ONE_JAX)
-        for each in itertools.product(FAMILIES.values(), FORMATS)
-    ],
-)
-
-
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@EACH_FORMAT
+@pytest.mark.parametrize("variant", FAMILIES.values())
+@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
 def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, format):
     """On CPU: a prompt whole, in chunks, token by token, and beside another row."""
     model = case(variant).model
@@ -301,7 +286,8 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@EACH_FORMAT
+@pytest.mark.parametrize("variant", FAMILIES.values())
+@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
 def test_scanned_layers_give_the_unrolled_layers_bits(case, variant, format):
     """On CPU: the logits of a prompt and of the token after it."""
     model = case(variant).model
@@ -320,7 +306,7 @@ def test_scanned_layers_give_the_unrolled_layers_bits(case, variant, format):
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@pytest.mark.parametrize("quantize", [pytest.param(None, marks=ON_ONE_JAX), "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:gpt-oss-tiny"])
 def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
     """The engine's programs, the decode loop among them, need no more memory than unrolled."""

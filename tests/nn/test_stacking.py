@@ -12,12 +12,10 @@ from rooflax.loading.weights import WeightReader
 from rooflax.nn import stacking
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import slots
-from tests.versions import on_one_jax
 
 MODELS = ("preset:gpt2-tiny", "preset:gpt-oss-tiny")
 
 
-@on_one_jax
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("on_host", [True, False])

@@ -39,9 +39,6 @@ from tests.ops.cases import LINEAR, MOE, normal, rng
 from tests.ops.test_attention import PAGED, as_jax, by_hand, into_blocks
 from tests.ops.test_moe import by_hand as experts_by_hand
 
-pytestmark = [pytest.mark.slow] if jax.__version_info__ >= (0, 11) else []
-"""One JAX interprets them by default, the newer ones in `make test-all`: it takes two minutes."""
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _on_tpu():

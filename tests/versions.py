@@ -35,7 +35,7 @@ KEPT = {
     "test_sharding.py": ("[tensor=4]", "[expert=2]", "[data=2]", "refused", "stages_of"),
     "test_streaming.py": ("every_family", "refused", "packed"),
 }  # fmt: skip
-"""By module, parts of the names of the tests that the default run keeps there; others stay whole."""
+"""By module, parts of the names of the tests that stay; modules that are not here stay whole."""
 
 
 def leave_out(items: list[pytest.Item]) -> None:

@@ -51,6 +51,7 @@ CASES = (
     Case("float32", None),
     *(Case(name, name) for name in FORMATS),
     Case("w4a8, head w8a8", "int4+head=int8"),
+    Case("float32, float16 KV cache", None, "float16"),
     Case("float32, int8 KV cache", None, "int8"),
     Case("w8a8, int8 KV cache", "w8a8", "int8"),
     Case("float32, fp8 KV cache", None, "fp8"),

@@ -26,7 +26,7 @@ struct Sizes {
   Width width;
 
   int64_t slots() const { return blocks_per_row * block_size; }
-  int64_t item() const { return width == Width::kFloat32 ? 4 : width == Width::kBfloat16 ? 2 : 1; }
+  int64_t item() const { return width == Width::kFloat32 ? 4 : IsBytes(width) ? 1 : 2; }
 };
 
 bool ScalesFit(const F32& scale, const ffi::AnyBuffer& pool, Width width) {
@@ -136,7 +136,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                     .Attr<float>("scale").Attr<int64_t>("window"));
 
 // Counts changes of what a target's arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 3; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 4; }
 
 extern "C" __attribute__((visibility("default"))) int rooflax_ffi_version() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;

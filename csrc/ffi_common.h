@@ -55,11 +55,16 @@ inline ffi::Error Refuse(const char* what) {
 
 inline bool IsBytes(Width width) { return width == Width::kInt8 || width == Width::kFp8; }
 
+// Widths of weights that are not packed.
+inline bool IsPlain(Width width) { return width == Width::kFloat32 || width == Width::kBfloat16; }
+
 inline bool WidthOf(ffi::DataType type, Width& width) {
   if (type == ffi::DataType::F32) {
     width = Width::kFloat32;
   } else if (type == ffi::DataType::BF16) {
     width = Width::kBfloat16;
+  } else if (type == ffi::DataType::F16) {
+    width = Width::kFloat16;
   } else if (type == ffi::DataType::S8) {
     width = Width::kInt8;
   } else if (type == ffi::DataType::F8E4M3FN) {

@@ -178,6 +178,7 @@ void Attend(const AttendArgs& a) {
   switch (a.width) {
     case Width::kFloat32: return AttendWidth<float>(a);
     case Width::kBfloat16: return AttendWidth<uint16_t>(a);
+    case Width::kFloat16: return AttendWidth<Half>(a);
     case Width::kInt8: return AttendWidth<int8_t>(a);
     case Width::kFp8: return AttendWidth<E4m3>(a);
   }

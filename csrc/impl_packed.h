@@ -117,7 +117,7 @@ struct Int8Group {
   static constexpr int64_t kLines = 8, kParts = 1;
   static I16 Unsigned(U16 codes, int64_t) { return reinterpret_cast<I16>(codes ^ 0x80808080u); }
   static F16 Scale(const void* scales, int64_t block) {
-    return LoadHalf(static_cast<const uint16_t*>(scales) + block * kPanel);
+    return LoadWide(static_cast<const Half*>(scales) + block * kPanel);
   }
 };
 

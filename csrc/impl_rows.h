@@ -125,6 +125,26 @@ void RunBefore(const BeforeArgs& a, const float* x, float* out) {
   }
 }
 
+// ---- As 16 bits ----
+
+template <typename Convert>
+inline void NarrowEach(const float* x, uint16_t* out, int64_t count, const Convert& convert) {
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const H16 bits = convert(LoadSome(x + i, n));
+    std::memcpy(out + i, &bits, static_cast<size_t>(n) * sizeof(uint16_t));
+  });
+}
+
+void Narrow(const float* x, void* out, int64_t count, Width width) {
+  if (width == Width::kFloat32) {
+    std::memcpy(out, x, static_cast<size_t>(count) * sizeof(float));
+  } else if (width == Width::kBfloat16) {
+    NarrowEach(x, static_cast<uint16_t*>(out), count, [](F16 values) { return ToBfloat16(values); });
+  } else {
+    NarrowEach(x, static_cast<uint16_t*>(out), count, [](F16 values) { return ToHalf(values); });
+  }
+}
+
 // ---- As bytes ----
 
 // NaN if any value is NaN or infinite, so that a fault stays visible.

@@ -59,6 +59,77 @@ inline F16 LoadWide(const E4m3* from) {
 
 inline float Widen(E4m3 x) { return FromE4m3(I16{} + x.bits)[0]; }
 
+// float16, by its bits.
+struct Half {
+  uint16_t bits;
+};
+
+inline float Widen(Half half) {
+  const uint32_t sign = (half.bits & 0x8000u) << 16, rest = half.bits & 0x7fffu;
+  float value;
+  if (rest < 0x400u) {  // zero or subnormal
+    value = static_cast<float>(rest) * 0x1p-24f;
+  } else {
+    const uint32_t wide = (rest << 13) + (rest >= 0x7c00u ? 0x70000000u : 0x38000000u);
+    std::memcpy(&value, &wide, sizeof(value));
+  }
+  return sign ? -value : value;
+}
+
+inline uint16_t HalfBits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | (bits >> 13 & 0x1ffu));
+  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (bits < 0x38800000u) {  // subnormal: steps of 0.5 are as large
+    float size;
+    std::memcpy(&size, &bits, sizeof(size));
+    size += 0.5f;
+    std::memcpy(&bits, &size, sizeof(bits));
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13));
+}
+
+inline F16 LoadWide(const Half* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<F16>(
+      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  F16 out;
+  for (int64_t i = 0; i < kLanes; i += 8) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    const __m256 wide = _mm256_cvtph_ps(bits);
+    std::memcpy(reinterpret_cast<char*>(&out) + i * 4, &wide, sizeof(wide));
+  }
+  return out;
+#else
+  F16 out;
+  for (int64_t i = 0; i < kLanes; ++i) out[i] = Widen(from[i]);
+  return out;
+#endif
+}
+
+inline H16 ToHalf(F16 x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<H16>(
+      _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  H16 out;
+  for (int64_t i = 0; i < kLanes; ++i) out[i] = HalfBits(x[i]);
+  return out;
+#endif
+}
+
+// To nearest even; NaN stays NaN.
+inline H16 ToBfloat16(F16 x) {
+  const U16 bits = reinterpret_cast<U16>(x);
+  const U16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return __builtin_convertvector((x != x ? bits | 0x400000u : rounded) >> 16, H16);
+}
+
 inline F16 Broadcast(float x) { return F16{} + x; }
 
 // Lanes of a where the mask is set, of b elsewhere.
@@ -191,27 +262,6 @@ inline F16 TakeLanes(F16 table, U16 numbers) {
   F16 taken;
   for (int64_t i = 0; i < kLanes; ++i) taken[i] = table[numbers[i] & 15];
   return taken;
-#endif
-}
-
-inline F16 LoadHalf(const uint16_t* from) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<F16>(
-      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-#else
-  F16 out;
-  for (int64_t i = 0; i < kLanes; ++i) {
-    const uint32_t bits = from[i], sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
-    float value;
-    if (rest < 0x400u) {  // zero or subnormal
-      value = static_cast<float>(rest) * 0x1p-24f;
-    } else {
-      const uint32_t wide = (rest << 13) + (rest >= 0x7c00u ? 0x70000000u : 0x38000000u);
-      std::memcpy(&value, &wide, sizeof(value));
-    }
-    out[i] = sign ? -value : value;
-  }
-  return out;
 #endif
 }
 

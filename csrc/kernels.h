@@ -13,7 +13,7 @@ namespace rooflax {
 constexpr int64_t kPanel = 16;
 constexpr int64_t kGroup = 32;
 
-enum class Width { kFloat32, kBfloat16, kInt8, kFp8 };
+enum class Width { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
 // Where a product goes: y[m, n] = product + bias[n] + residual[m, n].
 struct Output {
@@ -149,6 +149,8 @@ struct Kernels {
   void (*before)(const BeforeArgs&, const float* x, float* out);
   void (*quantize_row)(const QuantizeRowsArgs&);
   void (*quantize_groups)(const QuantizeGroupsArgs&);
+  // x as bfloat16 or float16, to nearest even; as float32 it is copied.
+  void (*narrow)(const float* x, void* out, int64_t count, Width width);
   void (*bytes)(const PackedArgs&);  // activations in bytes; not kFp8
   void (*packed)(const PackedArgs&);  // activations in float32
   void (*attend)(const AttendArgs&);

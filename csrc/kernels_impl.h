@@ -28,8 +28,8 @@ namespace {
 
 const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, MatmulPart, AddParts,
                           Unembed,          RunBefore, QuantizeRow, QuantizeGroups,
-                          Bytes,            Packed, Attend, Argmax,
-                          Above,            RandomBits};
+                          Narrow,           Bytes, Packed, Attend,
+                          Argmax,           Above, RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

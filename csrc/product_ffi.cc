@@ -84,7 +84,7 @@ void SetPacked(const Inputs& in, int64_t axis, Product& p, const char*& why) {
 
 void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
   if (!Fits(Rank(in.w) == axis + 2, why, "rank of w")) return;
-  Fits(WidthOf(in.w.element_type(), p.width) && !IsBytes(p.width), why, "type of w");
+  Fits(WidthOf(in.w.element_type(), p.width) && IsPlain(p.width), why, "type of w");
   const bool table = p.layout == Layout::kTable;
   Fits(Dim(in.w, axis + (table ? 1 : 0)) == p.inner, why, "inputs of w");
   Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");

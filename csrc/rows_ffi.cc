@@ -15,7 +15,7 @@ namespace {
 ffi::Error Rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<F32> y) {
   Width width;
   if (Rank(table) != 2 || Rank(index) != 1 || !WidthOf(table.element_type(), width) ||
-      IsBytes(width)) {
+      !IsPlain(width)) {
     return Refuse("rows: shapes or types");
   }
   const int64_t outer = Dim(table, 0), inner = Dim(table, 1);

@@ -268,6 +268,10 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
         bytes[which].back() = static_cast<int8_t>(code);
       }
       if (width == rooflax::Width::kBfloat16) wide[i] = FromBfloat16(half[which][i]);
+      if (width == rooflax::Width::kFloat16) {  // eleven bits of a number that is not subnormal
+        wide[i] = std::round(wide[i] * 256) / 256;
+        rooflax::ChosenKernels().narrow(&wide[i], &half[which][i], 1, width);
+      }
       if (width == rooflax::Width::kFp8) {
         const int size = bytes[which][i] & 0x7f, sign = bytes[which][i] < 0 ? -1 : 1;
         const double value = size < 8 ? std::ldexp(size, -9)
@@ -290,7 +294,9 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
     all.push_back({q.data() + n * head_dim, out.data() + n * head_dim, first, last, &sink});
   }
   const auto pool = [&](const std::vector<float>& wide, int which) -> const void* {
-    if (width == rooflax::Width::kBfloat16) return half[which].data();
+    if (width == rooflax::Width::kBfloat16 || width == rooflax::Width::kFloat16) {
+      return half[which].data();
+    }
     if (width == rooflax::Width::kInt8 || width == rooflax::Width::kFp8) return bytes[which].data();
     return wide.data();
   };
@@ -381,7 +387,8 @@ int main() {
     for (int64_t head_dim : {20, 64}) {
       for (int64_t count : {0, 1, 5, 22}) {
         for (int64_t queries = 1; queries <= std::min<int64_t>(count + 1, 8); ++queries) {
-          for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kInt8, Width::kFp8}) {
+          for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kFloat16, Width::kInt8,
+                             Width::kFp8}) {
             TestAttend(head_dim, count, queries, width);
           }
         }

@@ -60,7 +60,7 @@ class LLM:
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
             GGUF file's quantised weights as they are; a dtype is what they are turned into.
-        kv_dtype: of the KV cache; None is dtype.
+        kv_dtype: of the KV cache; None is dtype, or float16 beside quantised weights on a CPU.
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
         prefix_caching: keep what prompts computed, and share it with those that begin the same.
@@ -121,7 +121,7 @@ class LLM:
         self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
         self.options, self.max_num_seqs = options, max_num_seqs
         self.prefix_caching = prefix_caching
-        self.precision = Precision(dtype, kv_dtype, quantize).resolve(jax.default_backend())
+        given, platform = Precision(dtype, kv_dtype, quantize), jax.default_backend()
         self.about = (
             model
             if isinstance(model, Description)
@@ -139,11 +139,12 @@ class LLM:
         self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
         self.storage = self.about.storage(
-            self.precision.dtype or "float32",
+            given.resolve(platform).dtype or "float32",
             quantize,
             narrow=dtype is None and native_linear,
             keep=dtype is None,
         )
+        self.precision = given.resolve(platform, quantized=self.storage.is_quantized)
         plan = budget and plan_of(self.about, self.storage, self.max_model_len, budget)
         with count_compilations(self._compiled):
             if plan and plan.streamed:

@@ -20,7 +20,7 @@ def nothing_loads(monkeypatch):
         raise AssertionError("weights were made or read")
 
     monkeypatch.setattr(load, "random_weights", refuse)
-    monkeypatch.setattr(weights, "load_weights", refuse)
+    monkeypatch.setattr(weights.WeightReader, "weights", refuse)
 
 
 def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):

@@ -226,7 +226,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])

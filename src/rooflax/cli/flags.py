@@ -193,7 +193,8 @@ def add_precision(
         add(
             "--kv-dtype",
             metavar="TYPE",
-            help="of the KV cache: float32, bfloat16, int8 or fp8; default as --dtype",
+            help="of the KV cache: float32, float16, bfloat16, int8 or fp8; default as "
+            "--dtype, float16 beside quantised weights on CPU",
             **kind,
         )
     if quantize:

@@ -145,11 +145,11 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
     from rooflax.nn.device_memory import free_bytes
     from rooflax.ops import kernels
 
-    precision = flags.check_precision(args).resolve(jax.default_backend())
+    given, platform = flags.check_precision(args), jax.default_backend()
+    dtype = given.resolve(platform).dtype or "float32"
     narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
-    storage = about.storage(
-        precision.dtype or "float32", precision.quantize, narrow=narrow, keep=args.dtype is None
-    )
+    storage = about.storage(dtype, given.quantize, narrow=narrow, keep=args.dtype is None)
+    precision = given.resolve(platform, quantized=storage.is_quantized)
     tokens = resolve_max_model_len(about.config, args.max_model_len)
     work: dict[str, Any] = {
         "storage": storage,

@@ -18,7 +18,7 @@ from rooflax.ops.formats import resolve_format
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = ("reference", "xla", "native", "pallas")
 DTYPES = ("float32", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8", "fp8")
+KV_DTYPES = (*DTYPES, "float16", "int8", "fp8")
 KV_ALIASES = {"float8_e4m3fn": "fp8"}
 MAX_DECODE_STEPS = 1024
 
@@ -117,7 +117,8 @@ class Precision:
     Attributes:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of the KV cache, "int8" and "fp8" (e4m3, also "float8_e4m3fn") with a scale per
-            token and head; None is the activations' dtype.
+            token and head; None is the activations' dtype, but float16 beside float32 where
+            weights are quantised: those are rounded a hundred times as coarsely.
         quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
@@ -135,10 +136,16 @@ class Precision:
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))
 
-    def resolve(self, platform: str) -> Precision:
-        """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu")."""
+    def resolve(self, platform: str, *, quantized: bool = False) -> Precision:
+        """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu").
+
+        Args:
+            quantized: whether the weights of products are, if only because their checkpoint is.
+        """
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
-        return Precision(dtype, self.kv_dtype or dtype, self.quantize)
+        quantized = quantized or self.quantize is not None
+        own = "float16" if quantized and dtype == "float32" and platform == "cpu" else dtype
+        return Precision(dtype, self.kv_dtype or own, self.quantize)
 
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import parts
 from rooflax.ops.accelerator import cache_width
 from rooflax.ops.attention.paging import gather
-from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.cache_write import cache_write
+from rooflax.ops.quantization import QuantizedPool
 
 Pool = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
@@ -154,30 +154,21 @@ def allocate(
     return KVCache(tuple(zeros[:half]), tuple(zeros[half:]), groups, block_size, stacked)
 
 
-@parts.cache_writes
 def write(
     pool: Pool,
     new: Float[Array, "rows seq kv_heads own_head_dim"],
     slots: Int[Array, "rows seq"],
+    *,
+    implementation: str | None = None,
 ) -> Pool:
     """Puts new keys (or values) into their slots; in place when the pool is donated.
 
     A slot beyond the pool is not written, so block 0, which padded tables name, stays zero.
     """
-    # Unsigned: a signed index is first looked at for a sign, in a dozen operations per layer.
-    flat_slots, block_size = slots.reshape(-1).astype(jnp.uint32), pool.shape[2]
-    block, offset = flat_slots // block_size, flat_slots % block_size
     flat = new.reshape(-1, *new.shape[2:])
     if padding := pool.shape[3] - flat.shape[2]:
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))
-    if isinstance(pool, QuantizedPool):
-        as_codes = tokens_as_int8 if pool.values.dtype == jnp.int8 else tokens_as_fp8
-        values, scales = as_codes(flat)
-        return QuantizedPool(
-            pool.values.at[block, :, offset].set(values, mode="drop"),
-            pool.scales.at[block, :, offset].set(scales, mode="drop"),
-        )
-    return pool.at[block, :, offset].set(flat.astype(pool.dtype), mode="drop")
+    return cache_write(pool, flat, slots.reshape(-1), implementation=implementation)
 
 
 def read(

@@ -238,10 +238,11 @@ class _Attend:
         pools = self.pools
         k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
         slots = self.slots[self.group] + pools.first_block * pools.block_size
-        pools = _Pools(
-            write(pools.k, k, slots), write(pools.v, v, slots), pools.block_size, pools.first_block
+        k_pool, v_pool = (
+            write(pool, new, slots, implementation=self.options.kernels)
+            for pool, new in ((pools.k, k), (pools.v, v))
         )
-        self.pools = pools
+        self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
         return paged_attention(
             q,
             pools.k,

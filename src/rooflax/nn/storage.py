@@ -49,6 +49,11 @@ class Storage:
             return Counter(self.kept.values()).most_common(1)[0][0]
         return self.quantize or ("bfloat16" if self.narrow else self.dtype)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights of products are."""
+        return self.quantize is not None or bool(self.kept)
+
     def format_of(self, slot: Slot, config: Any) -> str | None:
         """The format that a weight is quantised to; None where it is not.
 

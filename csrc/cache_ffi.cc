@@ -1,0 +1,55 @@
+// Writing keys and values into their slots of the paged cache, in place, as an XLA custom call.
+
+#include <cstring>
+
+#include "ffi_common.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace rooflax {
+namespace {
+
+// pool[slot / block_size, head, slot % block_size] = x[token, head], narrowed to the pool's type. The
+// result is the pool itself. A slot that is not in the pool is not written.
+ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
+                      ffi::Buffer<ffi::S32> slots, ffi::Result<ffi::AnyBuffer> out) {
+  Width width;
+  if (Rank(pool) != 4 || Rank(x) != 3 || Rank(slots) != 1 || Dim(slots, 0) != Dim(x, 0) ||
+      Dim(x, 1) != Dim(pool, 1) || Dim(x, 2) != Dim(pool, 3) || !SameShape(pool, *out) ||
+      pool.element_type() != out->element_type() || !WidthOf(pool.element_type(), width) ||
+      IsBytes(width)) {
+    return Refuse("cache write: shapes or types");
+  }
+  const int64_t heads = Dim(pool, 1), block_size = Dim(pool, 2), head_dim = Dim(pool, 3);
+  const int64_t num_slots = Dim(pool, 0) * block_size, tokens = Dim(x, 0);
+  const int64_t item = width == Width::kFloat32 ? 4 : 2;
+  auto* to = static_cast<char*>(out->untyped_data());
+  if (to != pool.untyped_data()) std::memcpy(to, pool.untyped_data(), pool.size_bytes());
+  const auto write = [&](int64_t token) {
+    const int64_t slot = static_cast<uint32_t>(slots.typed_data()[token]);
+    if (slot >= num_slots) return;
+    const float* from = x.typed_data() + token * heads * head_dim;
+    const int64_t first = slot / block_size * heads * block_size + slot % block_size;
+    for (int64_t head = 0; head < heads; ++head) {
+      char* at = to + (first + head * block_size) * head_dim * item;
+      ChosenKernels().narrow(from + head * head_dim, at, head_dim, width);
+    }
+  };
+  constexpr int64_t kPiece = 16;
+  ParallelFor(
+      (tokens + kPiece - 1) / kPiece, ThreadsFor(threads, tokens * heads * head_dim),
+      [&](auto task) { threads.Schedule(std::move(task)); },
+      [&](int64_t piece) {
+        const int64_t end = std::min(tokens, (piece + 1) * kPiece);
+        for (int64_t token = piece * kPiece; token < end; ++token) write(token);
+      });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ROOFLAX_HANDLER(rooflax_cache_write, CacheWrite,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<F32>()
+                    .Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>());
+
+}  // namespace rooflax

@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Bytecode is written when a module is first imported: few of what is installed ever are.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 define PROMPT
 class Reader:
     def __init__(self, path):
@@ -55,14 +57,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(BUILT_FROM)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 # torch first: what comes after it then takes that build instead of the newest.
 $(VENV)/.installed-test: $(VENV)/bin/python $(BUILT_FROM)
 	@if [ -n "$(TORCH)" ]; then \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	  $(INSTALL) $(TORCH); fi
+	$(INSTALL) --editable ".[test]"
 	@touch $(VENV)/.installed $@
 
 clean:

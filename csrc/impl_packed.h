@@ -78,7 +78,7 @@ struct Int8Tile {
     for (int64_t quad = 0; quad < quads; ++quad) {
       I16 weights[P];
       // Behind the end of a panel comes the one that the next tile begins with there.
-      const int64_t ahead = quad + 32 < quads ? 2048 : 2048 + (P - 1) * quads * 64;
+      const int64_t ahead = quad + 64 < quads ? 4096 : 4096 + (P - 1) * quads * 64;
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * quads + quad) * 64;
         __builtin_prefetch(from + ahead);
@@ -163,7 +163,7 @@ struct GroupTile {
       U16 codes[P];
       for (int64_t p = 0; p < P; ++p) {
         codes[p] = Load<U16>(w + p * per_panel + line * 64);
-        __builtin_prefetch(w + p * per_panel + line * 64 + 2048);
+        __builtin_prefetch(w + p * per_panel + line * 64 + 4096);
         KeepInRegister(codes[p]);
       }
       for (int64_t part = 0; part < Group::kParts; ++part) {

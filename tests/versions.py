@@ -21,7 +21,7 @@ KEPT = {
     "loading/test_gguf_kept.py": ("refused", "experts", "order_of"),
     "models/test_beam_parity.py": ("[gpt_oss]",),
     "models/test_options.py": (
-        "[int4-gpt2]", "[None-gpt_oss]", "[mxfp4-gpt_oss]", "copy_neither", "lowered", "refused",
+        "[gpt2-int4]", "[gpt_oss-None]", "copy_neither", "lowered", "refused",
         "two_devices", "compiles_nothing", "leave_the_tokens_unchanged[g",
     ),
     "nn/test_stacking.py": ("widens", "int4]", "only_copied"),

@@ -248,9 +248,22 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
     np.testing.assert_allclose(two.score(prompts[:1])[0], one.score(prompts[:1])[0], atol=1e-5)
 
 
+FORMATS = (None, "int8", "int4", "mxfp4")
+BY_DEFAULT = {
+    ("gpt2", "int4"), ("llama_gqa", None), ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"),
+    ("gpt_oss", None),
+}  # fmt: skip
+EACH_FORMAT = pytest.mark.parametrize(
+    ("variant", "format"),
+    [
+        pytest.param(*each, marks=() if each in BY_DEFAULT else pytest.mark.slow)
+        for each in itertools.product(FAMILIES.values(), FORMATS)
+    ],
+)
+
+
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@pytest.mark.parametrize("variant", FAMILIES.values())
-@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
+@EACH_FORMAT
 def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, format):
     """On CPU: a prompt whole, in chunks, token by token, and beside another row."""
     model = case(variant).model
@@ -286,8 +299,7 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@pytest.mark.parametrize("variant", FAMILIES.values())
-@pytest.mark.parametrize("format", [None, "int8", "int4", "mxfp4"])
+@EACH_FORMAT
 def test_scanned_layers_give_the_unrolled_layers_bits(case, variant, format):
     """On CPU: the logits of a prompt and of the token after it."""
     model = case(variant).model

@@ -237,6 +237,11 @@ def check_kernels(tiny: bool) -> Figures:
     return {"rows": rows, "wrong": [r["name"] for r in rows if not r.get("equal")]}
 
 
+PATTERN = {"window": 1024, "first": 64, "stride": 8, "block": 128}
+TINY_PATTERN = {"window": 20, "first": 8, "stride": 3, "block": 32}
+"""What is not hidden of a context, as `Pattern` says it: its strides, and both its ends."""
+
+
 def kernel_cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Figures]]]:
     """Names and checks."""
     formats = ["w4a16", "w8a16", "mxfp4-a16", "fp8-a16", "w8a16-g32", "w8a8", "w4a8"]
@@ -261,6 +266,21 @@ def kernel_cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Figures]]]:
                     f"attention {kind} head {head_dim} window {window}",
                     lambda k=kind, h=head_dim, w=window: attention_case(k, h, w, tiny),
                 )
+    heads, pattern = (64,) if tiny else (64, 128), TINY_PATTERN if tiny else PATTERN
+    chunk, near = (40, 20) if tiny else (512, 128)
+    for queries, window, hidden in (
+        (1, None, pattern),
+        (chunk, near, None),
+        (chunk, None, pattern),
+    ):
+        sight = "pattern" if hidden else f"window {window}"
+        for head_dim in heads:
+            yield (
+                f"attention bfloat16 head {head_dim} queries {queries} {sight}",
+                lambda h=head_dim, n=queries, w=window, o=hidden: attention_case(
+                    "bfloat16", h, w, tiny, queries=n, pattern=o
+                ),
+            )
     for kind in ("bfloat16",) if tiny else ("bfloat16", "mxfp4-a16"):
         for tokens in (1,) if tiny else (1, 8, 512):
             yield (
@@ -323,15 +343,30 @@ def linear_case(format: str, rows: int, inner: int, outer: int, *, timed: bool) 
     return row
 
 
-def attention_case(kind: str, head_dim: int, window: int | None, tiny: bool) -> Figures:
-    """One query a row over blocks in no order, with sinks."""
+def attention_case(
+    kind: str,
+    head_dim: int,
+    window: int | None,
+    tiny: bool,
+    *,
+    queries: int = 1,
+    pattern: Figures | None = None,
+) -> Figures:
+    """The last queries of each row over blocks in no order, with sinks.
+
+    Args:
+        queries: one is decoding; many are a prompt's chunk behind an offset, in bfloat16.
+    """
     import jax
     import jax.numpy as jnp
 
     from rooflax.ops.attention import gpu, paged_attention
+    from rooflax.ops.attention.pattern import Pattern
     from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
 
-    rows, kv_heads, heads, block, table = (2, 1, 2, 16, 3) if tiny else (8, 8, 64, 16, 512)
+    rows, kv_heads, heads, block, table = (2, 1, 2, 16, 12) if tiny else (8, 8, 64, 16, 512)
+    if queries > 1:
+        rows = 2  # the reference holds every score
     keys = jax.random.split(jax.random.key(0), 4)
     blocks = 1 + rows * table
     pools = [jax.random.normal(k, (blocks, kv_heads, block, head_dim)) for k in keys[:2]]
@@ -342,23 +377,29 @@ def attention_case(kind: str, head_dim: int, window: int | None, tiny: bool) -> 
         pools = [pool.astype(kind) for pool in pools]
         size = sum(pool.nbytes for pool in pools)
     dtype = "float32" if kind == "float32" else "bfloat16"
-    q = jax.random.normal(keys[2], (rows, 1, heads, head_dim)).astype(dtype)
+    q = jax.random.normal(keys[2], (rows, queries, heads, head_dim)).astype(dtype)
     lengths = jnp.asarray([table * block - 7 * row for row in range(rows)], jnp.int32)
     order = jax.random.permutation(keys[3], jnp.arange(1, blocks, dtype=jnp.int32))
     given = {
         "block_tables": order.reshape(rows, table),
         "first_positions": jnp.zeros(rows, jnp.int32),
-        "positions": (lengths - 1)[:, None],
+        "positions": lengths[:, None] + jnp.arange(-queries, 0, dtype=jnp.int32),
         "context_lens": lengths,
         "sinks": jnp.linspace(-1, 1, heads),
     }
-    fixed = {"scale": head_dim**-0.5, "window": window}
+    fixed: Figures = {"scale": head_dim**-0.5, "window": window}
+    fixed["pattern"] = None if pattern is None else Pattern(**pattern)
     q32 = q.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         wanted = paged_attention(q32, *pools, **given, **fixed, implementation="reference")
     run = jax.jit(lambda q, k, v, g: gpu.paged_attention(q, k, v, **g, **fixed, repeat_kv=False))
+    if queries > 1:  # weights are rounded for the tensor cores
+        row = compared(run(q, *pools, given).astype(jnp.float32), wanted, 2**-7)
+        return row if tiny else row | {"seconds": seconds_each(run, q, *pools, given)}
     row = compared(run(q32, *pools, given), wanted, 1e-4)
-    if not tiny and window is None:
+    if not tiny and pattern is not None:
+        row["seconds"] = seconds_each(run, q, *pools, given)
+    elif not tiny and window is None:
         row["read_gb_per_s"] = size / seconds_each(run, q, *pools, given) / 1e9
     return row
 

@@ -28,6 +28,7 @@ from jax.experimental import topologies
 
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import gpu as attention
+from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.quantization import QuantizedArray, QuantizedPool, packed_arrays
@@ -63,8 +64,14 @@ def products() -> Iterator[Case]:
 
 def attentions() -> Iterator[Case]:
     """LLaMA's and GPT-OSS's heads: a step of decoding, and a chunk of a prompt."""
-    shapes = {"llama": (32, 8, 128, None), "gpt-oss": (64, 8, 64, 128)}
-    for name, (heads, kv_heads, head_dim, window) in shapes.items():
+    strided = Pattern(1024, first=64, stride=8)
+    shapes = {
+        "llama": (32, 8, 128, None, None),
+        "gpt-oss": (64, 8, 64, 128, None),
+        "llama, pattern": (32, 8, 128, None, strided),
+        "gpt-oss, pattern": (64, 8, 64, None, strided),
+    }
+    for name, (heads, kv_heads, head_dim, window, pattern) in shapes.items():
         for kind in ("bfloat16", "float32", "int8"):
             for length in (1, 512) if kind == "bfloat16" else (1,):
                 size = (257, kv_heads, 16, head_dim)
@@ -77,10 +84,11 @@ def attentions() -> Iterator[Case]:
                     Struct((heads,), "f4"),
                 )
 
-                def run(q, k, v, tables, firsts, at, lens, sinks, window=window):
+                def run(q, k, v, tables, firsts, at, lens, sinks, window=window, pattern=pattern):
                     return attention.paged_attention(
                         q, k, v, block_tables=tables, first_positions=firsts, positions=at,
                         context_lens=lens, scale=0.1, window=window, sinks=sinks, repeat_kv=False,
+                        pattern=pattern,
                     )  # fmt: skip
 
                 yield f"attention {name} {kind}, queries {length}", run, (

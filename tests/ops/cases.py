@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rooflax.ops.attention.pattern import Pattern
+
 
 def rng(seed=0):
     return np.random.RandomState(seed)
@@ -112,6 +114,21 @@ ATTENTION = [
         key_len=150, context_lens=(150, 131), window=140,
     ),
 ]  # fmt: skip
+
+
+PATTERNS = {
+    "window": Pattern(40, block=32),
+    "window and first tokens": Pattern(40, first=20, block=32),
+    "strided": Pattern(40, stride=5, block=32),
+    "all of it": Pattern(33, first=5, stride=4, block=64),
+}
+
+
+def seen_by_hand(pattern, query, key):
+    """Of keys that are not above the query."""
+    near, begins = query - key < pattern.window, key < pattern.first
+    blocks = query // pattern.block - key // pattern.block
+    return near or begins or (pattern.stride is not None and blocks % pattern.stride == 0)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import pytest
 from rooflax.ops import accelerator
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import gpu as attention_gpu
-from rooflax.ops.attention import paged_attention
+from rooflax.ops.attention import gpu_flash, gpu_split, paged_attention
+from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import linear, reference, unembed
@@ -30,7 +31,7 @@ from rooflax.ops.quantization import (
     tokens_as_int8,
 )
 from rooflax.ops.stacked import Stacked, taken
-from tests.ops.cases import ATTENTION, MOE, normal
+from tests.ops.cases import ATTENTION, MOE, PATTERNS, normal, seen_by_hand
 from tests.ops.test_attention import by_hand, into_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -249,9 +250,9 @@ def test_contexts_split_over_programs(interpreted, monkeypatch):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
     q, k_pool, v_pool, keywords = paged(case)
     wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
-    monkeypatch.setattr(attention_gpu, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(gpu_split, "LEAST_BLOCKS", 1)
     for programs in (1, 15, 999):
-        monkeypatch.setattr(attention_gpu, "ENOUGH_PROGRAMS", programs)
+        monkeypatch.setattr(gpu_split, "ENOUGH_PROGRAMS", programs)
         out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
         close(out, wanted)
 
@@ -309,6 +310,115 @@ def test_paged_attention_lowers_for_cuda(kind, head_dim):
         q, k_pool, v_pool = (a.astype(kind) for a in (q, k_pool, v_pool))
     attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
     lowered(attend, q, k_pool, v_pool)
+
+
+LONG = replace(FEW[0], key_len=330, context_lens=(330, 241), sinks=True)
+LONGER = replace(LONG, query_len=40, key_len=600, context_lens=(600, 531))
+PATTERNED = {
+    "float32": replace(LONG, query_len=2),
+    "int8": replace(LONG, query_len=1, head_dim=128),
+    "int8, window": replace(LONG, query_len=1, window=180),
+    "bfloat16, prompt": LONGER,
+    "bfloat16, prompt, window": replace(LONGER, window=380),
+}
+"""Both kernels, of rows that begin with the first token, or behind what a window has freed."""
+
+
+def patterned(name):
+    """q, pools and keywords of one of them."""
+    q, *pools, keywords = paged(PATTERNED[name], with_first=PATTERNED[name].window is not None)
+    if name.startswith("bfloat16"):
+        return *(a.astype(jnp.bfloat16) for a in (q, *pools)), keywords
+    if name.startswith("int8"):
+        pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
+    return q, *pools, keywords
+
+
+def hidden_blocks(pattern, keywords, keys):
+    """Per row, the places in its table whose tile of keys no query of it sees: one by one."""
+    hidden = []
+    for row, first in enumerate(np.asarray(keywords["first_positions"])):
+        context = int(keywords["context_lens"][row])
+        seen = {
+            (s - first) // keys
+            for t in np.asarray(keywords["positions"])[row].tolist()
+            for s in range(first, min(t + 1, context))
+            if seen_by_hand(pattern, t, s)
+            and (keywords["window"] is None or t - s < keywords["window"])
+        }
+        blocks = range(-(-(context - first) // BLOCK))
+        hidden.append([i for i in blocks if i * BLOCK // keys not in seen])
+    return hidden
+
+
+def without(pool, blocks):
+    """A pool whose blocks are NaN, but for those that are read."""
+    if isinstance(pool, QuantizedPool):
+        return replace(pool, scales=pool.scales.at[blocks].set(jnp.nan))
+    return pool.at[blocks].set(jnp.nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("float32", "window"),
+        ("float32", "window and first tokens"),
+        ("int8", "strided"),
+        ("int8, window", "all of it"),
+        ("bfloat16, prompt", "window"),
+        ("bfloat16, prompt", "window and first tokens"),
+        ("bfloat16, prompt", "strided"),
+        ("bfloat16, prompt, window", "all of it"),
+    ],
+)
+def test_patterns_hide_blocks_that_are_not_read(name, pattern, interpreted):
+    """Equal to the reference under the same mask, with NaN in every tile of keys it hides."""
+    q, *pools, keywords = patterned(name)
+    pattern, flash = PATTERNS[pattern], name.startswith("bfloat16")
+    wide = q.astype(jnp.float32)
+    exact = paged_attention(wide, *pools, **keywords, pattern=pattern, implementation="reference")
+    hidden = hidden_blocks(pattern, keywords, gpu_flash.TILE if flash else BLOCK)
+    assert all(hidden)
+    tables = np.asarray(keywords["block_tables"])
+    lost = np.concatenate([tables[row, places] for row, places in enumerate(hidden)])
+    pools = [without(pool, lost) for pool in pools]
+    found = attention_gpu.paged_attention(
+        q, *pools, **keywords, pattern=pattern, repeat_kv=False
+    ).astype(jnp.float32)
+    close(found, exact, 2**-7 if flash else 2e-6)
+
+
+@pytest.mark.parametrize("keys", [16, gpu_flash.TILE])
+@pytest.mark.parametrize("name", ["window", "window and first tokens"])
+def test_visits_of_a_pattern_do_not_grow_with_the_context(name, keys):
+    pattern, counts = PATTERNS[name], []
+    for context in (1 << 12, 1 << 17):
+        begins, ends, order = visible_tiles(
+            jnp.arange(context - 20, context)[None, None], jnp.zeros(1, jnp.int32),
+            jnp.full(1, context), None, pattern, keys=keys, num_tiles=context // keys,
+        )  # fmt: skip
+        visited = np.asarray(order)[0, 0, int(begins[0, 0]) : int(ends[0, 0])]
+        oldest = context - 20 - (pattern.window - 1)
+        seen = {s // keys for s in range(context) if s >= oldest or s < pattern.first}
+        assert visited.tolist() == sorted(seen)
+        counts.append(len(visited))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "bfloat16, prompt, window"])
+def test_patterns_lower_for_cuda(name):
+    q, *pools, keywords = patterned(name)
+    attend = functools.partial(
+        attention_gpu.paged_attention, repeat_kv=False, pattern=PATTERNS["all of it"], **keywords
+    )
+    lowered(attend, q, *pools)
+
+
+def test_patterns_dispatch_to_the_kernel(on_gpu):
+    q, *pools, keywords = patterned("int8, window")
+    attend = functools.partial(paged_attention, **keywords, pattern=PATTERNS["strided"])
+    close(attend(q, *pools), attend(q, *pools, implementation="reference"))
+    assert "mpmd_map" in str(jax.make_jaxpr(attend)(q, *pools))
 
 
 SIZED = {case.name: replace(case, hidden=64, mlp=64) for case in MOE}

@@ -17,7 +17,7 @@ from rooflax.ops.accelerator import block_size
 from rooflax.ops.attention import paged_attention
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.attention.pattern import Pattern
-from rooflax.ops.attention.tpu import visible_tiles
+from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kernels import chosen
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, unembed
@@ -35,7 +35,7 @@ from rooflax.ops.quantization import (
     tokens_as_int8,
 )
 from rooflax.ops.stacked import Stacked
-from tests.ops.cases import LINEAR, MOE, normal, rng
+from tests.ops.cases import LINEAR, MOE, PATTERNS, normal, rng, seen_by_hand
 from tests.ops.test_attention import PAGED, as_jax, by_hand, into_blocks
 from tests.ops.test_moe import by_hand as experts_by_hand
 
@@ -191,7 +191,7 @@ def test_visits_follow_what_is_visible():
             window,
             keys=keys,
             num_tiles=num_tiles,
-        )
+        ).listed(num_tiles)
         for row, tile in np.ndindex(2, 2):
             seen = {
                 (s - first[row]) // keys
@@ -475,20 +475,6 @@ def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, mon
     assert found[1] == found[0]
 
 
-PATTERNS = {
-    "window": Pattern(40, block=32),
-    "window and first tokens": Pattern(40, first=20, block=32),
-    "strided": Pattern(40, stride=5, block=32),
-    "all of it": Pattern(33, first=5, stride=4, block=64),
-}
-
-
-def seen_by_hand(pattern, query, key):
-    near, begins = query - key < pattern.window, key < pattern.first
-    blocks = query // pattern.block - key // pattern.block
-    return near or begins or (pattern.stride is not None and blocks % pattern.stride == 0)
-
-
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(("queries", "window"), [(1, None), (70, 300)])
 def test_patterns_are_dense_attention_under_their_mask(name, queries, window):
@@ -520,10 +506,11 @@ def test_visits_follow_the_pattern(name, queries):
     pattern, context = PATTERNS[name], 2048
     keys = pattern.block
     positions = np.arange(context - queries, context, dtype=np.int32)
+    num_tiles = context // keys + 3
     visits, counts = visible_tiles(
         jnp.asarray(positions)[None, None], jnp.zeros(1, jnp.int32), jnp.full(1, context), None,
-        pattern, keys=keys, num_tiles=context // keys + 3,
-    )  # fmt: skip
+        pattern, keys=keys, num_tiles=num_tiles,
+    ).listed(num_tiles)  # fmt: skip
     seen = {
         s // keys
         for t in positions
@@ -539,6 +526,21 @@ def test_visits_follow_the_pattern(name, queries):
     k[tables[0, hidden]] = v[tables[0, hidden]] = np.nan
     out = np.asarray(attend("pallas", scale=0.3, pattern=pattern)(q, k, v, **keywords))
     assert np.isfinite(out[0]).all()
+
+
+@pytest.mark.parametrize("block", [24, 1 << 20])
+def test_tiles_are_bounded_whatever_a_patterns_block(block):
+    """Of a block that is no multiple of the cache's, and of one beyond every memory."""
+    sizes = (3, 2, 2, 16, 8, 4)
+    found = tpu.attention_tiles(*sizes, most_keys=block)
+    assert found.blocks == min(block // 16, tpu.attention_tiles(*sizes).blocks)
+    pattern = Pattern(40, first=20, stride=3, block=block)
+    q, k, v, keywords = paged(3, 4, 2, 8, 16, 1100)
+    outs = [
+        attend(name, scale=0.3, pattern=pattern)(q, k, v, **keywords)
+        for name in ("reference", "pallas")
+    ]
+    np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 
 def test_patterns_that_are_none_are_refused():

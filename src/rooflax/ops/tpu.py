@@ -39,7 +39,13 @@ class AttentionTiles:
 
 
 def attention_tiles(
-    queries: int, group: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int
+    queries: int,
+    group: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    itemsize: int,
+    most_keys: int | None = None,
 ) -> AttentionTiles:
     """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys.
 
@@ -47,12 +53,13 @@ def attention_tiles(
         queries: new tokens per row.
         group: query heads per K/V head.
         itemsize: bytes per element of the pools.
+        most_keys: a bound more, but a block they are always.
     """
     heads = next(n for n in range(min(kv_heads, 8), 0, -1) if kv_heads % n == 0)
     rows = max(1, 256 // group)
     tile = queries if queries <= rows else max(8, rows // 8 * 8)
     width = up_to(head_dim, LANES)
-    keys = min(512, (1 << 20) // (heads * width * itemsize))
+    keys = min(512, most_keys or 512, (1 << 20) // (heads * width * itemsize))
     return AttentionTiles(tile, heads, max(1, keys // block_size))
 
 

@@ -110,11 +110,11 @@ def paged_attention(
 
     Row b's keys are the blocks `block_tables[b]` one after the other, the first of them at
     position `first_positions[b]`. The new tokens' K and V have been written already. Pools may be
-    wider than q's heads, by zeros. The TPU's kernel does not read blocks that a pattern hides.
-    Everything else is as in `attention`.
+    wider than q's heads, by zeros. The TPU's and the GPU's kernels do not read blocks that a
+    pattern hides. Everything else is as in `attention`.
     """
     _check_heads(q.shape[2], k_pool.shape[1])
-    kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() != "tpu")
+    kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() == "cpu")
     if implementation is None and kernels_cannot:
         implementation = "xla"
     compute = choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)

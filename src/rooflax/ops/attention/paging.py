@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.plan import sees
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -40,11 +41,7 @@ def visible(
 ) -> jax.Array:
     """[B, T, S] bool: which query sees which key; segments are the queries' and the keys'."""
     query, key = positions[:, :, None], keys[:, None, :]
-    mask = (key <= query) & (key < context_lens[:, None, None])
-    if window is not None:
-        mask &= key > query - window
-    if pattern is not None:
-        mask &= pattern.sees(query, key)
+    mask = sees(query, key, context_lens[:, None, None], window, pattern)
     if segment_ids is not None:
         mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None, :]
     return mask

@@ -23,7 +23,7 @@ class Pattern:
         window: tokens, the query's own included; at least 1.
         first: tokens at the beginning.
         stride: in blocks; None is none of them.
-        block: tokens per block; also what a kernel skips at once.
+        block: tokens per block of `stride`; the TPU's kernel skips up to so many at once.
 
     Source: Child et al., Generating Long Sequences with Sparse Transformers, 2019; Xiao et al.,
     Efficient Streaming Language Models with Attention Sinks, 2023.

@@ -11,7 +11,6 @@ Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import tpu
 from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.plan import NOWHERE, visible_tiles
 from rooflax.ops.quantization import QuantizedPool
 from rooflax.ops.tpu import dot
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-NOWHERE = -1
-"""The position of padded queries, which see nothing."""
 
 
 def paged_attention(
@@ -53,14 +51,19 @@ def paged_attention(
     kv_heads, block_size = k.shape[1:3]
     group = num_heads // kv_heads
     tiles = tpu.attention_tiles(
-        num_queries, group, kv_heads, block_size, q.shape[3], k.dtype.itemsize
+        num_queries,
+        group,
+        kv_heads,
+        block_size,
+        q.shape[3],
+        k.dtype.itemsize,
+        most_keys=None if pattern is None else pattern.block,
     )
-    if pattern is not None:
-        tiles = replace(tiles, blocks=max(1, pattern.block // block_size))
     slots = block_tables.shape[1] * block_size
     context_lens = jnp.minimum(context_lens, first_positions + slots)
     block_tables = _padded(block_tables, tiles.blocks, 0)
     positions = _padded(positions, tiles.queries, NOWHERE)
+    num_tiles = block_tables.shape[1] // tiles.blocks
     visits, counts = visible_tiles(
         positions.reshape(positions.shape[0], -1, tiles.queries),
         first_positions,
@@ -68,8 +71,8 @@ def paged_attention(
         window,
         pattern,
         keys=tiles.blocks * block_size,
-        num_tiles=block_tables.shape[1] // tiles.blocks,
-    )
+        num_tiles=num_tiles,
+    ).listed(num_tiles)
     out = _run(
         (visits, counts, block_tables, first_positions, context_lens),
         _by_kv_head(_padded(q, tiles.queries, 0), kv_heads),
@@ -83,41 +86,6 @@ def paged_attention(
         pattern=pattern,
     )
     return _by_query(out, group)[:, :num_queries]
-
-
-def visible_tiles(
-    positions: Int[Array, "B tiles queries"],
-    first_positions: Int[Array, " B"],
-    context_lens: Int[Array, " B"],
-    window: int | None,
-    pattern: Pattern | None = None,
-    *,
-    keys: int,
-    num_tiles: int,
-) -> tuple[Int[Array, "B tiles num_tiles"], Int[Array, "B tiles"]]:
-    """Per tile of queries, the tiles of keys that one of them sees, and how many those are.
-
-    Args:
-        keys: per tile; the first begins at `first_positions`.
-        num_tiles: of keys, at most.
-    """
-    first, context = first_positions[:, None], context_lens[:, None]
-    real = jnp.where(positions == NOWHERE, jnp.iinfo(jnp.int32).max, positions)
-    nearest, farthest = jnp.min(real, axis=2), jnp.max(positions, axis=2)
-    last = jnp.minimum(farthest + 1, context) - first
-    end = jnp.clip((last + (keys - 1)) // keys, 0, num_tiles)
-    begin = jnp.zeros_like(end)
-    if window is not None:
-        oldest = jnp.maximum(nearest - window + 1 - first, 0)
-        begin = jnp.minimum(oldest // keys, end)
-    tiles = jnp.arange(num_tiles, dtype=jnp.int32)[None, None]
-    if pattern is None:
-        return begin[:, :, None] + tiles, end - begin
-    starts = first[:, :, None] + tiles * keys
-    ranges = (nearest[:, :, None], farthest[:, :, None]), (starts, starts + (keys - 1))
-    seen = (tiles >= begin[:, :, None]) & (tiles < end[:, :, None]) & pattern.meets(*ranges)
-    order = jnp.argsort(~seen, axis=2, stable=True).astype(jnp.int32)
-    return order, jnp.sum(seen, axis=2, dtype=jnp.int32)
 
 
 def _run(

@@ -1,0 +1,213 @@
+"""Attention of many queries on a GPU (prompts, in chunks from any offset), on the tensor cores.
+
+Flash attention in bfloat16. The queries of one row and K/V head are rows of one matrix, their
+positions beside them, so that a tile of 64 serves all heads of a group; keys and values come block
+by block by TMA, a tile ahead.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.attention.gpu_split import LOWEST, MOST_QUERIES
+from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.plan import NOWHERE, sees, visible_tiles
+from rooflax.ops.quantization import QuantizedPool
+
+TILE = 64
+"""Queries, and keys, that a warpgroup multiplies at a time."""
+
+
+def flash(
+    q: Float[Array, "B K queries H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    block_tables: Int[Array, "B nb"],
+    first_positions: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    pattern: Pattern | None,
+) -> tuple[Array, Array, Array]:
+    """What `split` gives, of one share."""
+    from rooflax.ops.mosaic import launch
+
+    _check(q, k_pool)
+    rows, kv_heads, num_queries, _ = q.shape
+    block_size, table_len = k_pool.shape[2], block_tables.shape[1]
+    padding = -num_queries % TILE
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    positions = jnp.repeat(positions, num_queries // positions.shape[1], axis=1)
+    positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=NOWHERE)
+    tiles = q.shape[2] // TILE
+    visits = visible_tiles(
+        positions.reshape(rows, tiles, TILE),
+        first_positions,
+        context_lens,
+        window,
+        pattern,
+        keys=TILE,
+        num_tiles=-(-table_len * block_size // TILE),
+    )
+
+    def attention_flash(*refs: Any) -> None:
+        to_base_2 = np.float32(scale * np.log2(np.e))
+        seen = partial(sees, window=window, pattern=pattern)
+        _program(*refs, listed=visits.order is not None, to_base_2=to_base_2, sees=seen)
+
+    numbers = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    run = launch(
+        attention_flash,
+        (numbers, numbers, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
+        {"tile": tiles, "head": kv_heads, "row": rows},
+        scratch_types=_scratch(q.shape[3], TILE // block_size),
+    )
+    found = run(
+        q,
+        k_pool,
+        v_pool,
+        block_tables,
+        first_positions,
+        positions,
+        context_lens,
+        *jax.tree.leaves(visits),
+    )
+    highs, sums, outs = (a[:, :, None, :num_queries] for a in found)
+    return highs, sums, outs
+
+
+def _check(q: jax.Array, k_pool: Any) -> None:
+    if isinstance(k_pool, QuantizedPool) or not (q.dtype == k_pool.dtype == jnp.bfloat16):
+        raise NotImplementedError(
+            f"attention's GPU kernel takes more than {MOST_QUERIES} queries of a K/V head in "
+            "bfloat16 over bfloat16 only."
+        )
+    if TILE % k_pool.shape[2]:
+        raise NotImplementedError(f"attention's tensor cores take no blocks of {k_pool.shape[2]}.")
+
+
+def _scratch(head_dim: int, blocks: int) -> list[Any]:
+    """Shared memory for queries, keys and values (two tiles each) and weights; and who waits."""
+    from rooflax.ops.mosaic import plgpu, swizzled
+
+    def of_bfloat16(*shape: int) -> Any:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+
+    return [
+        of_bfloat16(TILE, head_dim),
+        of_bfloat16(2, TILE, head_dim),
+        of_bfloat16(2, TILE, head_dim),
+        of_bfloat16(TILE, TILE),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=2 * blocks, num_barriers=2),
+    ]
+
+
+def _program(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    tables: Any,
+    firsts: Any,
+    queries_at: Any,
+    contexts: Any,
+    begins: Any,
+    ends: Any,
+    *refs: Any,
+    listed: bool,
+    to_base_2: np.float32,
+    sees: Any,
+) -> None:
+    """A tile of queries of one row and K/V head over the tiles of keys that it visits."""
+    from rooflax.ops.mosaic import filled, load, pl, plgpu, store
+
+    order, refs = (refs[0], refs[1:]) if listed else (None, refs)
+    highs, sums, outs, q_smem, k_smem, v_smem, weights_smem, q_here, here = refs
+    row, head, tile = (jax.lax.axis_index(axis) for axis in ("row", "head", "tile"))
+    begin, end = begins[row, tile], ends[row, tile]
+    queries, layout = pl.ds(tile * TILE, TILE), plgpu.Layout.WGMMA
+    table_len, (block_size, head_dim) = tables.shape[1], k_ref.shape[2:]
+    blocks = TILE // block_size
+
+    def visited(index: Any) -> Any:
+        return index if order is None else order[row, tile, index]
+
+    def ask_for(index: Any) -> None:
+        for number in range(blocks):
+            slot = jnp.minimum(visited(index) * blocks + number, table_len - 1)
+            at = (index % 2, pl.ds(number * block_size, block_size))
+            for pool, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+                source = pool.at[tables[row, slot], head]
+                plgpu.copy_gmem_to_smem(source, smem.at[at], here.at[index % 2])
+
+    @pl.when(begin < end)
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, q_here)
+        ask_for(begin)
+        plgpu.barrier_wait(q_here)
+
+    of_queries = _per_row(load(queries_at.at[row, queries], layout.reduce(1)), TILE)
+    slots = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
+    context, first = contexts[row], firsts[row]
+
+    def step(index: Any, state: Any) -> Any:
+        pl.when(index + 1 < end)(lambda: ask_for(index + 1))
+        plgpu.barrier_wait(here.at[index % 2])
+        scores = _product(q_smem, k_smem.at[index % 2].transpose((1, 0)), TILE) * to_base_2
+        seen = sees(of_queries, slots + (first + visited(index) * TILE), context)
+        return _accumulated(state, scores, seen, weights_smem, v_smem.at[index % 2])
+
+    nothing = (
+        filled((TILE,), LOWEST, layout.reduce(1)),
+        filled((TILE,), 0.0, layout.reduce(1)),
+        filled((TILE, head_dim), 0.0, layout),
+    )
+    high, total, out = jax.lax.fori_loop(begin, end, step, nothing)
+    store(highs.at[row, head, queries], high * np.float32(np.log(2)))
+    store(sums.at[row, head, queries], total)
+    store(outs.at[row, head, queries], out)
+
+
+def _accumulated(
+    state: tuple[Any, Any, Any], scores: Any, seen: Any, weights_smem: Any, v_smem: Any
+) -> tuple[Any, Any, Any]:
+    """One step of the running softmax, to base 2.
+
+    Args:
+        state: per query the highest score, the sum of weights, and the weighted values.
+        weights_smem: where the tensor cores find them.
+    """
+    from rooflax.ops.mosaic import plgpu
+
+    high, total, out = state
+    scores = jnp.where(seen, scores, LOWEST)
+    higher = jnp.maximum(high, scores.max(axis=1))
+    weights = jnp.where(seen, jnp.exp2(scores - _per_row(higher, TILE)), 0.0)
+    kept = jnp.exp2(high - higher)
+    weights_smem[...] = weights.astype(jnp.bfloat16)  # interpret mode takes no registers
+    plgpu.commit_smem()
+    head_dim = out.shape[1]
+    out = out * _per_row(kept, head_dim) + _product(weights_smem, v_smem, head_dim)
+    return higher, total * kept + weights.sum(axis=1), out
+
+
+def _product(left: Any, right: Any, columns: int) -> Any:
+    """Of a tile and a matrix in shared memory, in registers."""
+    from rooflax.ops.mosaic import accumulator, pl, plgpu
+
+    def multiplied(found: Any) -> Any:
+        plgpu.wgmma(found, left, right)
+        return found[...]
+
+    return pl.run_scoped(multiplied, accumulator(TILE, columns))
+
+
+def _per_row(x: Any, columns: int) -> Any:
+    return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))

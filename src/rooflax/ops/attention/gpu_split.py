@@ -1,0 +1,201 @@
+"""Attention of few queries on a GPU (decoding, drafts): split-K.
+
+A warpgroup has one row, one K/V head, up to `_at_once` of its queries and a share of the blocks
+that they visit. It takes a block's keys and values into registers as [block_size, head_dim], and
+each slot of a block has a softmax of its own, so that nothing but the sum over head_dim crosses
+threads in the loop; slots are merged here in float32, shares and the sink by the caller.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.plan import sees, visible_tiles
+from rooflax.ops.quantization import QuantizedPool
+
+MOST_QUERIES = 64
+"""Of one row and K/V head, up to which this kernel is used."""
+ENOUGH_PROGRAMS = 528
+"""Four warpgroups for each of an H200's 132 multiprocessors: below it contexts are split."""
+LEAST_BLOCKS = 4
+"""Of a share, so that merging stays small beside reading."""
+LOWEST = -1e30
+
+
+def split(
+    q: Float[Array, "B K queries H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    block_tables: Int[Array, "B nb"],
+    first_positions: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    context_lens: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    pattern: Pattern | None,
+) -> tuple[Array, Array, Array]:
+    """Highest scores [B, K, splits, queries], sums of weights, and weighted values [..., H].
+
+    Args:
+        q: of a K/V head, one query head after the other of each of T tokens.
+    """
+    from rooflax.ops.mosaic import launch
+
+    rows, kv_heads, num_queries, head_dim = q.shape
+    block_size, table_len = k_pool.shape[2], block_tables.shape[1]
+    together = min(_at_once(head_dim), num_queries)
+    parts = -(-num_queries // together)
+    padding = parts * together - num_queries
+    q = q.astype(jnp.float32) * np.float32(scale)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    visits = visible_tiles(
+        positions[:, None],
+        first_positions,
+        context_lens,
+        window,
+        pattern,
+        keys=block_size,
+        num_tiles=table_len,
+    )
+    pools = [k_pool, v_pool]
+    if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
+        pools = [k_pool.values, v_pool.values, k_pool.scales, v_pool.scales]
+    splits = _splits(rows * kv_heads * parts, table_len)
+
+    def attention_split(q_ref: Any, *refs: Any) -> None:
+        _program(
+            q_ref,
+            refs[: len(pools)],
+            *refs[len(pools) :],
+            together=together,
+            splits=splits,
+            group=num_queries // positions.shape[1],
+            sees=partial(sees, window=window, pattern=pattern),
+        )
+
+    result = jax.ShapeDtypeStruct((rows, kv_heads, splits, parts * together, head_dim), jnp.float32)
+    grid = {"part": parts, "head": kv_heads, "row": rows, "split": splits}
+    run = launch(attention_split, (result,) * 3, grid)
+    highs, sums, outs = run(
+        q, *pools, block_tables, first_positions, positions, context_lens, *jax.tree.leaves(visits)
+    )
+    queries = slice(0, num_queries)
+    return highs[:, :, :, queries, 0], sums[:, :, :, queries, 0], outs[:, :, :, queries]
+
+
+def _at_once(head_dim: int) -> int:
+    """Queries that a warpgroup has registers for."""
+    return max(1, 512 // head_dim)
+
+
+def _splits(programs: int, table_len: int) -> int:
+    """Shares of blocks that a context goes into, so that the whole card has something to read."""
+    return max(1, min(table_len // LEAST_BLOCKS, -(-ENOUGH_PROGRAMS // programs)))
+
+
+def _program(
+    q_ref: Any,
+    pools: tuple[Any, ...],
+    tables: Any,
+    firsts: Any,
+    queries_at: Any,
+    contexts: Any,
+    begins: Any,
+    ends: Any,
+    *refs: Any,
+    together: int,
+    splits: int,
+    group: int,
+    sees: Any,
+) -> None:
+    """Some queries of one row and K/V head over one share of the blocks they visit."""
+    from rooflax.ops.mosaic import filled, load, plgpu, store, values_layout
+
+    *order, highs, sums, outs = refs
+    row, head, split, part = (jax.lax.axis_index(a) for a in ("row", "head", "split", "part"))
+    begin, end = begins[row, 0], ends[row, 0]
+    per_split = (end - begin + splits - 1) // splits
+    start = begin + split * per_split
+    context, first = contexts[row], firsts[row]
+    layout, (block_size, head_dim) = values_layout(), pools[0].shape[2:]
+    slots = plgpu.broadcasted_iota(jnp.int32, (block_size,), 0, layout=layout.reduce(1))
+
+    def step(index: Any, found: list[Any]) -> list[Any]:
+        visit = order[0][row, 0, index] if order else index
+        block = tables[row, visit]
+        keys, values = (load(r.at[block, head], layout).astype(jnp.float32) for r in pools[:2])
+        scales = [load(r.at[block, head], layout.reduce(1)) for r in pools[2:]]
+        at = slots + (first + visit * block_size)
+        taken = []
+        for number, state in enumerate(found):
+            query = part * together + number
+            token = jnp.minimum(query // group, queries_at.shape[1] - 1)  # the last ones only pad
+            seen = sees(queries_at[row, token], at, context)
+            vector = load(q_ref.at[row, head, query], layout.reduce(0))
+            taken.append(_accumulated(state, vector, (keys, values), scales, seen))
+        return taken
+
+    def of_slots(value: float) -> jax.Array:
+        return filled((block_size,), value, layout.reduce(1))
+
+    nothing = (of_slots(LOWEST), of_slots(0.0), filled((block_size, head_dim), 0.0, layout))
+    found = jax.lax.fori_loop(
+        start, jnp.minimum(start + per_split, end), step, [nothing] * together
+    )
+    for number, state in enumerate(found):
+        place = (row, head, split, part * together + number)
+        for ref, value in zip((highs, sums, outs), _of_all_slots(*state), strict=True):
+            store(ref.at[place], value)
+
+
+def _accumulated(
+    state: tuple[Any, Any, Any],
+    query: Any,
+    block: tuple[Any, Any],
+    scales: list[Any],
+    seen: Any,
+) -> tuple[Any, Any, Any]:
+    """One step of a query's running softmax, per slot of a block.
+
+    Args:
+        state: the highest score, the sum of weights, and the weighted values.
+        block: its keys and values.
+        scales: of the slots' keys and values, or none.
+    """
+    (high, total, out), (keys, values) = state, block
+    scores = (keys * _per_column(query, keys)).sum(axis=1)
+    if scales:
+        scores = scores * scales[0]
+    scores = jnp.where(seen, scores, LOWEST)
+    higher = jnp.maximum(high, scores)
+    kept = jnp.exp(high - higher)
+    weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
+    total = total * kept + weights
+    if scales:
+        weights = weights * scales[1]
+    out = out * _per_slot(kept, out)
+    out += values * _per_slot(weights, out)
+    return higher, total, out
+
+
+def _of_all_slots(high: Any, total: Any, out: Any) -> tuple[Any, Any, Any]:
+    """One softmax of those of the slots; what has no columns is the same in all of them."""
+    of_slots = _per_slot(high, out)
+    highest = of_slots.max(axis=0)
+    share = jnp.exp(of_slots - _per_column(highest, out))
+    return highest, (_per_slot(total, out) * share).sum(axis=0), (out * share).sum(axis=0)
+
+
+def _per_slot(x: Any, like: Any) -> Any:
+    return jax.lax.broadcast_in_dim(x, like.shape, (0,))
+
+
+def _per_column(x: Any, like: Any) -> Any:
+    return jax.lax.broadcast_in_dim(x, like.shape, (1,))

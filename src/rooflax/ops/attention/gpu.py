@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
 from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.block_sizes import about, powers_of_two
 from rooflax.ops.quantization import QuantizedPool
 
 MOST_QUERIES = 64
@@ -135,7 +137,14 @@ def _split(
     q = q.astype(jnp.float32) * np.float32(scale)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
-    splits = _splits(rows * kv_heads * parts, table_len)
+    stored = (k_pool.values if isinstance(k_pool, QuantizedPool) else k_pool).dtype
+    most = table_len if window is None else min(table_len, window // block_size + 2)
+    (splits,) = block_sizes.of(
+        "attention.gpu",
+        (about(rows), kv_heads, about(num_queries), about(most), block_size, head_dim, stored.name),
+        (_splits(rows * kv_heads * parts, table_len),),
+        [(count,) for count in powers_of_two(most)],
+    )
     layout, shape = values_layout(), (block_size, head_dim)
     across = partial(jax.lax.broadcast_in_dim, shape=shape)
 

@@ -247,9 +247,9 @@ def _splits(programs: int, steps: int) -> int:
 
 
 def _candidates(steps: int, few: int) -> list[tuple[int, int]]:
-    """Splits of a panel's rows, and rows at once: half or twice as many where there are more."""
-    half, twice = ROWS_AT_ONCE // 2, ROWS_AT_ONCE * 2
-    at_once = [ROWS_AT_ONCE, *[half] * (few > half), *[twice] * (few > ROWS_AT_ONCE)]
+    """Splits of a panel's rows, and rows at once: as the rule says, or half of that."""
+    half = ROWS_AT_ONCE // 2
+    at_once = [ROWS_AT_ONCE, half] if few > half else [ROWS_AT_ONCE]
     return [(splits, rows) for splits in powers_of_two(steps) for rows in at_once]
 
 

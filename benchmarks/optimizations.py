@@ -34,7 +34,8 @@ from rooflax.bench.measure import Bench
 from rooflax.bench.report import ablation_markdown
 from rooflax.bench.statistics import paired_ratio
 from rooflax.bench.workload import Workload
-from rooflax.engine.compilation import CACHE_VARIABLE, count_compilations
+from rooflax.engine.compilation import count_compilations
+from rooflax.folders import CACHE_VARIABLE
 from rooflax.loading.load import describe
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rooflax.bench import compare, html, quick, serving, worker
+from rooflax.bench import compare, html, quick, serving, tuning, worker
 from rooflax.bench.quick import QuickResult
 from rooflax.bench.statistics import paired_ratio
 from rooflax.cli import isolate, terminal
@@ -22,7 +22,7 @@ from rooflax.llm import LLM
 from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
-from tests.bench.samples import measured
+from tests.bench.samples import finding, measured
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -150,6 +150,11 @@ COMMANDS = {
             "--html": ["page.html"],
         },
     ),
+    "tune": (
+        [TINY],
+        FINDING | PRECISION | QUANTIZE | DEVICE | OUTPUT
+        | {"--batch": ["3"], "--prompt-tokens": ["9"], "--trials": ["6"]},
+    ),
     "inspect": (
         [TINY],
         FINDING | LENGTH | PRECISION | QUANTIZE | BUDGET | DEVICE
@@ -265,6 +270,11 @@ def replace_measuring(monkeypatch, asked):
     monkeypatch.setattr(quick, "quick", lambda: QuickResult(1.0, 4.0, True))
     monkeypatch.setattr(serving, "pays", lambda work: asked.append(work) or PAYS)
     monkeypatch.setattr(serving, "under_rate", lambda *given: asked.append(given) or SERVED)
+    monkeypatch.setattr(tuning, "check_here", lambda: None)
+    monkeypatch.setattr(tuning, "keep", lambda found: asked.append(("keep", found)) or "TABLE")
+    monkeypatch.setattr(
+        tuning, "tune_model", lambda about, work, _: asked.append((about.name, work)) or [finding()]
+    )
     monkeypatch.setattr(html, "write_page", lambda path, document: path.write_text("page"))
 
 

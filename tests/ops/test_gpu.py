@@ -31,6 +31,7 @@ from rooflax.ops.quantization import (
     tokens_as_int8,
 )
 from rooflax.ops.stacked import Stacked, taken
+from tests.ops.answers import each_answer
 from tests.ops.cases import ATTENTION, MOE, PATTERNS, normal, seen_by_hand
 from tests.ops.test_attention import by_hand, into_blocks
 
@@ -109,6 +110,20 @@ def test_a_panel_split_over_programs(interpreted, monkeypatch):
     for programs in (1, 3, 99):
         monkeypatch.setattr(linear_gpu, "ENOUGH_PROGRAMS", programs)
         close(linear_gpu.matmul(x, w, None), wanted)
+
+
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(linear_gpu.ROWS_AT_ONCE + 1, marks=pytest.mark.slow)]
+)
+def test_products_split_in_any_way(rows, interpreted):
+    w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(rows, 4 * 1120))
+    wanted, tried = reference.matmul(x, w, None), []
+    for kernel, sizes, found in each_answer(lambda: linear_gpu.matmul(x, w, None)):
+        close(found, wanted)
+        tried.append((kernel, *sizes))
+    at_once = (8,) if rows == 1 else (8, 4)
+    every = [("linear.gpu", splits, n) for splits in (1, 2, 4) for n in at_once]
+    assert tried == every  # the rule splits into all five steps
 
 
 @pytest.mark.parametrize("name", linear_gpu.UNPACK)
@@ -255,6 +270,25 @@ def test_contexts_split_over_programs(interpreted, monkeypatch):
         monkeypatch.setattr(gpu_split, "ENOUGH_PROGRAMS", programs)
         out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
         close(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("window", "splits"),
+    [(20, (1, 2, 4)), pytest.param(None, (1, 2, 4, 8), marks=pytest.mark.slow)],
+)
+def test_contexts_split_in_any_way(window, splits, interpreted):
+    case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
+    q, k_pool, v_pool, keywords = paged(replace(case, window=window))
+    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+
+    def run():
+        return attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+
+    tried = []
+    for kernel, sizes, out in each_answer(run):
+        close(out, wanted)
+        tried.append((kernel, *sizes))
+    assert tried == [("attention.gpu", count) for count in splits]  # the rule is 3, of 14 blocks
 
 
 def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
@@ -498,6 +532,27 @@ def test_experts_with_many_tokens(name, kind, interpreted):
     found = run_experts(x, *rest)
     assert found.dtype == jnp.bfloat16
     close(found.astype(jnp.float32), reference_experts(x.astype(jnp.float32), *rest), 2**-7)
+
+
+@pytest.mark.slow
+def test_experts_in_tiles_of_any_size(interpreted):
+    arguments = moe_arguments(replace(SIZED["few tokens"], hidden=256), "float32")
+    wanted, tried = reference_experts(*arguments), []
+    for kernel, sizes, found in each_answer(lambda: run_experts(*arguments)):
+        close(found, wanted)
+        tried.append((kernel, *sizes))
+    assert {kernel for kernel, *_ in tried} == {"experts.gpu"} and len(tried) > 1
+
+
+@pytest.mark.slow
+def test_experts_of_many_tokens_in_tiles_of_any_size(interpreted):
+    x, *rest = moe_arguments(replace(SIZED["many tokens"], hidden=256), "bfloat16")
+    x = x.astype(jnp.bfloat16)
+    wanted, tried = reference_experts(x.astype(jnp.float32), *rest), []
+    for kernel, sizes, found in each_answer(lambda: run_experts(x, *rest)):
+        close(found.astype(jnp.float32), wanted, 2**-7)
+        tried.append((kernel, *sizes))
+    assert {kernel for kernel, *_ in tried} == {"experts.gpu tiles"} and len(tried) > 3
 
 
 def test_experts_dispatch_and_go_on_to_xla(on_gpu):

@@ -35,6 +35,7 @@ from rooflax.ops.quantization import (
     tokens_as_int8,
 )
 from rooflax.ops.stacked import Stacked
+from tests.ops.answers import each_answer
 from tests.ops.cases import LINEAR, MOE, PATTERNS, normal, rng, seen_by_hand
 from tests.ops.test_attention import PAGED, as_jax, by_hand, into_blocks
 from tests.ops.test_moe import by_hand as experts_by_hand
@@ -179,6 +180,35 @@ def test_blocks_that_no_query_sees_are_not_read(queries):
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "pool", "count"),
+    [
+        pytest.param("decode", "float32", 5, marks=pytest.mark.slow),
+        pytest.param("decode in a window", "int8", 5, marks=pytest.mark.slow),
+        pytest.param("tiles of queries", "float32", 11, marks=pytest.mark.slow),
+        pytest.param("tiles of queries in a window", "int8", 11, marks=pytest.mark.slow),
+        ("no sinks", "float32", 2),
+    ],
+)
+def test_attention_in_tiles_of_any_size(name, pool, count):
+    sizes, window = LONG[name]
+    kv_heads = 1 if name == "no sinks" else 2
+    q, k, v, keywords = paged(heads=8, kv_heads=kv_heads, head_dim=16, block_size=16, **sizes)
+    if pool == "int8":
+        k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
+
+    def run(implementation):
+        attend = functools.partial(paged_attention, implementation=implementation)
+        return jax.jit(functools.partial(attend, scale=0.3, window=window))(q, k, v, **keywords)
+
+    exact, tried = run("reference"), []
+    for kernel, sizes, out in each_answer(lambda: run("pallas")):
+        np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
+        tried.append((kernel, *sizes))
+    assert {kernel for kernel, *_ in tried} == {"attention.tpu"}
+    assert len(set(tried)) == len(tried) == count
+
+
 def test_visits_follow_what_is_visible():
     """Against every query and every key, one by one."""
     positions = np.array([[[5, 6, 7], [8, 9, -1]], [[40, 41, 42], [43, 44, 45]]], np.int32)
@@ -226,6 +256,19 @@ def test_products(format, dtype):
         y = product("pallas")(x, w)
         assert y.dtype == jnp.float32
         np.testing.assert_allclose(y, exact, rtol=0, atol=3e-6 * scale)
+
+
+@pytest.mark.parametrize(
+    "format", [f if f == "w4a16" else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS]
+)
+def test_products_in_tiles_of_any_size(format):
+    x, w = jnp.asarray(normal(3, 2048)), quantize(normal(2048, 300), format, (2048,), (300,))
+    exact, tried = np.asarray(product("reference")(x, w)), []
+    for kernel, sizes, y in each_answer(lambda: unembed(x, w, implementation="pallas")):
+        np.testing.assert_allclose(y, exact, rtol=0, atol=3e-6 * np.abs(exact).max())
+        tried.append((kernel, *sizes))
+    sizes = [(2048, 128), (1024, 384), (1024, 256), (1024, 128)]
+    assert tried == [("linear.tpu", *own) for own in sizes]
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=lambda c: c.name)

@@ -24,6 +24,7 @@ VERBS = (
     "chat",
     "bench",
     "train",
+    "tune",
     "inspect",
     "verify",
     "perplexity",

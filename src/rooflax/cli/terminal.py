@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rooflax.errors import RequestError
@@ -55,11 +55,22 @@ def print_json(document: Any) -> None:
 @contextlib.contextmanager
 def status(text: str, quiet: bool) -> Iterator[None]:
     """Shows a faint line on stderr while something lasts; on a terminal only."""
-    shown = not quiet and is_terminal(sys.stderr)
-    if shown:
-        print(f"{DIM}{text} ...{PLAIN}", end="", file=sys.stderr, flush=True)
-    try:
+    with statuses(quiet) as say:
+        say(text)
         yield
+
+
+@contextlib.contextmanager
+def statuses(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """The same of several lines, each in the place of the last."""
+    shown = not quiet and is_terminal(sys.stderr)
+
+    def say(text: str) -> None:
+        if shown:
+            print(f"{CLEAR_LINE}{DIM}{text} ...{PLAIN}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
     finally:
         if shown:
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

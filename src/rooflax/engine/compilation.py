@@ -16,19 +16,11 @@ from pathlib import Path
 import jax
 import jax.monitoring
 
-CACHE_VARIABLE = "ROOFLAX_CACHE_DIR"
+from rooflax.folders import cache_folder
+
 MISS = "/jax/compilation_cache/cache_misses"
 HIT = "/jax/compilation_cache/cache_hits"
 REQUEST = "/jax/core/compile/backend_compile_duration"
-
-
-def cache_folder() -> Path:
-    """$ROOFLAX_CACHE_DIR, else rooflax in the user's cache folder."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rooflax"
 
 
 def enable_persistent_cache() -> Path | None:

@@ -2,7 +2,8 @@
 
 Interpreted on CPU they are shown to compute what their references compute, and Mosaic, the
 compiler behind Pallas on TPU, accepts them. No TPU has run them: tile sizes are reasoned from the
-sizes of the memories (16 MiB of VMEM for a kernel, tiles of 8 x 128), and not measured.
+sizes of the memories (16 MiB of VMEM for a kernel, tiles of 8 x 128), where `rooflax tune` has not
+measured better ones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rooflax.ops import block_sizes
+from rooflax.ops.block_sizes import about
 from rooflax.ops.dot import Dims
 from rooflax.ops.tiles import LANES, up_to
 
@@ -47,7 +50,7 @@ def attention_tiles(
     itemsize: int,
     most_keys: int | None = None,
 ) -> AttentionTiles:
-    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys.
+    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys: as many, or what is tuned.
 
     Args:
         queries: new tokens per row.
@@ -55,12 +58,18 @@ def attention_tiles(
         itemsize: bytes per element of the pools.
         most_keys: a bound more, but a block they are always.
     """
-    heads = next(n for n in range(min(kv_heads, 8), 0, -1) if kv_heads % n == 0)
     rows = max(1, 256 // group)
-    tile = queries if queries <= rows else max(8, rows // 8 * 8)
-    width = up_to(head_dim, LANES)
-    keys = min(512, most_keys or 512, (1 << 20) // (heads * width * itemsize))
-    return AttentionTiles(tile, heads, max(1, keys // block_size))
+    fits = queries <= rows
+    tiles = [rows] if fits else [max(8, rows // 8 * 8), max(8, rows // 16 * 8)]
+    candidates = []
+    for heads in (n for n in range(min(kv_heads, 8), 0, -1) if kv_heads % n == 0):
+        keys = min(512, most_keys or 512, (1 << 20) // (heads * up_to(head_dim, LANES) * itemsize))
+        blocks = max(1, keys // block_size)
+        fewer = sorted({blocks, blocks // 2, blocks // 4} - {0}, reverse=True)
+        candidates += [(tile, heads, blocks) for blocks in fewer for tile in tiles]
+    shape = (about(queries), group, kv_heads, block_size, head_dim, itemsize, most_keys or 0)
+    tile, heads, blocks = block_sizes.of("attention.tpu", shape, candidates[0], candidates)
+    return AttentionTiles(queries if fits else tile, heads, blocks)
 
 
 @dataclass(frozen=True)
@@ -71,13 +80,22 @@ class ProductTiles:
     outer: int
 
 
-def product_tiles(inner: int, outer: int) -> ProductTiles:
+def product_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> ProductTiles:
     """At most 2^19 weights, which are 2 MiB in float32; inputs in 1024s, or whole where those do
-    not divide them.
+    not divide them: as many as that, or what is tuned.
+
+    Args:
+        tiles: of rows of activations.
+        rows: in each.
+        code: of the weights.
     """
-    size = next((n for n in (2048, 1024) if inner % n == 0), inner)
-    columns = max(LANES, (1 << 19) // size // LANES * LANES)
-    return ProductTiles(size, min(columns, up_to(outer, LANES)))
+    candidates = []
+    for size in [n for n in (2048, 1024) if inner % n == 0] or [inner]:
+        most = min(max(LANES, (1 << 19) // size // LANES * LANES), up_to(outer, LANES))
+        fewer = {most, *(up_to(most // part, LANES) for part in (2, 4))}
+        candidates += [(size, columns) for columns in sorted(fewer, reverse=True)]
+    shape = (about(tiles), about(rows), inner, outer, code)
+    return ProductTiles(*block_sizes.of("linear.tpu", shape, candidates[0], candidates))
 
 
 def tokens_per_tile(num_pairs: int, num_experts: int) -> int:

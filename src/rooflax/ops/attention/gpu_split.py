@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.plan import sees, visible_tiles
+from rooflax.ops.block_sizes import about, powers_of_two
 from rooflax.ops.quantization import QuantizedPool
 
 MOST_QUERIES = 64
@@ -67,7 +69,14 @@ def split(
     pools = [k_pool, v_pool]
     if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
         pools = [k_pool.values, v_pool.values, k_pool.scales, v_pool.scales]
-    splits = _splits(rows * kv_heads * parts, table_len)
+    stored = (k_pool.values if isinstance(k_pool, QuantizedPool) else k_pool).dtype
+    most = table_len if window is None else min(table_len, window // block_size + 2)
+    (splits,) = block_sizes.of(
+        "attention.gpu",
+        (about(rows), kv_heads, about(num_queries), about(most), block_size, head_dim, stored.name),
+        (_splits(rows * kv_heads * parts, table_len),),
+        [(count,) for count in powers_of_two(most)],
+    )
 
     def attention_split(q_ref: Any, *refs: Any) -> None:
         _program(

@@ -276,6 +276,8 @@ def _arrays(*pools: jax.Array | QuantizedPool) -> tuple[list[jax.Array], list[ja
     if any(pool.values.dtype != jnp.int8 for pool in quantized):
         raise NotImplementedError("attention's TPU kernel reads no fp8 KV cache.")
     values = [pool.values if isinstance(pool, QuantizedPool) else pool for pool in pools]
+    if any(pool.dtype == jnp.float16 for pool in values):
+        raise NotImplementedError("attention's TPU kernel reads no float16 KV cache.")
     return values, [pool.scales for pool in quantized]
 
 

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
+from rooflax.ops.block_sizes import about, powers_of_two
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.matrix_packing import e8m0
 from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, int8_codes, rounded
@@ -33,7 +35,7 @@ from rooflax.ops.stacked import Stacked, taken
 MOST_ROWS = 16
 """Rows up to which the kernel is used."""
 ROWS_AT_ONCE = 8
-"""Rows that share one unpacking; more are taken in turn, from the cache."""
+"""Rows that share one unpacking by rule; more are taken in turn, from the cache."""
 ENOUGH_PROGRAMS = 1056
 """Eight warpgroups for each of an H200's 132 multiprocessors: below it a panel's rows are split."""
 TILE = 32
@@ -185,9 +187,14 @@ def _sums(
     count, few = x.shape[:2]
     all_rows = math.prod(words.shape[:3])
     steps = -(-word_rows // TILE)
-    splits = _splits(count * panels, steps)
+    splits, at_once = block_sizes.of(
+        "linear.gpu",
+        (about(count), about(few), word_rows * code.slots, panels * PANEL, name),
+        (_splits(count * panels, steps), ROWS_AT_ONCE),
+        _candidates(steps, few),
+    )
     per_split = -(-steps // splits)
-    turns = [range(first, min(first + ROWS_AT_ONCE, few)) for first in range(0, few, ROWS_AT_ONCE)]
+    turns = [range(first, min(first + at_once, few)) for first in range(0, few, at_once)]
 
     def body(words_ref, x_ref, scales_ref, members_ref, num_tiles_ref, out_ref) -> None:
         tile, panel, split = (jax.lax.axis_index(axis) for axis in ("tile", "panel", "split"))
@@ -237,6 +244,13 @@ def _sums(
 def _splits(programs: int, steps: int) -> int:
     """Into how many ranges a panel's rows go, so that the whole card has something to read."""
     return max(1, min(steps, -(-ENOUGH_PROGRAMS // programs)))
+
+
+def _candidates(steps: int, few: int) -> list[tuple[int, int]]:
+    """Splits of a panel's rows, and rows at once: as the rule says, or half of that."""
+    half = ROWS_AT_ONCE // 2
+    at_once = [ROWS_AT_ONCE, half] if few > half else [ROWS_AT_ONCE]
+    return [(splits, rows) for splits in powers_of_two(steps) for rows in at_once]
 
 
 def _int8(packed: jax.Array, place: int) -> jax.Array:

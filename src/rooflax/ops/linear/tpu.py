@@ -131,7 +131,7 @@ def _run(
 ) -> Float[Array, "rows out"]:
     """The kernel's call. Turns beyond the last tile in use ask for what is there already."""
     (halves, rows, width), outer = x.shape, arrays[0].shape[2]
-    sizes = tpu.product_tiles(width * halves, outer)
+    sizes = tpu.product_tiles(len(members), tile, width * halves, outer, code)
     turns = width * halves // sizes.inner
 
     def place(m: Any, k: Any, used: Any) -> tuple[Any, Any]:

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
+from rooflax.ops.block_sizes import about, powers_of_two
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear.prologue import Norm
@@ -30,7 +32,9 @@ WIDE_TILE = 128
 DEPTH = 64
 """Inputs multiplied at a time there: 128 bytes, as far as a swizzle goes."""
 STAGES = 4
-"""Tiles of weights on their way to shared memory."""
+"""Tiles of rows and of weights on their way to shared memory, by rule."""
+SHARED_BYTES = 192 << 10
+"""Of those and of the results, of the 227 KiB that a warpgroup can have."""
 ROWS_READ = 64
 """Rows of plain weights that a warpgroup asks for before it uses the first."""
 
@@ -128,7 +132,12 @@ def _plain_products(
     together = next(n for n in (8, 4, 2, 1) if inner // depth % n == 0) * depth
     assert together <= ROWS_READ
     steps, panels = inner // together, outer // width
-    splits = max(1, min(steps, -(-linear.ENOUGH_PROGRAMS // (count * panels))))
+    (splits,) = block_sizes.of(
+        "experts.gpu",
+        (about(count), about(few), inner, outer, w.dtype.name),
+        (max(1, min(steps, -(-linear.ENOUGH_PROGRAMS // (count * panels)))),),
+        [(number,) for number in powers_of_two(steps)],
+    )
     per_split = -(-steps // splits)
     layout = values_layout()
 
@@ -191,14 +200,19 @@ def _tile_products(
     from rooflax.ops.mosaic import accumulator, launch, pl, plgpu, swizzled
 
     (count, tile, inner), outer = x.shape, w.shape[2]
-    width = 128 if outer % 128 == 0 else 64
-    if inner % DEPTH or outer % width:
+    if inner % DEPTH or outer % 64:
         raise NotImplementedError(
             f"the experts' tensor cores take sizes by {DEPTH}, not {inner} and {outer}."
         )
 
     steps = inner // DEPTH
     late = int(steps > 1)
+    width, stages = block_sizes.of(
+        "experts.gpu tiles",
+        (about(count), tile, inner, outer),
+        (128 if outer % 128 == 0 else 64, min(STAGES, steps)),
+        _tile_candidates(tile, outer, steps),
+    )
 
     def body(x_ref, w_ref, members_ref, num_tiles_ref, out_ref, out_smem) -> None:
         index, panel = jax.lax.axis_index("tile"), jax.lax.axis_index("panel")
@@ -228,7 +242,7 @@ def _tile_products(
                             transforms=swizzled(jnp.bfloat16),
                         ),
                     ],
-                    max_concurrent_steps=min(STAGES, steps),
+                    max_concurrent_steps=stages,
                 )(x_ref.at[index], w_ref.at[member])
                 return sums[...]
 
@@ -241,3 +255,14 @@ def _tile_products(
     grid = {"panel": outer // width, "tile": count}
     scratch = [plgpu.SMEM((tile, width), jnp.float32, transforms=swizzled(jnp.float32))]
     return launch(body, out, grid, scratch_types=scratch)(x, w, members, num_tiles)
+
+
+def _tile_candidates(tile: int, outer: int, steps: int) -> list[tuple[int, int]]:
+    """Outputs of a tile, and stages: what shared memory holds."""
+    return [
+        (width, stages)
+        for width in (64, 128)
+        for stages in (2, 3, STAGES, 6)
+        if outer % width == 0 and stages <= steps
+        if stages * 2 * DEPTH * (tile + width) + 4 * tile * width <= SHARED_BYTES
+    ]

@@ -1,0 +1,17 @@
+"""Where rooflax keeps what it made and can make again: compiled programs, tuned block sizes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CACHE_VARIABLE = "ROOFLAX_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """$ROOFLAX_CACHE_DIR, else rooflax in the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rooflax"

@@ -1,0 +1,176 @@
+"""Tuning: the fastest sizes win, in the program that asks, and are what the next program gets."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.bench import tuning
+from rooflax.bench.tuning import Program, Work, keep, model_programs, one_period, tune, tune_model
+from rooflax.errors import RequestError
+from rooflax.folders import CACHE_VARIABLE
+from rooflax.loading.load import describe
+from rooflax.nn.execution import Precision
+from rooflax.ops import accelerator, block_sizes, native, tpu
+
+SECONDS = {(1,): 0.004, (2,): 0.001, (3,): 0.008}
+"""What a fake kernel takes, by the size of its blocks."""
+CLOCK = [0.0]
+"""It goes on when a fake kernel runs, and a little from run to run."""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+
+
+def kernel(x, name="fake", seconds=SECONDS):
+    """Adds the size of its blocks, after as long as that takes."""
+    sizes = block_sizes.of(name, (len(x),), (1,), list(seconds))
+
+    def wait(x):
+        CLOCK[0] += seconds[sizes]
+        return x + np.float32(sizes[0])
+
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def program(function, name="program"):
+    return Program(name, function, jnp.zeros(4))
+
+
+@pytest.fixture
+def fake_time(monkeypatch):
+    def timed(function, *args):
+        before = CLOCK[0]
+        jax.block_until_ready(function(*args))
+        return (CLOCK[0] - before) * (1 + 0.1 * (CLOCK[0] * 1e3 % 3))
+
+    monkeypatch.setattr(tuning, "timed", timed)
+
+
+def test_the_fastest_wins_and_is_what_the_next_program_gets(fake_time):
+    said = []
+    found = tune([program(kernel)], 6, said.append)
+    assert [f.best for f in found] == [(2,)]
+    (finding,) = found
+    assert 3 < finding.ratio.ratio < 5 and finding.ratio.low > 1
+    assert list(finding.seconds) == [(1,), (2,), (3,)]
+    assert finding.seconds[(2,)] < finding.seconds[(1,)] < finding.seconds[(3,)]
+    assert said == ["program, fake: 2 sizes instead of [1]"]
+    assert np.all(jax.jit(kernel)(jnp.zeros(4)) == 1)
+    keep(found)
+    assert np.all(jax.jit(lambda x: kernel(x))(jnp.zeros(4)) == 2)
+    assert np.all(jax.jit(lambda x: kernel(x))(jnp.zeros(5)) == 1)
+
+
+def test_the_rule_stays_where_nothing_beats_it_and_what_was_kept_is_forgotten(fake_time):
+    block_sizes.keep({("fake", (4,)): (2,), ("fake", (5,)): (2,)})
+    slower = {(1,): 0.001, (2,): 0.004, (3,): 0.002}
+    found = tune([program(lambda x: kernel(x, seconds=slower))], 5)
+    assert [(f.best, f.ratio) for f in found] == [((1,), None)]
+    keep(found)
+    assert block_sizes.table() == {("fake", (5,)): (2,)}
+
+
+def test_each_question_is_measured_once_with_the_answers_so_far(fake_time):
+    seen = []
+
+    def both(x):
+        first, second = (kernel(x, name) for name in ("first", "second"))
+        seen.append(
+            tuple(block_sizes.of(n, (4,), (1,), list(SECONDS)) for n in ("first", "second"))
+        )
+        return (first + second).at[0].set(0)
+
+    found = tune([program(both, "one"), program(both, "two")], 5)
+    assert [(f.program, f.question.kernel, f.best) for f in found] == [
+        ("one", "first", (2,)),
+        ("one", "second", (2,)),
+    ]
+    rule, win, lose = (1,), (2,), (3,)
+    of_first = [(sizes, rule) for sizes in (rule, win, lose)]
+    of_second = [(win, sizes) for sizes in (rule, win, lose)]
+    assert seen == [(rule, rule), *of_first, *of_second, (rule, rule)]
+
+
+def test_sizes_that_do_not_compile_are_named(fake_time, monkeypatch):
+    lower = Program.lower
+
+    class Refused:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of vmem")
+
+    def sometimes(self):
+        (size,) = block_sizes.of("fake", (4,), (1,), list(SECONDS))
+        return Refused() if size == refused else lower(self)
+
+    monkeypatch.setattr(Program, "lower", sometimes)
+    refused = 3
+    (finding,) = tune([program(kernel)], 5)
+    assert (finding.refused, finding.best) == (((3,),), (2,))
+    refused = 1
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        tune([program(kernel)], 5)
+
+
+def test_what_makes_no_sense_is_refused(monkeypatch):
+    with pytest.raises(RequestError, match="trials is 4; telling sizes apart needs at least 5"):
+        Work(trials=4)
+    with pytest.raises(RequestError, match="no block sizes to tune here.*JAX runs on cpu"):
+        tune_model(describe("preset:gpt2-tiny"), Work())
+    monkeypatch.setattr(accelerator, "missing", lambda: None)
+    with pytest.raises(RequestError, match="prompt_tokens is 2000; .* holds 1024"):
+        tune_model(describe("preset:gpt2-tiny"), Work(prompt_tokens=2000))
+    monkeypatch.setattr(tuning, "model_programs", lambda *_: [])
+    with pytest.raises(RequestError, match="gpt2-tiny ask for no block sizes here"):
+        tune_model(describe("preset:gpt2-tiny"), Work())
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
+def test_one_period_has_a_layer_of_each_kind(name):
+    whole = describe(f"preset:{name}").config
+    cut = one_period(whole)
+    assert cut.num_layers == whole.groups.period < whole.num_layers
+    assert cut.groups.windows == whole.groups.windows
+    assert replace(cut, num_layers=9) == replace(
+        whole, num_layers=9, **{k: getattr(cut, k) for k in ("layer_windows",) if hasattr(cut, k)}
+    )
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    monkeypatch.setattr(accelerator, "platform", lambda: "tpu")
+    monkeypatch.setattr(native, "status", lambda: native.Status(False, "this is a TPU"))
+    monkeypatch.setattr(tpu, "interpreted", lambda: True)
+
+
+def test_a_models_programs_ask_for_its_shapes(on_tpu):
+    about = describe("preset:gpt-oss-tiny")
+    programs = model_programs(about, Work(3, 40, precision=Precision(quantize="w8a16")))
+    asked = {p.name: [q.key for q in tuning._questions(p)] for p in programs}
+    attention, rows = (2, 2, 128, 128, 4), [(1, 4, 128, 256, "int8"), (1, 64, 128, 256, "int8")]
+    assert ("attention.tpu", (1, *attention)) in asked["decode"]
+    assert ("attention.tpu", (64, *attention)) in asked["prefill"]
+    for (name, questions), products in zip(asked.items(), rows, strict=True):
+        assert ("linear.tpu", products) in questions, name
+        experts = [
+            shape for kernel, shape in questions if kernel == "linear.tpu" and shape[1] == 32
+        ]
+        assert experts, name
+
+
+@pytest.mark.slow
+def test_a_model_is_tuned(on_tpu, monkeypatch):
+    """Interpreted, so the figures mean nothing; tokens go on through every candidate's runs."""
+    monkeypatch.setattr(tuning, "DECODE_STEPS", 2)
+    about = describe("preset:qwen2.5-tiny")
+    found = tune_model(about, Work(2, 20, 5, Precision(quantize="w8a16")))
+    kernels = [(f.program, f.question.kernel) for f in found]
+    assert {("decode", "attention.tpu"), ("prefill", "linear.tpu")} <= set(kernels)
+    assert all(set(f.seconds) == {f.question.rule, *f.question.others} for f in found)
+    path = keep(found)
+    wanted = {f.question.key: f.best for f in found if f.ratio is not None}
+    assert block_sizes.table() == wanted and path == str(block_sizes.table_path())

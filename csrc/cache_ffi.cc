@@ -1,5 +1,6 @@
 // Writing keys and values into their slots of the paged cache, in place, as an XLA custom call.
 
+#include <algorithm>
 #include <cstring>
 
 #include "ffi_common.h"

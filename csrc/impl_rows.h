@@ -140,7 +140,7 @@ void Narrow(const float* x, void* out, int64_t count, Width width) {
     std::memcpy(out, x, static_cast<size_t>(count) * sizeof(float));
   } else if (width == Width::kBfloat16) {
     NarrowEach(x, static_cast<uint16_t*>(out), count, [](F16 values) { return ToBfloat16(values); });
-  } else {
+  } else if (width == Width::kFloat16) {
     NarrowEach(x, static_cast<uint16_t*>(out), count, [](F16 values) { return ToHalf(values); });
   }
 }

@@ -348,7 +348,7 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
   rows.bytes.resize(p.bytes ? size(p.rows * p.stride) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
   rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
-  SetTiles(runs, p.rows, rows);
+  if (p.bytes && !p.IsPerOutput()) SetTiles(runs, p.rows, rows);
   if (moved) sorted.resize(size(p.rows * p.outer));
   float* to = moved ? sorted.data() : y;
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax import LLM, ExecutionOptions, SamplingParams
+from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, load, new_cache, prefill
 from rooflax.engine.sequence import SequenceStatus
 from rooflax.errors import RequestError
 from tests import goldens
@@ -417,6 +419,27 @@ def test_no_prompts_give_no_completions(llm):
 def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
     with pytest.raises(RequestError, match="263.*0 to.*262"):
         llm.generate([[1]], params(logit_bias={263: 1.0}))
+
+
+@pytest.mark.parametrize(("quantize", "kv_dtype"), [(None, "float32"), ("w8a16", "float16")])
+def test_the_cache_is_float16_where_products_round(quantize, kv_dtype):
+    llm = LLM("preset:gpt2-tiny", quantize=quantize)
+    assert llm.precision.kv_dtype == kv_dtype
+    assert LLM("preset:gpt2-tiny", quantize=quantize, kv_dtype="int8").precision.kv_dtype == "int8"
+    engine = llm.new_engine(num_slots=1, max_tokens=32)
+    assert {pool.dtype.name for pool in jax.tree.leaves(engine.runner.cache)} == {kv_dtype}
+
+
+def test_a_float16_cache_is_near_a_float32_one():
+    model, tokens = load("preset:gpt2-tiny"), jnp.arange(40, dtype=jnp.int32)[None] * 7
+    rows = {}
+    for dtype in ("float32", "float16", "bfloat16"):
+        cache = new_cache(model, max_tokens=64, dtype=dtype)
+        _, cache = prefill(model, cache, tokens)
+        step = jnp.array([3], jnp.int32), jnp.array([40], jnp.int32)
+        rows[dtype] = np.asarray(decode_step(model, cache, *step)[0])
+    near, far = (np.abs(rows[d] - rows["float32"]).max() for d in ("float16", "bfloat16"))
+    assert 0 < 4 * near < far < 0.05
 
 
 def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):

@@ -84,7 +84,7 @@ POINTS = (
             "No mask is kept: positions decide inside the kernel. Block patterns (window, "
             "first tokens, strided) skip hidden blocks"
         ),
-        "ops/attention/paging.py, pattern.py",
+        "ops/attention/plan.py, pattern.py",
         "blocks visited follow blocks seen (tests)",
     ),
     (

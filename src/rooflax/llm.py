@@ -60,14 +60,16 @@ class LLM:
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
             GGUF file's quantised weights as they are; a dtype is what they are turned into.
-        kv_dtype: of the KV cache; None is dtype, or float16 beside quantised weights on a CPU.
+        kv_dtype: of the KV cache; None is dtype, but float16 on a CPU where products round (with
+            `quantize`, or a folder written so).
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once.
         prefix_caching: keep what prompts computed, and share it with those that begin the same.
         speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
-        options: what may change speed but never a token; None is
+        options: what may change speed but never a token, as long as the KV cache is as wide as
+            the activations; None is
             `ExecutionOptions.for_platform` of the platform here.
         weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
             from the file at every step. None loads them all.
@@ -144,7 +146,7 @@ class LLM:
             narrow=dtype is None and native_linear,
             keep=dtype is None,
         )
-        self.precision = given.resolve(platform, quantized=self.storage.is_quantized)
+        self.precision = given.resolve(platform, rounded=self.storage.rounds)
         plan = budget and plan_of(self.about, self.storage, self.max_model_len, budget)
         with count_compilations(self._compiled):
             if plan and plan.streamed:

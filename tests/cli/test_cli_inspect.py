@@ -156,6 +156,7 @@ def test_doctor_says_what_is_here(rooflax):
         "kernels",
         "choices",
         "compile_cache",
+        "tuned_block_sizes",
         "hub",
     ]
     assert found["host"]["threads"] == 3

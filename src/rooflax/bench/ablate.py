@@ -11,6 +11,7 @@ from typing import Any
 
 from rooflax.bench.workload import Workload
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.ops import accelerator
 
 Applies = Callable[[ExecutionOptions, Any, dict[str, str]], bool]
 
@@ -90,6 +91,9 @@ def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     if best.kernels == "native":  # the platform's best where it was found; by name it refuses
         best = replace(best, kernels=None)  # what it does not do, such as copied heads
     switches = [s for s in SWITCHES if s.applies(best, config, kernels)]
+    narrow, own = work.precision, work.precision.resolve(accelerator.platform()).dtype
+    if narrow.kv_dtype is None:  # without a cache nothing is rounded to its width
+        work = replace(work, precision=replace(narrow, kv_dtype=own))
     slow = _off(best, switches)
     rows = [Row("baseline", replace(work, options=slow), None)]
     for count, switch in enumerate(switches, start=1):
@@ -99,9 +103,9 @@ def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     for switch in switches[:-1]:  # all but the last is the row before the full one
         options = _off(best, [switch])
         rows.append(Row(f"all but {switch.name}", replace(work, options=options), full))
-    if work.precision.quantize is None:
+    if narrow.quantize is None:
         for name in FORMATS:
-            precision = replace(work.precision, quantize=name)
+            precision = replace(narrow, quantize=name)
             best_work = replace(work, options=best, precision=precision)
             rows.append(Row(f"all, {name}", best_work, full, exact=False))
     return rows

@@ -268,18 +268,24 @@ def _measured(
     )
 
 
+REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RecursionError)
+"""What compilers raise, while lowering too, for sizes that they do not take."""
+
+
 def _compiled(
     program: Program, question: Question, others: Mapping[Key, Sizes]
 ) -> Iterator[tuple[Sizes, Callable[..., Any]]]:
     """The program with each of the question's answers that the compiler takes."""
     for sizes in (question.rule, *question.others):
-        with block_sizes.trying({**others, question.key: sizes}):
-            lowered = program.lower()
         try:
-            yield sizes, lowered.compile()
-        except jax.errors.JaxRuntimeError:
+            with block_sizes.trying({**others, question.key: sizes}):
+                lowered = program.lower()
+            compiled = lowered.compile()
+        except REFUSALS:
             if sizes == question.rule:
                 raise
+        else:
+            yield sizes, compiled
 
 
 def keep(found: Sequence[Finding]) -> str:

@@ -194,7 +194,7 @@ def add_precision(
             "--kv-dtype",
             metavar="TYPE",
             help="of the KV cache: float32, float16, bfloat16, int8 or fp8; default as "
-            "--dtype, float16 beside quantised weights on CPU",
+            "--dtype, but float16 on CPU with --quantize",
             **kind,
         )
     if quantize:

@@ -149,7 +149,7 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
     dtype = given.resolve(platform).dtype or "float32"
     narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
     storage = about.storage(dtype, given.quantize, narrow=narrow, keep=args.dtype is None)
-    precision = given.resolve(platform, quantized=storage.is_quantized)
+    precision = given.resolve(platform, rounded=storage.rounds)
     tokens = resolve_max_model_len(about.config, args.max_model_len)
     work: dict[str, Any] = {
         "storage": storage,

@@ -31,7 +31,7 @@ def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> Non
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Switches that change speed and memory, never a token (in float32).
+    """Switches that change speed and memory, never a token (in float32, the KV cache too).
 
     Attributes:
         use_cache: keep K and V of past tokens; off, every step runs the whole sequence again.
@@ -118,7 +118,8 @@ class Precision:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of the KV cache, "int8" and "fp8" (e4m3, also "float8_e4m3fn") with a scale per
             token and head; None is the activations' dtype, but float16 beside float32 where
-            weights are quantised: those are rounded a hundred times as coarsely.
+            products round weights or activations, on a CPU, which is tens of times as coarse.
+            float16 ends at 65504; a key or value beyond it makes its sequence "not finite".
         quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
@@ -136,15 +137,15 @@ class Precision:
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))
 
-    def resolve(self, platform: str, *, quantized: bool = False) -> Precision:
+    def resolve(self, platform: str, *, rounded: bool = False) -> Precision:
         """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu").
 
         Args:
-            quantized: whether the weights of products are, if only because their checkpoint is.
+            rounded: whether products round anything (`Storage.rounds`), as with `quantize`.
         """
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
-        quantized = quantized or self.quantize is not None
-        own = "float16" if quantized and dtype == "float32" and platform == "cpu" else dtype
+        rounded = rounded or self.quantize is not None
+        own = "float16" if rounded and dtype == "float32" and platform == "cpu" else dtype
         return Precision(dtype, self.kv_dtype or own, self.quantize)
 
 

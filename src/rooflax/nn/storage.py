@@ -50,9 +50,10 @@ class Storage:
         return self.quantize or ("bfloat16" if self.narrow else self.dtype)
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether weights of products are."""
-        return self.quantize is not None or bool(self.kept)
+    def rounds(self) -> bool:
+        """Whether products round what the checkpoint does not: weights, or activations to int8."""
+        kept = any(FORMATS[format].rounds for format in self.kept.values())
+        return self.quantize is not None or kept
 
     def format_of(self, slot: Slot, config: Any) -> str | None:
         """The format that a weight is quantised to; None where it is not.

@@ -37,6 +37,8 @@ def paged_attention(
         raise NotImplementedError("attention's GPU kernel never copies K/V heads (gqa=repeat).")
     if isinstance(k_pool, QuantizedPool) and k_pool.values.dtype != jnp.int8:
         raise NotImplementedError("attention's GPU kernel reads no fp8 KV cache.")
+    if not isinstance(k_pool, QuantizedPool) and k_pool.dtype == jnp.float16:
+        raise NotImplementedError("attention's GPU kernel reads no float16 KV cache.")
     _, kv_heads, block_size, head_dim = k_pool.shape
     if block_size % 8 or head_dim % 64:
         raise NotImplementedError(

@@ -227,7 +227,7 @@ class Poisoned(Drafter):
         return [[7] * num_tokens for _ in sequences]
 
 
-@pytest.mark.parametrize("kernels", ["xla", None])
+@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), None])
 def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels):
     """Its sequence starts over without drafts, and gives what it gives alone."""
     model = load("preset:gpt-oss-tiny")  # its head is another matrix
@@ -253,7 +253,7 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_more_blocks_than_a_step_reads_are_no_harm(plain, unhesitating, jit):
     """Room for 32 tokens, of which the next step takes one, at the edge of a bucket."""
     options = ExecutionOptions(kernels="xla", jit=jit)

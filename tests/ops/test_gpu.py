@@ -395,13 +395,13 @@ def without(pool, blocks):
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        ("float32", "window"),
+        pytest.param("float32", "window", marks=pytest.mark.slow),
         ("float32", "window and first tokens"),
         ("int8", "strided"),
         ("int8, window", "all of it"),
-        ("bfloat16, prompt", "window"),
+        pytest.param("bfloat16, prompt", "window", marks=pytest.mark.slow),
         ("bfloat16, prompt", "window and first tokens"),
-        ("bfloat16, prompt", "strided"),
+        pytest.param("bfloat16, prompt", "strided", marks=pytest.mark.slow),
         ("bfloat16, prompt, window", "all of it"),
     ],
 )
@@ -486,8 +486,8 @@ def reference_experts(*arguments):
     [
         ("few tokens", "float32"),
         ("few tokens", "mxfp4-a16"),
-        ("all tokens the same experts", "float32"),
-        ("more experts than pairs", "mxfp4-a16"),
+        pytest.param("all tokens the same experts", "float32", marks=pytest.mark.slow),
+        pytest.param("more experts than pairs", "mxfp4-a16", marks=pytest.mark.slow),
     ],
 )
 def test_experts_with_few_tokens(name, kind, interpreted):

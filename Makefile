@@ -1,9 +1,10 @@
 # Everything a fresh machine needs: `make demo` runs the main job, `make test` the tests.
-# PYTHON=... chooses the interpreter, VENV=... the environment.
+# PYTHON=... chooses the interpreter, VENV=... the environment, WORKERS=... the tests' processes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+WORKERS ?= 2
 # Bytecode is written when a module is first imported: few of what is installed ever are.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 define PROMPT
@@ -28,7 +29,7 @@ demo: $(VENV)/.installed
 test: lint sanitize suite
 
 suite: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -m "slow or not slow"

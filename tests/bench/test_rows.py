@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from rooflax.bench import report
-from rooflax.bench.ablate import SWITCHES, Row, ablation, summarise
+from rooflax.bench.ablate import SWITCHES, Row, ablation, comparable, summarise
 from rooflax.bench.breakdown import (
     DISPATCH,
     Event,
@@ -141,6 +141,16 @@ def test_ablation_turns_on_what_the_architecture_has():
     assert [r.label for r in rows if not r.exact] == ["all, int8", "all, int4"]
     bare = ablation(TINY, describe("preset:gpt-oss-tiny").config, XLA)
     assert not any("native" in r.label for r in bare)
+
+
+def test_the_cache_of_an_ablation_rounds_nothing():
+    """float16 is the default beside products that round, and a row without a cache knows no width."""
+    quantized = replace(TINY, precision=Precision(quantize="int8"))
+    assert comparable(quantized, rounded=True).precision.kv_dtype == "float32"
+    chosen = replace(TINY, precision=Precision(kv_dtype="int8", quantize="int8"))
+    assert comparable(chosen, rounded=True) == chosen
+    assert comparable(TINY, rounded=False) == TINY
+    assert comparable(TINY, rounded=True).precision.kv_dtype == "float32"  # a folder written so
 
 
 SWITCHED = {

@@ -76,6 +76,19 @@ class Row:
     exact: bool = True
 
 
+def comparable(work: Workload, *, rounded: bool) -> Workload:
+    """With a KV cache as wide as the activations: without a cache nothing is rounded to its width.
+
+    Args:
+        rounded: whether the model's products round (`Storage.rounds`).
+    """
+    given = work.precision
+    resolved = given.resolve(accelerator.platform(), rounded=rounded)
+    if given.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
+        return work
+    return replace(work, precision=replace(given, kv_dtype=resolved.dtype))
+
+
 def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     """The rows, in order: the baseline, one switch more each, all but one each, weight formats.
 
@@ -91,9 +104,6 @@ def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     if best.kernels == "native":  # the platform's best where it was found; by name it refuses
         best = replace(best, kernels=None)  # what it does not do, such as copied heads
     switches = [s for s in SWITCHES if s.applies(best, config, kernels)]
-    narrow, own = work.precision, work.precision.resolve(accelerator.platform()).dtype
-    if narrow.kv_dtype is None:  # without a cache nothing is rounded to its width
-        work = replace(work, precision=replace(narrow, kv_dtype=own))
     slow = _off(best, switches)
     rows = [Row("baseline", replace(work, options=slow), None)]
     for count, switch in enumerate(switches, start=1):
@@ -103,9 +113,9 @@ def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
     for switch in switches[:-1]:  # all but the last is the row before the full one
         options = _off(best, [switch])
         rows.append(Row(f"all but {switch.name}", replace(work, options=options), full))
-    if narrow.quantize is None:
+    if work.precision.quantize is None:
         for name in FORMATS:
-            precision = replace(narrow, quantize=name)
+            precision = replace(work.precision, quantize=name)
             best_work = replace(work, options=best, precision=precision)
             rows.append(Row(f"all, {name}", best_work, full, exact=False))
     return rows

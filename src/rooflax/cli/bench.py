@@ -188,14 +188,16 @@ def _print_rows(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def _ablate(args: argparse.Namespace) -> int:
     from rooflax.bench import report
-    from rooflax.bench.ablate import ablation, summarise
+    from rooflax.bench.ablate import ablation, comparable, summarise
     from rooflax.bench.document import document
     from rooflax.bench.worker import measure_apart
     from rooflax.loading.load import describe
 
     work = _one(args, "--ablate")
-    config = describe(work.model, **work.source).config
-    rows = ablation(work, config, measure_apart(work, "kernels")["result"])
+    about, given = describe(work.model, **work.source), work.precision
+    storage = about.storage("float32", given.quantize, narrow=False, keep=given.dtype is None)
+    work = comparable(work, rounded=storage.rounds)
+    rows = ablation(work, about.config, measure_apart(work, "kernels")["result"])
     measured = _measured([row.work for row in rows], args.quiet)
     whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
     _write_html(args, whole)

@@ -333,7 +333,7 @@ def test_min_tokens_puts_off_every_way_to_stop(llm):
         llm.generate([PROMPTS[0]], params(min_tokens=2, stop_token_ids=range(33)))
 
 
-@pytest.mark.parametrize("kernels", ["xla", None])
+@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), None])
 def test_what_is_not_finite_ends_alone_and_is_never_shared(folder, kernels):
     """Token 200's embedding is NaN: whoever reads it fails, nobody else sees it, then or later."""
     llm = LLM(folder, max_num_seqs=3, options=ExecutionOptions(kernels=kernels))

@@ -187,10 +187,8 @@ def test_what_a_checkpoint_holds_quantised_stays_so(ask, quantised, kind, mesh, 
     assert all(np.prod(whole) == parts * np.prod(own) for whole, own in values.values())
 
 
-@pytest.mark.parametrize(
-    ("mesh", "kv_dtype"),
-    [pytest.param("stage=2", "int8", marks=pytest.mark.slow), ("data=2", "fp8")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "kv_dtype"), [("stage=2", "int8"), ("data=2", "fp8")])
 def test_beams_drafts_and_a_cache_of_bytes_on_a_mesh(tmp_path, mesh, kv_dtype):
     """What copies blocks, checks several tokens at once, and keeps scales beside its pools."""
     folder = write_checkpoint(tmp_path, "llama")

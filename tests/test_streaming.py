@@ -142,6 +142,7 @@ def test_drafts_that_hold_share_what_is_read(folder):
     assert streamed.model.counts.num_steps < GREEDY.max_tokens
 
 
+@pytest.mark.slow
 def test_a_server_streams_and_compiles_nothing(folder):
     whole, streamed = pair(folder("qwen2"))
     wanted = tokens(whole)

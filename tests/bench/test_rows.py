@@ -144,7 +144,7 @@ def test_ablation_turns_on_what_the_architecture_has():
 
 
 def test_the_cache_of_an_ablation_rounds_nothing():
-    """float16 is the default beside products that round, and a row without a cache knows no width."""
+    """Beside products that round it would be float16, and a row without a cache knows no width."""
     quantized = replace(TINY, precision=Precision(quantize="int8"))
     assert comparable(quantized, rounded=True).precision.kv_dtype == "float32"
     chosen = replace(TINY, precision=Precision(kv_dtype="int8", quantize="int8"))

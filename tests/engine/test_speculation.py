@@ -154,7 +154,7 @@ def test_ngrams_change_no_token(plain, drafting, unhesitating, given):
     [
         pytest.param({"jit": False}, marks=pytest.mark.slow),
         pytest.param({"layers": "unrolled"}, marks=pytest.mark.slow),
-        {"kernels": "xla"},
+        pytest.param({"kernels": "xla"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -166,7 +166,11 @@ def test_ngrams_change_no_token_with_other_options(plain, unhesitating, options)
     assert found.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("given", [{}, {"temperature": 0.8, "seed": 5}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.8, "seed": 5}],
+    ids=str,
+)
 def test_a_model_that_is_its_own_draft_is_always_right(unhesitating, given):
     """Drafts are drawn with the noise of the tokens they stand for."""
     preset = "preset:gpt2-tiny"

@@ -503,7 +503,15 @@ TINY = {
 
 @pytest.mark.parametrize(
     ("model", "format", "options"),
-    [("llama", "w8a16", {}), ("gpt-oss", "mxfp4-a16", {"kernels": "pallas", "layers": "scan"})],
+    [
+        ("llama", "w8a16", {}),
+        pytest.param(
+            "gpt-oss",
+            "mxfp4-a16",
+            {"kernels": "pallas", "layers": "scan"},
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", TINY[model])

@@ -82,7 +82,7 @@ def test_every_family_says_the_same(folder, name):
     [
         ("gpt_oss", {"quantize": "int8"}),
         ("qwen2", {"dtype": "bfloat16"}),
-        ("llama", {"speculate": "ngram"}),
+        pytest.param("llama", {"speculate": "ngram"}, marks=pytest.mark.slow),
         ("gpt2", {"options": ExecutionOptions(use_cache=False)}),
         ("llama", {"options": ExecutionOptions(kernels="xla")}),
         ("gpt2", {"check": True}),

@@ -139,6 +139,15 @@ def test_an_fp8_cache_is_left_to_xla():
     np.testing.assert_array_equal(chosen, wanted)
 
 
+def test_a_float16_cache_is_left_to_xla():
+    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    pools = [jnp.asarray(a, jnp.float16) for a in (k, v)]
+    with pytest.raises(NotImplementedError, match="no float16 KV cache"):
+        attend("pallas", scale=0.3)(q, *pools, **keywords)
+    chosen, wanted = (attend(n, scale=0.3)(q, *pools, **keywords) for n in (None, "xla"))
+    np.testing.assert_array_equal(chosen, wanted)
+
+
 def test_heads_lie_padded_in_the_cache():
     """A token's head takes a row of lanes; what is behind it does not count."""
     q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)

@@ -254,11 +254,15 @@ def test_paged_attention_over_narrow_pools(kind, interpreted):
     close(out, paged_attention(q, k_pool, v_pool, **keywords, implementation="reference"))
 
 
-def test_an_fp8_cache_is_refused():
+def test_caches_of_fp8_and_float16_are_refused():
     q, *pools, keywords = paged(replace(FEW[0], head_dim=128))
-    pools = [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools]
-    with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
-        attention_gpu.paged_attention(q, *pools, **keywords, repeat_kv=False)
+    narrow = {
+        "fp8": [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools],
+        "float16": [pool.astype(jnp.float16) for pool in pools],
+    }
+    for name, others in narrow.items():
+        with pytest.raises(NotImplementedError, match=f"no {name} KV cache"):
+            attention_gpu.paged_attention(q, *others, **keywords, repeat_kv=False)
 
 
 def test_contexts_split_over_programs(interpreted, monkeypatch):

@@ -19,7 +19,7 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401
-from tests.versions import leave_out  # noqa: E402
+from tests.default_run import leave_out  # noqa: E402
 
 install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
 

@@ -137,8 +137,11 @@ def join_processes(args: argparse.Namespace) -> None:
 
     given = {"num_processes": args.num_processes, "process_id": args.process_id}
     for name, variable in (("num_processes", COUNT_VARIABLE), ("process_id", NUMBER_VARIABLE)):
-        if given[name] is None and os.environ.get(variable, "").isdigit():
-            given[name] = int(os.environ[variable])
+        text = os.environ.get(variable)
+        if given[name] is None and text is not None:
+            if not (text.isascii() and text.isdigit()):
+                raise RequestError(f"{variable} is {text!r}; it must be a whole number.")
+            given[name] = int(text)
     try:
         jax.distributed.initialize(named, **given, initialization_timeout=JOIN_S)
     except (RuntimeError, ValueError) as error:

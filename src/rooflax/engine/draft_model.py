@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
             decode_rows=(engine.num_slots,),
             prefills=tuple(sorted(prefills)),
         )
-        return engine.runner.seal(buckets, report)
+        return engine.runner.seal(buckets, report, scores=False)
 
     def reset(self) -> None:
         self.engine.forget_all()

@@ -320,17 +320,20 @@ class Runner:
             function = self._function(shape.kind)
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
-    def seal(self, buckets: Buckets, report: Callable[[Compiled], None]) -> list[Compiled]:
+    def seal(
+        self, buckets: Buckets, report: Callable[[Compiled], None], *, scores: bool = True
+    ) -> list[Compiled]:
         """Compiles every shape; from then on another one is an error.
 
         Args:
             report: is told of each program as it is done.
+            scores: prompts may want the log-probabilities of their own tokens.
         """
         self.buckets, self.is_sealed, self._plain = buckets, True, False
-        scored = Shape("scored", 1, self.longest_prefill, self.max_tokens)
+        scored = [Shape("scored", 1, self.longest_prefill, self.max_tokens)] if scores else []
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
-            for shape in [*buckets.shapes(), scored]
+            for shape in [*buckets.shapes(), *scored]
         }
         programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
         programs["blocks to copy"] = lambda: self.copy([])

@@ -1,0 +1,156 @@
+"""What the default run leaves to `make test-all`: further cases of what it tests at least once.
+
+Nearly all of a test's time goes into compiling, and programs of the same code at other sizes
+seldom break alone. On JAX 0.11 and later it leaves out more: of what follows from our own code
+alone the oldest version's word is enough.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+import pytest
+
+NEWER_JAX = jax.__version_info__ >= (0, 11)
+
+LEFT_OUT = {
+    "bench/test_rows.py": ("ablation_rows_really", "deterministic_rows"),
+    "cli/test_cli_verify.py": ("implementations1",),
+    "engine/test_beams.py": ("in_a_crowd",),
+    "engine/test_same_tokens.py": ("[gpt2-131",),
+    "engine/test_speculation.py": ("frequency_penalty", "more_blocks_than"),
+    "loading/test_gguf.py": ("checkpoint_computes[qwen2", "checkpoint_computes[llama3",
+                             "tokens[gpt2", "tokens[llama2", "tokens[qwen2"),
+    "loading/test_gguf_kept.py": ("changes_a_token[gpt2", "changes_a_token[qwen2",
+                                  "own_numbers[gpt2", "own_numbers[llama3-q8_0"),
+    "models/test_beam_parity.py": ("[qwen2_window", "[gpt2"),
+    "models/test_config.py": ("length[llama", "length[qwen2"),
+    "models/test_options.py": (
+        "unchanged[layers=scan, gqa=repeat, decode_steps=5]",
+        "unchanged[layers=scan, moe=dense, kernels=xla]",
+        "unchanged[layers=unrolled, moe=dense, decode_steps=1]",
+        "unchanged[layers=unrolled, moe=dense, kernels=reference]",
+        "unchanged[layers=unrolled, kernels=xla, decode_steps=1]",
+        "unchanged[layers=unrolled]",
+        "unchanged[use_cache=False, layers=unrolled, gqa=repeat, moe=per_token",
+        "unchanged[use_cache=False, layers=unrolled, moe=per_token",
+        "same[gpt2-False", "cache[preset:gpt-oss-tiny-None", "cache[preset:gpt2-tiny-int8",
+        "batch[gpt_oss-None", "batch[gpt2-int4", "bits[gpt_oss-None", "bits[gpt2-int4",
+    ),
+    "nn/test_stacking.py": ("layers[False-preset:gpt2", "layers[True-preset:gpt-oss"),
+    "ops/test_attention.py": tuple(
+        f"{case}-{how}"
+        for case in ("[window", "multi-head", "multi-query", "grouped", "window of one", "sinks",
+                     "window beyond the context", "whole sequences", "one head")
+        for how in ("tokens_as_int8", "tokens_as_fp8")
+    ),
+    "ops/test_moe.py": ("experts[1-w8a8-g32", "experts[3-w8a8", "experts[40-w8a8-g32"),
+    "ops/test_native.py": ("products[generic-64-48", "products[generic-float32-64-48",
+                           "products[generic-bfloat16-64-48", "products[generic-96-37-w8a8-g32",
+                           "behind[generic-64"),
+    "ops/test_tpu.py": (
+        "visits_follow_the_pattern[1-window]", "visits_follow_the_pattern[64-strided",
+        "visits_follow_the_pattern[1-all", "visits_follow_the_pattern[64-window and",
+        "their_mask[1-None-all", "their_mask[70-300-window]", "their_mask[1-None-window]",
+        "their_mask[70-300-all", "attention[multi-", "attention[window of", "attention[sinks]",
+        "attention[window]", "attention[whole sequences]", "attention[decode", "contexts[decode",
+        "contexts[tiles of queries in a window-float32", "experts[many", "experts[all tokens",
+        "experts[w8a8-g32", "experts[w8a16", "experts[mxfp4-a8", "experts[w4a8", "experts[one",
+        "experts[few", "products[bfloat16-w", "products[bfloat16-mxfp4-a8",
+    ),
+    "test_llm.py": ("an_fp8_cache",),
+    "test_sharding.py": ("stays_so[qwen2", "part[llama", "no_more[int8"),
+    "test_streaming.py": ("says_the_same[gpt2", "says_the_same[qwen2", "llama-how4"),
+    "test_structured.py": ("a_crowded_engine",),
+    "train/test_export.py": ("exactly[gpt2", "exactly[qwen2"),
+    "train/test_step.py": ("gradients[gpt2", "gradient[llama", "gradient[gpt2", "gradient[qwen2",
+                           "float32[gpt2", "decay[scan"),
+}  # fmt: skip
+"""By module, parts of the names of tests that only `make test-all` runs."""
+
+KEPT_ON_NEWER = {
+    "bench/test_choices.py": (),
+    "bench/test_founding.py": (),
+    "bench/test_gpu_figures.py": (),
+    "bench/test_html.py": (),
+    "bench/test_rows.py": ("quick",),
+    "cli/test_cli_flags.py": ("[doctor]", "[inspect]", "short_and_other", "versus"),
+    "cli/test_cli_generate.py": ("beams",),
+    "cli/test_cli_chat.py": ("base_model",),
+    "cli/test_cli_perplexity.py": (),
+    "cli/test_cli_streaming.py": (),
+    "cli/test_cli_train.py": (),
+    "cli/test_cli_verify.py": ("isolate_finds_no", "what_differs"),
+    "engine/test_beams.py": ("[llama_gqa",),
+    "engine/test_exhaustion.py": ("llm_survives",),
+    "engine/test_same_tokens.py": ("[qwen2_window-16", "every_switch"),
+    "engine/test_speculation.py": ("test_ngrams_change_no_token[{}]", "not_finite", "refused"),
+    "loading/test_gguf.py": ("same_greedy_tokens",),
+    "loading/test_gguf_hostile.py": (),
+    "loading/test_gguf_kept.py": ("refused", "experts", "order_of"),
+    "models/test_beam_parity.py": ("[gpt_oss]",),
+    "models/test_config.py": (),
+    "models/test_options.py": (
+        "batch[gpt_oss-mxfp4", "copy_neither", "lowered", "refused", "tokens[plain",
+        "tokens[scan", "compiles_nothing", "leave_the_tokens_unchanged[gpt2",
+    ),
+    "nn/test_stacking.py": ("widens", "int4]", "only_copied"),
+    "ops/test_attention.py": ("None]", "refused", "sinks and window"),
+    "ops/test_moe.py": ("test_experts[", "bit_for_bit"),
+    "ops/test_native.py": ("avx512-96", "attention", "largest", "generic-float32"),
+    "ops/test_sampling.py": ("draw", "noise"),
+    "ops/test_tpu.py": ("refused",),
+    "product/test_compile_cache.py": ("second_process",),
+    "product/test_embedded.py": ("first_run", "transformers"),
+    "test_async_llm.py": ("stop_string", "shutdown", "refused", "numbers"),
+    "test_beams.py": ("not_finite", "refused", "more_beams"),
+    "test_llm.py": ("every_sampling_field", "not_finite", "logprobs", "refused", "same_beginning"),
+    "test_processes.py": ("memory", "refused"),
+    "test_structured.py": ("refused",),
+    "test_sharding.py": ("[tensor=4]", "[expert=2]", "[data=2]", "refused", "stages_of"),
+    "test_streaming.py": ("every_family", "refused", "packed"),
+    "train/test_checkpoint.py": (),
+    "train/test_export.py": (),
+    "train/test_loop.py": ("a_line",),
+    "train/test_step.py": (),
+}  # fmt: skip
+"""By module, parts of the names of the tests that stay there; other modules stay whole."""
+
+
+TESTS = Path(__file__).parent
+
+
+def leave_out(items: Iterable[pytest.Item]) -> None:
+    """Marks as slow what the default run does not have.
+
+    Raises:
+        pytest.UsageError: everything was collected, and a part here is in no name.
+    """
+    names = defaultdict(list)
+    for item in items:
+        module, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        names[module].append(name)
+        left = _has(name, LEFT_OUT.get(module, ()))
+        if NEWER_JAX and module in KEPT_ON_NEWER:
+            left |= not _has(name, KEPT_ON_NEWER[module])
+        if left:
+            item.add_marker(pytest.mark.slow)
+    if len(names) == len(list(TESTS.rglob("test_*.py"))):
+        _check(names)
+
+
+def _check(names: Mapping[str, list[str]]) -> None:
+    stale = [
+        f"{module}: {part}"
+        for table in (LEFT_OUT, KEPT_ON_NEWER)
+        for module, parts in table.items()
+        for part in parts
+        if not any(part in name for name in names[module])
+    ]
+    if stale:
+        raise pytest.UsageError(f"tests/default_run.py names no test: {'; '.join(stale)}.")
+
+
+def _has(name: str, parts: Iterable[str]) -> bool:
+    return any(part in name for part in parts)

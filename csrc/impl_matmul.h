@@ -20,8 +20,10 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kDepth = 8;  // rows of x, and of w, that meet in registers
+constexpr int64_t kWideStripe = 12;        // pairs of vectors of sums that fit there
 #else
 constexpr int64_t kTile = 4, kDepth = 4;
+constexpr int64_t kWideStripe = 3;
 #endif
 constexpr int64_t kPair = 2 * kLanes;
 
@@ -87,6 +89,48 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, flo
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
+constexpr int64_t kStripeAhead = 8;  // rows of w that are fetched before they are needed
+
+// sums[n] = sum of x[k] * w[k, n] for kPairs pairs of columns, whose sums stay in registers; `next`
+// is the stripe that follows. Their loads keep more of memory busy than those of `AddRows`, which
+// wait for sums to be stored.
+template <int64_t kPairs>
+void OneRowStripe(const float* x, int64_t inner, const uint16_t* w, int64_t outer,
+                  const uint16_t* next, float* to) {
+  F16 sums[kPairs][2];
+  for (auto& pair : sums) pair[0] = pair[1] = F16{};
+  for (int64_t k = 0; k < inner; ++k) {
+    const uint16_t* line = w + k * outer;
+    const int64_t left = inner - k - kStripeAhead;
+    const uint16_t* ahead = left > 0 ? line + kStripeAhead * outer : next - left * outer;
+    for (int64_t i = 0; i < kPairs; ++i) {
+      __builtin_prefetch(ahead + i * kPair);
+      F16 wide[2];
+      LoadPair(line + i * kPair, wide);
+      sums[i][0] += x[k] * wide[0];
+      sums[i][1] += x[k] * wide[1];
+    }
+  }
+  for (int64_t i = 0; i < kPairs; ++i) {
+    Store(to + i * kPair, sums[i][0]);
+    Store(to + i * kPair + kLanes, sums[i][1]);
+  }
+  Unpair(w, to, kPairs * kPair);
+}
+
+// One row times bfloat16: one part's sums from column n on, by whole stripes; where those end.
+template <int64_t kPairs>
+int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64_t n) {
+  constexpr int64_t kStripe = kPairs * kPair;
+  for (; n + kStripe <= a.end; n += kStripe) {
+    const auto* w = static_cast<const uint16_t*>(a.w) + k_begin * a.out.outer + n;
+    const uint16_t* next = n + 2 * kStripe <= a.end ? w + kStripe : w;
+    OneRowStripe<kPairs>(a.x + k_begin, k_end - k_begin, w, a.out.outer, next,
+                         a.parts + n - a.parts_begin);
+  }
+  return n;
+}
+
 // Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
 template <int64_t M, typename W>
 void MatmulFew(const MatmulArgs& a) {
@@ -94,7 +138,12 @@ void MatmulFew(const MatmulArgs& a) {
   const int64_t k_begin = a.part * PartLength(a.inner);
   const int64_t k_end = std::min(a.inner, k_begin + PartLength(a.inner));
   constexpr int64_t kStretch = kFewSums / M / kPair * kPair;
-  for (int64_t begin = a.begin; begin < a.end; begin += kStretch) {
+  int64_t begin = a.begin;
+  if constexpr (M == 1 && sizeof(W) == 2) {
+    begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
+    begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
+  }
+  for (; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);
     float* sums = a.parts + begin - a.parts_begin;
     for (int64_t m = 0; m < M; ++m) {

@@ -62,23 +62,30 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
-  static constexpr int64_t Panels(int64_t rows) {
-    return rows <= 2 ? 8 : rows == 3 ? 6 : rows == 4 ? 5 : rows == 5 ? 4 : rows <= 7 ? 3 : 2;
+  static constexpr int64_t Panels(int64_t rows) { return rows <= 8 ? 1 : 2; }
+
+  // Quads that take turns among as many sums, so that few rows' sums do not wait for each other.
+  // Whole numbers add up alike in any order.
+  static constexpr int64_t Turns(int64_t rows) {
+    return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 7 ? 2 : 1;
   }
 
   template <int64_t M, int64_t P>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
-    const int64_t quads = a.stride / 4;
+    constexpr int64_t T = Turns(M);
+    const int64_t quads = a.stride / 4, whole = quads / T * T;
     const auto* x = static_cast<const uint8_t*>(a.x) + row * a.stride;
     const uint8_t* w = a.w + panel * quads * 64;
-    I16 sums[P][M];
-    for (auto& line : sums) {
-      for (auto& sum : line) sum = I16{};
+    I16 sums[T][P][M];
+    for (auto& turn : sums) {
+      for (auto& line : turn) {
+        for (auto& sum : line) sum = I16{};
+      }
     }
-    for (int64_t quad = 0; quad < quads; ++quad) {
+    const auto add = [&](int64_t quad, I16 (&to)[P][M]) {
       I16 weights[P];
       // Behind the end of a panel comes the one that the next tile begins with there.
-      const int64_t ahead = quad + 64 < quads ? 4096 : 4096 + (P - 1) * quads * 64;
+      const int64_t ahead = P == 1 || quad + 64 < quads ? 4096 : 4096 + (P - 1) * quads * 64;
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * quads + quad) * 64;
         __builtin_prefetch(from + ahead);
@@ -86,16 +93,21 @@ struct Int8Tile {
       }
       for (int64_t m = 0; m < M; ++m) {
         const I16 value = BroadcastBytes(x + m * a.stride + quad * 4);
-        for (int64_t p = 0; p < P; ++p) sums[p][m] = Dot4(sums[p][m], value, weights[p]);
+        for (int64_t p = 0; p < P; ++p) to[p][m] = Dot4(to[p][m], value, weights[p]);
       }
+    };
+    for (int64_t quad = 0; quad < whole; quad += T) {
+      for (int64_t t = 0; t < T; ++t) add(quad + t, sums[t]);
     }
+    for (int64_t quad = whole; quad < quads; ++quad) add(quad, sums[0]);
     for (int64_t p = 0; p < P; ++p) {
       const int64_t n = (panel + p) * kPanel;
       const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
       const I16 offset = Load<I16>(a.w_sum + n) * 128;
       for (int64_t m = 0; m < M; ++m) {
+        for (int64_t t = 1; t < T; ++t) sums[0][p][m] += sums[t][p][m];
         const F16 scale = w_scale * a.x_scale[row + m];
-        FinishPanel(a.out, row + m, panel + p, ToFloat(sums[p][m] - offset) * scale);
+        FinishPanel(a.out, row + m, panel + p, ToFloat(sums[0][p][m] - offset) * scale);
       }
     }
   }
@@ -149,7 +161,7 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
-  static constexpr int64_t Panels(int64_t rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+  static constexpr int64_t Panels(int64_t) { return 1; }
 
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>

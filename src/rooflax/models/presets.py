@@ -67,6 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt-oss-3b": _gpt_oss(4, 32, vocab_size=32768),
     "gpt2-tiny": _gpt2(128, 4, 4, vocab_size=4096),
     "qwen2.5-tiny": _qwen2(128, 512, 4, 4, 2, vocab_size=4096),
     "gpt-oss-tiny": _gpt_oss(
@@ -74,7 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=32,
     ),
 }  # fmt: skip
-"""Each as the config.json of the model it is named after."""
+"""Each as the config.json of the model it is named after; gpt-oss-3b has four of gpt-oss-20b's
+layers and a small vocabulary."""
 
 
 def preset_config(model: str) -> dict[str, Any]:

@@ -204,6 +204,12 @@ def test_products_lower_for_cuda(format):
     assert "1120x53x" not in text  # the weight is nowhere in another width
 
 
+@pytest.mark.parametrize("format", ["w4a16", "mxfp4-a16"])
+def test_products_of_the_most_rows_lower_for_cuda(format):
+    x = jnp.zeros((linear_gpu.MOST_ROWS, 1120), jnp.bfloat16)
+    lowered(lambda x, w: linear_gpu.matmul(x, w, None), x, weights(format, 1120, 200))
+
+
 BLOCK = 8
 """The smallest block that the kernels take."""
 LATER = {"whole sequences", "whole sequences, window and sinks", "longer than a chunk of queries"}

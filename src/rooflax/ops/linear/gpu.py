@@ -194,7 +194,8 @@ def _sums(
         _candidates(steps, few),
     )
     per_split = -(-steps // splits)
-    turns = [range(first, min(first + at_once, few)) for first in range(0, few, at_once)]
+    turns = -(-few // at_once)
+    shared = -(-few // turns)  # rows of a turn; the last turn repeats what it lacks
 
     def body(words_ref, x_ref, scales_ref, members_ref, num_tiles_ref, out_ref) -> None:
         tile, panel, split = (jax.lax.axis_index(axis) for axis in ("tile", "panel", "split"))
@@ -203,12 +204,12 @@ def _sums(
         def _() -> None:
             first_row = (members_ref[tile] * panels + panel) * word_rows
 
-            def step(index: jax.Array, sums: list[jax.Array], turn: range) -> list[jax.Array]:
+            def step(index: jax.Array, sums: list[jax.Array], rows: list[Any]) -> list[jax.Array]:
                 wanted = first_row + index * TILE
                 start = jnp.minimum(wanted, all_rows - TILE)  # the last panel has nothing behind it
                 again = (steps + 1) * TILE - (wanted - start)
                 inputs = pl.ds(jnp.where(start < wanted, again, index * TILE), TILE)
-                parts = [filled(shape, 0.0, layout) for _ in turn]
+                parts = [filled(shape, 0.0, layout) for _ in rows]
                 loaded = [
                     load(words_ref.at[pl.ds(start, TILE), word], layout)
                     for word in range(code.words)
@@ -217,7 +218,7 @@ def _sums(
                     for place in range(code.slots // code.words):
                         numbers = UNPACK[name](packed, place)
                         slot = code.input_of(word, place)
-                        for at, row in enumerate(turn):
+                        for at, row in enumerate(rows):
                             column = load(x_ref.at[tile, row, slot, inputs], layout.reduce(1))
                             parts[at] += numbers * jax.lax.broadcast_in_dim(column, shape, (0,))
                 if not FORMATS[format].grouped:
@@ -225,13 +226,22 @@ def _sums(
                 scale = SCALE[name](load(scales_ref.at[pl.ds(start, TILE)], layout))
                 return [total + part * scale for total, part in zip(sums, parts, strict=True)]
 
-            for turn in turns:
+            def take(rows: list[Any]) -> None:
                 begin = split * per_split
                 end = jnp.minimum(begin + per_split, steps)
-                zeros = [filled(shape, 0.0, layout) for _ in turn]
-                sums = jax.lax.fori_loop(begin, end, partial(step, turn=turn), zeros)
-                for at, row in enumerate(turn):
+                zeros = [filled(shape, 0.0, layout) for _ in rows]
+                sums = jax.lax.fori_loop(begin, end, partial(step, rows=rows), zeros)
+                for at, row in enumerate(rows):
                     store(out_ref.at[tile, split, row, panel], sums[at].sum(axis=0))
+
+            def take_turn(turn: Any, carry: Any) -> Any:
+                take([jnp.minimum(turn * shared + at, few - 1) for at in range(shared)])
+                return carry
+
+            if turns == 1:
+                take(list(range(few)))
+            else:  # one turn's code for all: unrolled, it is too much for Mosaic's passes
+                jax.lax.fori_loop(0, turns, take_turn, 0)
 
     out = jax.ShapeDtypeStruct((count, splits, few, panels, PANEL), jnp.float32)
     grid = {"panel": panels, "split": splits, "tile": count}

@@ -86,9 +86,6 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, flo
   }
 }
 
-// Sums of few rows, which stay in the first cache while w streams past them.
-constexpr int64_t kFewSums = 4096;
-
 constexpr int64_t kStripeAhead = 8;  // rows of w that are fetched before they are needed
 
 // sums[n] = sum of x[k] * w[k, n] for kPairs pairs of columns, whose sums stay in registers; `next`
@@ -130,6 +127,9 @@ int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64
   }
   return n;
 }
+
+// Sums of few rows, which stay in the first cache while w streams past them.
+constexpr int64_t kFewSums = 4096;
 
 // Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
 template <int64_t M, typename W>

@@ -1,5 +1,6 @@
 """Jobs of two processes with four simulated devices each."""
 
+import argparse
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM, AsyncLLM, SamplingParams
+from rooflax.cli import platform
 from rooflax.errors import RequestError
 from tests import processes
 from tests.sharding import CONFIGS, DEVICES, NEW_TOKENS, VOCAB, write_checkpoint
@@ -74,6 +76,16 @@ def test_what_several_processes_cannot_do_alike_is_refused(monkeypatch):
             LLM("preset:qwen2.5-tiny", **arguments)
     with pytest.raises(RequestError, match="AsyncLLM runs in one process"):
         AsyncLLM("preset:gpt2-tiny", mesh=mesh)
+
+
+@pytest.mark.parametrize("variable", [platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE])
+def test_a_variable_that_is_no_number_is_refused(variable, monkeypatch):
+    for name in (platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv(variable, "two")
+    args = argparse.Namespace(coordinator="localhost:1", num_processes=None, process_id=None)
+    with pytest.raises(RequestError, match=f"{variable} is 'two'; it must be a whole number"):
+        platform.join_processes(args)
 
 
 def test_only_the_first_process_prints(folder):

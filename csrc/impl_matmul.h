@@ -18,13 +18,16 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
   }
 }
 
+// What fits into registers: rows of x and vectors of columns of a tile of many rows, rows of w that few
+// rows meet at a time, pairs of vectors of one row's sums, and sums of a table's rows.
 #if defined(__AVX512F__)
-constexpr int64_t kTile = 12, kDepth = 8;  // rows of x, and of w, that meet in registers
-constexpr int64_t kWideStripe = 12;        // pairs of vectors of sums that fit there
+constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 3, kTableSums = 4;
 #else
-constexpr int64_t kTile = 4, kDepth = 4;
-constexpr int64_t kWideStripe = 3;
+constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 1, kTableSums = 2;
 #endif
+constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
 
 // Columns n to n + 31 of a row of w; of bfloat16 the even ones, then the odd ones.
@@ -34,8 +37,8 @@ inline void LoadPair(const float* from, F16 (&pair)[2]) {
 }
 inline void LoadPair(const uint16_t* from, F16 (&pair)[2]) {
   const U16 both = Load<U16>(from);
-  pair[0] = reinterpret_cast<F16>(both << 16);
-  pair[1] = reinterpret_cast<F16>(both & 0xffff0000u);
+  pair[0] = As<F16>(both << 16);
+  pair[1] = As<F16>(both & 0xffff0000u);
 }
 
 // Sums of pairs, in the order of their columns again.
@@ -141,7 +144,7 @@ void MatmulFew(const MatmulArgs& a) {
   int64_t begin = a.begin;
   if constexpr (M == 1 && sizeof(W) == 2) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
-    begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
+    begin = OneRowStripes<(kWideStripe + 2) / 3>(a, k_begin, k_end, begin);
   }
   for (; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);
@@ -181,24 +184,25 @@ void AddParts(const MatmulArgs& a) {
   }
 }
 
-// One tile of rows times two vectors of columns that were packed as [inner, 32], part after part.
+// One tile of rows times columns that were packed as [inner, kColumns], part after part.
 template <int64_t M>
 void MatmulTile(const float* x, int64_t inner, int64_t part, const float* packed,
-                F16 (&totals)[kTile][2]) {
-  for (int64_t m = 0; m < M; ++m) totals[m][0] = totals[m][1] = F16{};
+                F16 (&totals)[kTile][kVectors]) {
   for (int64_t begin = 0; begin < inner; begin += part) {
-    F16 sums[M][2];
-    for (int64_t m = 0; m < M; ++m) sums[m][0] = sums[m][1] = F16{};
+    F16 sums[M][kVectors];
+    for (auto& line : sums) {
+      for (auto& sum : line) sum = F16{};
+    }
     for (int64_t k = begin; k < std::min(inner, begin + part); ++k) {
-      const F16 low = Load<F16>(packed + k * 32), high = Load<F16>(packed + k * 32 + 16);
+      F16 w[kVectors];
+      for (int64_t i = 0; i < kVectors; ++i) w[i] = Load<F16>(packed + k * kColumns + i * kLanes);
       for (int64_t m = 0; m < M; ++m) {
         const float value = x[m * inner + k];
-        sums[m][0] += value * low;
-        sums[m][1] += value * high;
+        for (int64_t i = 0; i < kVectors; ++i) sums[m][i] += value * w[i];
       }
     }
     for (int64_t m = 0; m < M; ++m) {
-      for (int64_t i = 0; i < 2; ++i) {
+      for (int64_t i = 0; i < kVectors; ++i) {
         totals[m][i] = begin == 0 ? sums[m][i] : totals[m][i] + sums[m][i];
       }
     }
@@ -211,17 +215,17 @@ void LastRows(const float* x, int64_t begin, int64_t end, int64_t inner, int64_t
               const float* packed, const Emit& emit) {
   if constexpr (M > 0) {
     if (end - begin < M) return LastRows<M - 1>(x, begin, end, inner, part, packed, emit);
-    F16 sums[kTile][2];
+    F16 sums[kTile][kVectors];
     MatmulTile<M>(x + begin * inner, inner, part, packed, sums);
     for (int64_t m = 0; m < M; ++m) emit(begin + m, sums[m]);
   }
 }
 
-// Every row of x times 32 packed columns, summed in parts; emit(row, its two vectors of sums).
+// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums).
 template <typename Emit>
 void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, const float* packed,
                  const Emit& emit) {
-  F16 sums[kTile][2];
+  F16 sums[kTile][kVectors];
   int64_t row = 0;
   for (; row + kTile <= rows; row += kTile) {
     MatmulTile<kTile>(x + row * inner, inner, part, packed, sums);
@@ -232,30 +236,31 @@ void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, cons
 
 constexpr int64_t kPackAhead = 24;  // rows
 
-// Many rows: 32 columns of w are packed once and meet every tile of rows.
+// Many rows: some columns of w are packed once and meet every tile of rows.
 template <typename W>
 void MatmulMany(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
-  std::vector<float> packed(static_cast<size_t>(a.inner) * 32 + 16);
-  for (int64_t n = a.begin; n < a.end; n += 32) {
-    const int64_t width = std::min<int64_t>(32, a.end - n);
+  std::vector<float> packed(static_cast<size_t>(a.inner) * kColumns + 16);
+  for (int64_t n = a.begin; n < a.end; n += kColumns) {
+    const int64_t width = std::min(kColumns, a.end - n);
     for (int64_t k = 0; k < a.inner; ++k) {
       const W* from = w + k * a.out.outer + n;
-      float* to = packed.data() + k * 32;
-      for (int64_t i = 0; i < 32; i += 16) __builtin_prefetch(from + kPackAhead * a.out.outer + i);
-      if (width == 32) {
-        Store(to, LoadWide(from));
-        Store(to + 16, LoadWide(from + 16));
+      float* to = packed.data() + k * kColumns;
+      for (int64_t i = 0; i < kColumns; i += 16) {
+        __builtin_prefetch(from + kPackAhead * a.out.outer + i);
+      }
+      if (width == kColumns) {
+        for (int64_t i = 0; i < kColumns; i += kLanes) Store(to + i, LoadWide(from + i));
       } else {
-        for (int64_t i = 0; i < 32; ++i) to[i] = i < width ? Widen(from[i]) : 0.0f;
+        for (int64_t i = 0; i < kColumns; ++i) to[i] = i < width ? Widen(from[i]) : 0.0f;
       }
     }
-    TilesOfRows(a.x, a.rows, a.inner, PartLength(a.inner), packed.data(), [&](int64_t row, const F16* sums) {
-      alignas(64) float line[32];
-      Store(line, sums[0]);
-      Store(line + 16, sums[1]);
-      Finish(a.out, row, n, width, line);
-    });
+    TilesOfRows(a.x, a.rows, a.inner, PartLength(a.inner), packed.data(),
+                [&](int64_t row, const F16* sums) {
+                  alignas(64) float line[kColumns];
+                  for (int64_t i = 0; i < kVectors; ++i) Store(line + i * kLanes, sums[i]);
+                  Finish(a.out, row, n, width, line);
+                });
   }
 }
 
@@ -265,30 +270,50 @@ void Matmul(const MatmulArgs& a) {
 
 // ---- Products with a table, [outer, inner] ----
 
+// sums[m, r] of R rows of the table, `stride` sums to a row of x; `ahead` is what comes after them.
+template <int64_t M, int64_t R, typename W>
+void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
+                 F16* sums) {
+  F16 own[M][R];
+  for (auto& line : own) {
+    for (auto& sum : line) sum = F16{};
+  }
+  for (int64_t k = 0; k + kLanes <= inner; k += kLanes) {
+    F16 values[M];
+    for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * inner + k);
+    for (int64_t r = 0; r < R; ++r) {
+      const W* line = table + r * inner + k;
+      if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
+      const F16 wide = LoadWide(line);
+      for (int64_t m = 0; m < M; ++m) own[m][r] += values[m] * wide;
+    }
+  }
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t r = 0; r < R; ++r) sums[m * stride + r] = own[m][r];
+  }
+}
+
 // At most sixteen sums, so that their lanes are added up together.
 template <int64_t M, int64_t R, typename W>
 void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
   static_assert(M * R <= kLanes);
+  constexpr int64_t kMost = M < kTableSums ? kTableSums / M : 1, kHeld = R < kMost ? R : kMost;
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
+  const int64_t whole = a.inner / kLanes * kLanes;
   F16 sums[kLanes] = {};
-  const int64_t ahead = R * a.inner;  // rows are short: the next ones must be on their way
-  int64_t k = 0;
-  for (; k + kLanes <= a.inner; k += kLanes) {
-    F16 values[M];
-    for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * a.inner + k);
-    for (int64_t r = 0; r < R; ++r) {
-      const W* line = table + r * a.inner + k;
-      if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
-      const F16 wide = LoadWide(line);
-      for (int64_t m = 0; m < M; ++m) sums[m * R + r] += values[m] * wide;
-    }
+  // Rows are short: the next ones must be on their way.
+  for (int64_t r = 0; r + kHeld <= R; r += kHeld) {
+    UnembedSums<M, kHeld>(x, a.inner, table + r * a.inner, kHeld * a.inner, R, sums + r);
+  }
+  for (int64_t r = R / kHeld * kHeld; r < R; ++r) {
+    UnembedSums<M, 1>(x, a.inner, table + r * a.inner, a.inner, R, sums + r);
   }
   float total[kLanes];
   Store(total, SumEach(sums));
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t r = 0; r < R; ++r) {
-      for (int64_t t = k; t < a.inner; ++t) {
+      for (int64_t t = whole; t < a.inner; ++t) {
         total[m * R + r] += x[m * a.inner + t] * Widen(table[r * a.inner + t]);
       }
     }

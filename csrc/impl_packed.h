@@ -24,33 +24,38 @@ void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
   for (; panel < end; ++panel) Tile::template Run<M, 1>(a, row, panel);
 }
 
-// One to eight rows at once; the more rows, the fewer panels beside each other fit into registers.
-template <typename Tile>
+// Rows whose sums fit into registers: of all tiles, and of those that take one panel at a time.
+#if defined(__AVX512F__)
+constexpr int64_t kTileRows = 12, kPanelRows = 8;
+#elif defined(__AVX2__)
+constexpr int64_t kTileRows = 4, kPanelRows = 4;
+#else
+constexpr int64_t kTileRows = 2, kPanelRows = 2;
+#endif
+
+// At most kPanelRows at once; the more rows, the fewer panels beside each other fit into registers.
+template <typename Tile, int64_t M = 1>
 void FewRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end) {
-  switch (count) {
-    case 1: return PanelsOf<Tile, 1, Tile::Panels(1)>(a, row, begin, end);
-    case 2: return PanelsOf<Tile, 2, Tile::Panels(2)>(a, row, begin, end);
-    case 3: return PanelsOf<Tile, 3, Tile::Panels(3)>(a, row, begin, end);
-    case 4: return PanelsOf<Tile, 4, Tile::Panels(4)>(a, row, begin, end);
-    case 5: return PanelsOf<Tile, 5, Tile::Panels(5)>(a, row, begin, end);
-    case 6: return PanelsOf<Tile, 6, Tile::Panels(6)>(a, row, begin, end);
-    case 7: return PanelsOf<Tile, 7, Tile::Panels(7)>(a, row, begin, end);
-    case 8: return PanelsOf<Tile, 8, Tile::Panels(8)>(a, row, begin, end);
-    default: return;
-  }
+  if (count == M) return PanelsOf<Tile, M, Tile::Panels(M)>(a, row, begin, end);
+  if constexpr (M < kPanelRows) return FewRows<Tile, M + 1>(a, row, count, begin, end);
 }
 
 // Any number of rows: a few panels that stay in the cache meet every tile of rows.
 template <typename Tile>
 void AllRows(const PackedArgs& a) {
-  if (a.rows <= 8) return FewRows<Tile>(a, 0, a.rows, a.begin, a.end);
+  if (a.rows <= kPanelRows) return FewRows<Tile>(a, 0, a.rows, a.begin, a.end);
   constexpr int64_t kPanels = 2;
   for (int64_t panel = a.begin; panel < a.end; panel += kPanels) {
     const int64_t end = std::min(panel + kPanels, a.end);
     for (int64_t row = 0, count; row < a.rows; row += count) {
-      count = TileRows(a.rows - row);
-      count == 12 ? PanelsOf<Tile, 12, Tile::Panels(12)>(a, row, panel, end)
-                  : FewRows<Tile>(a, row, count, panel, end);
+      count = TileRows(a.rows - row, kTileRows);
+      if constexpr (kTileRows > kPanelRows) {
+        if (count == kTileRows) {
+          PanelsOf<Tile, kTileRows, Tile::Panels(kTileRows)>(a, row, panel, end);
+          continue;
+        }
+      }
+      FewRows<Tile>(a, row, count, panel, end);
     }
   }
 }
@@ -62,12 +67,13 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
-  static constexpr int64_t Panels(int64_t rows) { return rows <= 8 ? 1 : 2; }
+  static constexpr int64_t Panels(int64_t rows) { return rows <= kPanelRows ? 1 : 2; }
 
   // Quads that take turns among as many sums, so that few rows' sums do not wait for each other.
   // Whole numbers add up alike in any order.
   static constexpr int64_t Turns(int64_t rows) {
-    return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 7 ? 2 : 1;
+    constexpr int64_t kSums = kPanelRows;
+    return rows == 1 ? kSums : rows <= kSums * 3 / 8 ? kSums / 2 : rows < kSums && kSums > 4 ? 2 : 1;
   }
 
   template <int64_t M, int64_t P>
@@ -93,7 +99,7 @@ struct Int8Tile {
       }
       for (int64_t m = 0; m < M; ++m) {
         const I16 value = BroadcastBytes(x + m * a.stride + quad * 4);
-        for (int64_t p = 0; p < P; ++p) to[p][m] = Dot4(to[p][m], value, weights[p]);
+        for (int64_t p = 0; p < P; ++p) to[p][m] = DotRow(to[p][m], value, weights[p]);
       }
     };
     for (int64_t quad = 0; quad < whole; quad += T) {
@@ -103,7 +109,7 @@ struct Int8Tile {
     for (int64_t p = 0; p < P; ++p) {
       const int64_t n = (panel + p) * kPanel;
       const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
-      const I16 offset = Load<I16>(a.w_sum + n) * 128;
+      const I16 offset = Load<I16>(a.w_sum + n) * kRowOffset;
       for (int64_t m = 0; m < M; ++m) {
         for (int64_t t = 1; t < T; ++t) sums[0][p][m] += sums[t][p][m];
         const F16 scale = w_scale * a.x_scale[row + m];
@@ -114,7 +120,7 @@ struct Int8Tile {
 };
 
 // Elsewhere a dot product is so many instructions that a loop is better.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
 #define ROOFLAX_UNROLL _Pragma("GCC unroll 8")
 #else
 #define ROOFLAX_UNROLL
@@ -127,7 +133,7 @@ struct Int8Tile {
 
 struct Int8Group {
   static constexpr int64_t kLines = 8, kParts = 1;
-  static I16 Unsigned(U16 codes, int64_t) { return reinterpret_cast<I16>(codes ^ 0x80808080u); }
+  static I16 Unsigned(U16 codes, int64_t) { return As<I16>(codes ^ 0x80808080u); }
   static F16 Scale(const void* scales, int64_t block) {
     return LoadWide(static_cast<const Half*>(scales) + block * kPanel);
   }
@@ -136,26 +142,36 @@ struct Int8Group {
 struct Int4Group {
   static constexpr int64_t kLines = 4, kParts = 2;
   static I16 Unsigned(U16 codes, int64_t part) {
-    return reinterpret_cast<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
+    return As<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
   }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static __m256i UnsignedPiece(U16::Piece codes, int64_t part) {
+    return (__m256i)((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
+  }
+#endif
   static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
 struct Mxfp4Group {
   static constexpr int64_t kLines = 4, kParts = 2;
   // Twice the value of e2m1, which is whole, plus 12.
+  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                     12, 11, 10, 9,  8,  6,  4,  0};
   static I16 Unsigned(U16 codes, int64_t part) {
-    alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                                       12, 11, 10, 9,  8,  6,  4,  0};
     return LookUp(kTable, Int4Group::Unsigned(codes, part));
   }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static __m256i UnsignedPiece(U16::Piece codes, int64_t part) {
+    return LookUpPiece(kTable, Int4Group::UnsignedPiece(codes, part));
+  }
+#endif
   // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
   static F16 Scale(const void* scales, int64_t block) {
     const auto* from = static_cast<const uint8_t*>(scales) + block * kPanel;
-    const I16 e = __builtin_convertvector(Load<U8x16>(from), I16);
+    const I16 e = LoadLanes(from);
     const I16 tiny = I16{} + 0x00200000, fault = I16{} + 0x7fc00000;
-    const I16 bits = e >= 2 ? (e - 1) << 23 : e == 1 ? tiny + tiny : tiny;
-    return reinterpret_cast<F16>(e == 255 ? fault : bits);
+    const I16 bits = Select(e >= 2, (e - 1) << 23, Select(e == 1, tiny + tiny, tiny));
+    return As<F16>(Select(e == 255, fault, bits));
   }
 };
 
@@ -163,6 +179,50 @@ template <typename Group>
 struct GroupTile {
   static constexpr int64_t Panels(int64_t) { return 1; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The products of a group, whole numbers; those of codes of four bits add up in 16 bits, half a
+  // group at a time. Codes of eight are taken as they are, without an offset.
+  template <int64_t M, int64_t P>
+  static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t,
+                   I16 (&sums)[P][M]) {
+    static_assert(P == 1);
+    for (int64_t m = 0; m < M; ++m) {
+      sums[0][m] = Group::kParts == 1 ? I16{} : BroadcastBytes(x_start + m);
+    }
+    __builtin_prefetch(w + 4096);
+    __builtin_prefetch(w + 4096 + 64);
+    __builtin_prefetch(w + 4096 + 128);
+    __builtin_prefetch(w + 4096 + 192);
+    if constexpr (Group::kParts == 1) {
+      for (int64_t line = 0; line < Group::kLines; ++line) {
+        const I16 codes = Load<I16>(w + line * 64);
+        for (int64_t m = 0; m < M; ++m) {
+          sums[0][m] = DotRow(sums[0][m], BroadcastBytes(x + m * kGroup + line * 4), codes);
+        }
+      }
+    } else {
+      for (int64_t part = 0; part < Group::kParts; ++part) {
+        ROOFLAX_EACH {
+          __m256i pairs[M];
+          for (auto& pair : pairs) pair = _mm256_setzero_si256();
+          for (int64_t line = 0; line < Group::kLines; ++line) {
+            const auto codes = Load<U16::Piece>(w + line * 64 + i * kPieceBytes);
+            const __m256i quad = Group::UnsignedPiece(codes, part);
+            for (int64_t m = 0; m < M; ++m) {
+              int32_t value;
+              std::memcpy(&value, x + m * kGroup + (part * Group::kLines + line) * 4, 4);
+              pairs[m] = _mm256_add_epi16(
+                  pairs[m], _mm256_maddubs_epi16(quad, _mm256_set1_epi32(value)));
+            }
+          }
+          for (int64_t m = 0; m < M; ++m) {
+            sums[0][m].at[i] += (I16::Piece)_mm256_madd_epi16(pairs[m], _mm256_set1_epi16(1));
+          }
+        }
+      }
+    }
+  }
+#else
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
@@ -188,6 +248,7 @@ struct GroupTile {
       }
     }
   }
+#endif
 
   template <int64_t M, int64_t P>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
@@ -284,12 +345,15 @@ struct NibbleWide {
 
 template <>
 inline F16 NibbleWide<Int4Group>::Values() {
-  return F16{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  static constexpr float kValues[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  return Load<F16>(kValues);
 }
 
 template <>
 inline F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale is halved
-  return F16{0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+  static constexpr float kValues[] = {0,     1,  2,  3,  4,  6,  8,  12,
+                                      -0.0f, -1, -2, -3, -4, -6, -8, -12};
+  return Load<F16>(kValues);
 }
 
 template <typename Wide>
@@ -303,7 +367,9 @@ inline F16 OutputScale(const PackedArgs& a, int64_t panel) {
 
 template <typename Wide>
 struct WideTile {
-  static constexpr int64_t Panels(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+  static constexpr int64_t Panels(int64_t rows) {
+    return rows == 1 ? kPanelRows / 2 : rows <= kPanelRows * 3 / 8 ? 2 : 1;
+  }
 
   template <int64_t M, int64_t P>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
@@ -338,13 +404,13 @@ struct WideTile {
   }
 };
 
-// Many rows: two panels are widened once and meet every tile of rows.
+// Many rows: some panels are widened once and meet every tile of rows.
 template <typename Wide>
 void WideMany(const PackedArgs& a) {
   const int64_t groups = (a.stride + kGroup - 1) / kGroup;
-  std::vector<float> packed(static_cast<size_t>(groups * kGroup) * 32 + 16, 0.0f);
-  for (int64_t panel = a.begin; panel < a.end; panel += 2) {
-    const int64_t count = std::min<int64_t>(2, a.end - panel);
+  std::vector<float> packed(static_cast<size_t>(groups * kGroup) * kColumns + 16, 0.0f);
+  for (int64_t panel = a.begin; panel < a.end; panel += kVectors) {
+    const int64_t count = std::min(kVectors, a.end - panel);
     for (int64_t p = 0; p < count; ++p) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8);
@@ -352,7 +418,7 @@ void WideMany(const PackedArgs& a) {
         const uint8_t* from = GroupAt<Wide>(a, panel + p, g);
         Wide::Widen(a, (panel + p) * groups + g, from, quads, w);
         for (int64_t k = 0; k < quads * 4; ++k) {
-          Store(packed.data() + (g * kGroup + k) * 32 + p * 16, w[k]);
+          Store(packed.data() + (g * kGroup + k) * kColumns + p * 16, w[k]);
         }
       }
     }
@@ -369,7 +435,8 @@ void WideMany(const PackedArgs& a) {
 
 template <typename Wide>
 void PackedCode(const PackedArgs& a) {
-  a.rows <= 8 ? FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end) : WideMany<Wide>(a);
+  if (a.rows <= kPanelRows) return FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end);
+  WideMany<Wide>(a);
 }
 
 void Packed(const PackedArgs& a) {

@@ -10,9 +10,9 @@ inline void EachVector(int64_t count, const Each& each) {
 }
 
 inline F16 LoadPadded(const float* from, int64_t count, float padding) {
-  F16 values = Broadcast(padding);
-  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
-  return values;
+  float lane[kLanes];
+  std::fill(std::copy(from, from + count, lane), lane + kLanes, padding);
+  return Load<F16>(lane);
 }
 
 inline F16 LoadSome(const float* from, int64_t count) {
@@ -161,17 +161,18 @@ inline float LargestOf(const float* x, int64_t count) {
 
 // Whole numbers near x * inverse, to even where two are as near.
 inline I16 Rounded(F16 x, float inverse) {
-  return __builtin_convertvector((x * inverse + 12582912.0f) - 12582912.0f, I16);
+  return ToWhole((x * inverse + 12582912.0f) - 12582912.0f);
 }
 
 void QuantizeRow(const QuantizeRowsArgs& a) {
   const float largest = LargestOf(a.x, a.inner);
   *a.scale = largest / 127.0f;
-  std::fill(a.q + a.inner, a.q + a.stride, uint8_t{128});
-  if (std::isnan(largest)) return std::fill(a.q, a.q + a.inner, uint8_t{128});
+  constexpr auto kZero = static_cast<uint8_t>(kRowOffset);
+  std::fill(a.q + a.inner, a.q + a.stride, kZero);
+  if (std::isnan(largest)) return std::fill(a.q, a.q + a.inner, kZero);
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   EachVector(a.inner, [&](int64_t i, int64_t n) {
-    const B16 bytes = ToBytes(Rounded(LoadSome(a.x + i, n), inverse) + 128);
+    const B16 bytes = LowBytes(Rounded(LoadSome(a.x + i, n), inverse) + kRowOffset);
     std::memcpy(a.q + i, &bytes, static_cast<size_t>(n));
   });
 }
@@ -185,8 +186,8 @@ void QuantizeGroups(const QuantizeGroupsArgs& a) {
     const I16 low = fault ? I16{} : Rounded(Load<F16>(x), inverse);
     const I16 high = fault ? I16{} : Rounded(Load<F16>(x + kLanes), inverse);
     int8_t* q = a.q + g * a.rows * kGroup;
-    Store(q, ToBytes(low));
-    Store(q + kLanes, ToBytes(high));
+    Store(q, LowBytes(low));
+    Store(q + kLanes, LowBytes(high));
     a.scale[g * a.rows] = largest / 127.0f;
     a.start[g * a.rows] = SumWhole(low + high) * a.times;
   }
@@ -201,7 +202,7 @@ int64_t Argmax(const float* x, int64_t count) {
   for (int64_t i = 0; i < whole; i += kLanes) {
     const F16 values = Load<F16>(x + i);
     strange |= values != values;
-    best = values > best ? values : best;
+    best = Select(values > best, values, best);
   }
   float lane[kLanes];
   Store(lane, best);
@@ -230,7 +231,7 @@ int64_t Above(const float* x, int64_t* begin, int64_t end, float least, int32_t*
       F16 highest = Load<F16>(x + i);
       for (int64_t k = kLanes; k < kBlock; k += kLanes) {
         const F16 values = Load<F16>(x + i + k);
-        highest = values > highest ? values : highest;
+        highest = Select(values > highest, values, highest);
       }
       float lane[kLanes];
       Store(lane, highest);

@@ -1,26 +1,5 @@
-// Vectors of sixteen floats: loading, widening, sums in one order, bytes, and the exponential.
+// What the kernels do with vectors: widening, sums in one order, products of bytes, the exponential.
 // Part of kernels_impl.h.
-
-constexpr int64_t kLanes = 16;
-typedef float F16 __attribute__((vector_size(64)));
-typedef int32_t I16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef uint16_t H16 __attribute__((vector_size(32)));
-typedef uint8_t U8x16 __attribute__((vector_size(16)));
-typedef int8_t B16 __attribute__((vector_size(16)));
-
-// Memory of any alignment.
-template <typename V>
-inline V Load(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof(V));
-  return value;
-}
-
-template <typename V>
-inline void Store(void* to, V value) {
-  std::memcpy(to, &value, sizeof(V));
-}
 
 inline float Widen(float x) { return x; }
 inline float Widen(int8_t x) { return static_cast<float>(x); }
@@ -33,13 +12,10 @@ inline float Widen(uint16_t bits) {
 
 inline F16 LoadWide(const float* from) { return Load<F16>(from); }
 inline F16 LoadWide(const uint16_t* from) {
-  const U16 wide = __builtin_convertvector(Load<H16>(from), U16) << 16;
-  return reinterpret_cast<F16>(wide);
+  return As<F16>(LoadLanes(from) << 16);
 }
 
-inline F16 LoadWide(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(Load<B16>(from), I16), F16);
-}
+inline F16 LoadWide(const int8_t* from) { return ToFloat(LoadLanes(from)); }
 
 // e4m3: the exponent's bias is 7, the smallest step 2^-9; 0x7f is NaN and never stored.
 struct E4m3 {
@@ -48,16 +24,20 @@ struct E4m3 {
 
 inline F16 FromE4m3(I16 byte) {
   const I16 size = byte & 0x7f;
-  const I16 tiny = reinterpret_cast<I16>(__builtin_convertvector(size, F16) * 0x1p-9f);
-  const I16 bits = size >= 8 ? (size << 20) + (120 << 23) : tiny;
-  return reinterpret_cast<F16>(bits | ((byte & 0x80) << 24));
+  const I16 tiny = As<I16>(ToFloat(size) * 0x1p-9f);
+  const I16 bits = Select(size >= 8, (size << 20) + (120 << 23), tiny);
+  return As<F16>(bits | ((byte & 0x80) << 24));
 }
 
 inline F16 LoadWide(const E4m3* from) {
-  return FromE4m3(__builtin_convertvector(Load<U8x16>(from), I16));
+  return FromE4m3(LoadLanes(reinterpret_cast<const uint8_t*>(from)));
 }
 
-inline float Widen(E4m3 x) { return FromE4m3(I16{} + x.bits)[0]; }
+inline float Widen(E4m3 x) {
+  float lane[kLanes];
+  Store(lane, FromE4m3(I16{} + x.bits));
+  return lane[0];
+}
 
 // float16, by its bits.
 struct Half {
@@ -95,20 +75,18 @@ inline uint16_t HalfBits(float x) {
 
 inline F16 LoadWide(const Half* from) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<F16>(
-      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return As<F16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__)
   F16 out;
-  for (int64_t i = 0; i < kLanes; i += 8) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    const __m256 wide = _mm256_cvtph_ps(bits);
-    std::memcpy(reinterpret_cast<char*>(&out) + i * 4, &wide, sizeof(wide));
+  ROOFLAX_EACH {
+    const auto* bits = reinterpret_cast<const __m128i*>(from + i * kPieceLanes);
+    out.at[i] = _mm256_cvtph_ps(_mm_loadu_si128(bits));
   }
   return out;
 #else
-  F16 out;
-  for (int64_t i = 0; i < kLanes; ++i) out[i] = Widen(from[i]);
-  return out;
+  float lane[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) lane[i] = Widen(from[i]);
+  return Load<F16>(lane);
 #endif
 }
 
@@ -116,28 +94,27 @@ inline H16 ToHalf(F16 x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<H16>(
       _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  __m128i out[kPieces];
+  ROOFLAX_EACH out[i] = _mm256_cvtps_ph(x.at[i], _MM_FROUND_TO_NEAREST_INT);
+  return Load<H16>(out);
 #else
+  float lane[kLanes];
+  Store(lane, x);
   H16 out;
-  for (int64_t i = 0; i < kLanes; ++i) out[i] = HalfBits(x[i]);
+  for (int64_t i = 0; i < kLanes; ++i) out[i] = HalfBits(lane[i]);
   return out;
 #endif
 }
 
 // To nearest even; NaN stays NaN.
 inline H16 ToBfloat16(F16 x) {
-  const U16 bits = reinterpret_cast<U16>(x);
+  const U16 bits = As<U16>(x);
   const U16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return __builtin_convertvector((x != x ? bits | 0x400000u : rounded) >> 16, H16);
+  return LowHalves(Select(x != x, bits | 0x400000u, rounded) >> 16);
 }
 
-inline F16 Broadcast(float x) { return F16{} + x; }
-
-// Lanes of a where the mask is set, of b elsewhere.
-inline F16 Select(I16 mask, F16 a, F16 b) { return mask ? a : b; }
-
-inline F16 Abs(F16 x) {
-  return reinterpret_cast<F16>(reinterpret_cast<I16>(x) & 0x7fffffff);
-}
+inline F16 Abs(F16 x) { return As<F16>(As<I16>(x) & 0x7fffffff); }
 
 // Always in this order: halves on halves.
 inline float Sum(F16 x) {
@@ -172,30 +149,72 @@ inline F16 SumEach(const F16 x[kLanes]) {
   const __m512 left = pairs(blocks[0], blocks[1]), right = pairs(blocks[2], blocks[3]);
   return reinterpret_cast<F16>(_mm512_add_ps(_mm512_shuffle_ps(left, right, 0x88),
                                              _mm512_shuffle_ps(left, right, 0xdd)));
-#else
+#elif defined(__AVX2__)
+  const auto blocks = [x](int i) {  // four lanes of x[i], then four of x[8 + i]
+    const __m256 first = _mm256_add_ps(x[i].at[0], x[i].at[1]);
+    const __m256 second = _mm256_add_ps(x[8 + i].at[0], x[8 + i].at[1]);
+    return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20),
+                         _mm256_permute2f128_ps(first, second, 0x31));
+  };
+  const auto pairs = [blocks](int i) {
+    const __m256 a = blocks(i), b = blocks(i + 1);
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  };
+  const auto fours = [pairs](int i) {
+    const __m256 a = pairs(i), b = pairs(i + 2);
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+  };
+  const __m256 first = fours(0), second = fours(4);
   F16 out;
-  for (int64_t i = 0; i < kLanes; ++i) out[i] = Sum(x[i]);
+  out.at[0] = _mm256_permute2f128_ps(first, second, 0x20);
+  out.at[1] = _mm256_permute2f128_ps(first, second, 0x31);
   return out;
+#else
+  float lane[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) lane[i] = Sum(x[i]);
+  return Load<F16>(lane);
 #endif
 }
 
-// sums[lane] += sum over j of u[lane, j] * s[lane, j], for 16 lanes of 4 bytes.
+// sums[lane] += sum over j of u[lane, j] * s[lane, j], for 16 lanes of 4 bytes; in DotRow x is a row's
+// bytes, each kRowOffset too large, and w signed. Elsewhere Dot4 takes u up to 127.
 #if defined(__AVX512VNNI__)
+constexpr int32_t kRowOffset = 128;
 inline I16 Dot4(I16 sums, I16 u, I16 s) {
-  return reinterpret_cast<I16>(_mm512_dpbusd_epi32(
-      reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(u),
-      reinterpret_cast<__m512i>(s)));
+  return As<I16>(_mm512_dpbusd_epi32(As<__m512i>(sums), As<__m512i>(u), As<__m512i>(s)));
+}
+inline I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
+#elif defined(__AVX2__)
+constexpr int32_t kRowOffset = 0;
+inline I16::Piece DotPiece(I16::Piece sums, __m256i u, __m256i s) {
+  const __m256i pairs = _mm256_maddubs_epi16(u, s);
+  return sums + (I16::Piece)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+// |w| times x with the sign of w: pairs of products fit into 16 bits, as unsigned x would not.
+inline I16 DotRow(I16 sums, I16 x, I16 w) {
+  ROOFLAX_EACH {
+    const auto own = (__m256i)w.at[i];
+    const __m256i turned = _mm256_sign_epi8((__m256i)x.at[i], own);
+    sums.at[i] = DotPiece(sums.at[i], _mm256_abs_epi8(own), turned);
+  }
+  return sums;
+}
+inline I16 Dot4(I16 sums, I16 u, I16 s) {
+  ROOFLAX_EACH sums.at[i] = DotPiece(sums.at[i], (__m256i)u.at[i], (__m256i)s.at[i]);
+  return sums;
 }
 #else
+constexpr int32_t kRowOffset = 128;
 inline I16 Dot4(I16 sums, I16 u, I16 s) {
-  const U16 bits = reinterpret_cast<U16>(u);
+  const U16 bits = As<U16>(u);
   for (int j = 0; j < 4; ++j) {
-    const I16 left = reinterpret_cast<I16>((bits >> (8 * j)) & 0xff);
+    const I16 left = As<I16>((bits >> (8 * j)) & 0xffu);
     const I16 right = (s << (24 - 8 * j)) >> 24;
     sums += left * right;
   }
   return sums;
 }
+inline I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #endif
 
 inline I16 BroadcastBytes(const void* four) {
@@ -213,10 +232,6 @@ inline void KeepInRegister(U16& x) {
 #endif
 }
 
-inline F16 ToFloat(I16 x) { return __builtin_convertvector(x, F16); }
-
-inline B16 ToBytes(I16 x) { return __builtin_convertvector(x, B16); }
-
 #if defined(__AVX512F__)
 inline bool AnyLane(I16 x) { return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x),
                                                            reinterpret_cast<__m512i>(x)) != 0; }
@@ -224,19 +239,28 @@ inline float Largest(F16 x) { return _mm512_reduce_max_ps(reinterpret_cast<__m51
 inline int32_t SumWhole(I16 x) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x)); }
 #else
 inline bool AnyLane(I16 x) {
-  int32_t any = 0;
-  for (int64_t i = 0; i < kLanes; ++i) any |= x[i];
+  int32_t lane[kLanes], any = 0;
+  Store(lane, x);
+  for (int32_t each : lane) any |= each;
   return any != 0;
 }
 inline float Largest(F16 x) {
-  float largest = x[0];
-  for (int64_t i = 1; i < kLanes; ++i) largest = std::max(largest, x[i]);
-  return largest;
+  float lane[kLanes];
+  Store(lane, x);
+  return *std::max_element(lane, lane + kLanes);
 }
 inline int32_t SumWhole(I16 x) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < kLanes; ++i) sum += x[i];
+  int32_t lane[kLanes], sum = 0;
+  Store(lane, x);
+  for (int32_t each : lane) sum += each;
   return sum;
+}
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline __m256i LookUpPiece(const uint8_t* table, __m256i bytes) {
+  const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), bytes);
 }
 #endif
 
@@ -244,7 +268,10 @@ inline int32_t SumWhole(I16 x) {
 inline I16 LookUp(const uint8_t* table, I16 bytes) {
 #if defined(__AVX512BW__)
   const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-  return reinterpret_cast<I16>(_mm512_shuffle_epi8(values, reinterpret_cast<__m512i>(bytes)));
+  return As<I16>(_mm512_shuffle_epi8(values, As<__m512i>(bytes)));
+#elif defined(__AVX2__)
+  ROOFLAX_EACH bytes.at[i] = (I16::Piece)LookUpPiece(table, (__m256i)bytes.at[i]);
+  return bytes;
 #else
   uint8_t number[64];
   Store(number, bytes);
@@ -258,10 +285,23 @@ inline F16 TakeLanes(F16 table, U16 numbers) {
 #if defined(__AVX512F__)
   return reinterpret_cast<F16>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(numbers),
                                                      reinterpret_cast<__m512>(table)));
-#else
+#elif defined(__AVX2__)
   F16 taken;
-  for (int64_t i = 0; i < kLanes; ++i) taken[i] = table[numbers[i] & 15];
+  ROOFLAX_EACH {
+    const auto index = (__m256i)numbers.at[i];
+    const __m256 low = _mm256_permutevar8x32_ps(table.at[0], index);
+    const __m256 high = _mm256_permutevar8x32_ps(table.at[1], index);
+    taken.at[i] = _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(index, 28));
+  }
   return taken;
+#else
+  float lane[kLanes];
+  uint32_t number[kLanes];
+  Store(lane, table);
+  Store(number, numbers);
+  float taken[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) taken[i] = lane[number[i] & 15];
+  return Load<F16>(taken);
 #endif
 }
 
@@ -269,10 +309,9 @@ inline F16 TakeLanes(F16 table, U16 numbers) {
 inline F16 Exp(F16 x) {
   const F16 floor_at = Broadcast(-87.0f);
   const I16 visible = x > floor_at;
-  x = reinterpret_cast<F16>((reinterpret_cast<I16>(x) & visible) |
-                            (reinterpret_cast<I16>(floor_at) & ~visible));
+  x = Select(visible, x, floor_at);
   const F16 scaled = x * 1.44269504f;
-  const I16 whole = __builtin_convertvector(scaled - 0.5f, I16);  // towards zero: rounds to nearest
+  const I16 whole = ToWhole(scaled - 0.5f);  // towards zero: rounds to nearest
   const F16 n = ToFloat(whole);
   const F16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   F16 p = Broadcast(1.9875691500e-4f);
@@ -282,6 +321,6 @@ inline F16 Exp(F16 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const F16 power = reinterpret_cast<F16>((whole + 127) << 23);
-  return reinterpret_cast<F16>(reinterpret_cast<I16>(p * power) & visible);
+  const F16 power = As<F16>((whole + 127) << 23);
+  return As<F16>(As<I16>(p * power) & visible);
 }

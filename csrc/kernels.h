@@ -65,14 +65,18 @@ struct BeforeArgs {
 // Rows of float32 as int8, one scale per row: q = round(x / scale), scale = max |x| / 127.
 struct QuantizeRowsArgs {
   const float* x;  // [inner]
-  uint8_t* q;  // [stride]: q + 128; padding is 128
+  uint8_t* q;  // [stride]: q + row_offset; padding as q = 0
   float* scale;  // one
   int64_t inner, stride;
 };
 
-// Rows that a product of packed weights takes at a time, of so many that are left: of the groups of
-// 32 that these rows have, those of the same number lie beside each other.
-inline int64_t TileRows(int64_t left) { return left > 16 ? 12 : left > 8 ? 8 : left; }
+// Rows that a product of packed weights takes at a time, of so many that are left, by the most whose
+// sums fit into registers: of the groups of 32 that these rows have, those of the same number lie
+// beside each other.
+inline int64_t TileRows(int64_t left, int64_t most) {
+  if (most < 12) return left < most ? left : most;
+  return left > 16 ? 12 : left > 8 ? 8 : left;
+}
 
 // One row of a tile of float32 as int8, one scale per group of 32.
 struct QuantizeGroupsArgs {
@@ -105,7 +109,7 @@ struct PackedArgs {
   const uint8_t* w;
   const void* w_scale;  // [panels * 16] or [panels, groups, 16]
   const int32_t* w_sum;  // kInt8: [panels * 16], of the values over k
-  const void* x;  // [rows, stride]: float32; uint8 for kInt8 in bytes
+  const void* x;  // [rows, stride]: float32; for kInt8 in bytes what `quantize_row` wrote
                   // groups in bytes: int8, of each tile [groups, rows of the tile, 32]
   const float* x_scale;  // in bytes: [rows] for kInt8, else of each tile [groups, rows of the tile]
   const int32_t* x_start;  // in bytes, groups, as x_scale: sums of x times -CodeOffset
@@ -142,6 +146,8 @@ struct AttendArgs {
 
 struct Kernels {
   const char* name;
+  int64_t tile_rows;  // see TileRows
+  int32_t row_offset;  // what `quantize_row` adds to a byte
   void (*matmul)(const MatmulArgs&);  // any number of rows
   void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
   void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums

@@ -1,7 +1,8 @@
 // The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA.
 //
-// Vectors of sixteen floats are GCC's; a narrower machine gets them in pieces. Only what has an
-// instruction of its own differs between instruction sets: products of bytes, and table look-ups.
+// Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
+// instruction sets is what has an instruction of its own, as products of bytes and table look-ups,
+// and how many sums fit into registers.
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +19,7 @@ namespace rooflax {
 namespace ROOFLAX_ISA {
 namespace {
 
+#include "impl_wide.h"
 #include "impl_vectors.h"
 #include "impl_rows.h"
 #include "impl_matmul.h"
@@ -26,10 +28,10 @@ namespace {
 
 }  // namespace
 
-const Kernels kKernels = {ROOFLAX_ISA_NAME, Matmul, MatmulPart, AddParts,
-                          Unembed,          RunBefore, QuantizeRow, QuantizeGroups,
-                          Narrow,           Bytes, Packed, Attend,
-                          Argmax,           Above, RandomBits};
+const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   kRowOffset,     Matmul, MatmulPart,
+                          AddParts,         Unembed,     RunBefore,      QuantizeRow,
+                          QuantizeGroups,   Narrow,      Bytes,          Packed,
+                          Attend,           Argmax,      Above,          RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

@@ -202,7 +202,7 @@ void SetTiles(const std::vector<Run>& runs, int64_t rows, Prepared& out) {
   out.tile_end.resize(static_cast<size_t>(rows));
   for (const Run& run : runs) {
     for (int64_t begin = run.begin, end; begin < run.end; begin = end) {
-      end = begin + TileRows(run.end - begin);
+      end = begin + TileRows(run.end - begin, ChosenKernels().tile_rows);
       std::fill(out.tile_begin.begin() + begin, out.tile_begin.begin() + end, begin);
       std::fill(out.tile_end.begin() + begin, out.tile_end.begin() + end, end);
     }

@@ -186,7 +186,9 @@ def test_cached_is_at_least_three_times_faster_than_uncached(tiny):
     prompt = np.random.RandomState(0).randint(0, 4096, 180).tolist()
     seconds = {}
     for use_cache in (True, False):
-        llm = LLM("preset:gpt2-tiny", options=ExecutionOptions(use_cache=use_cache))
+        llm = LLM(
+            "preset:gpt2-tiny", max_model_len=256, options=ExecutionOptions(use_cache=use_cache)
+        )
         params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
         tokens = llm.generate([prompt], params)[0].tokens
         times = []

@@ -1,0 +1,232 @@
+// Vectors of sixteen lanes and what every processor can do with them. Part of kernels_impl.h.
+
+constexpr int64_t kLanes = 16;
+typedef uint16_t H16 __attribute__((vector_size(32)));
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
+typedef int8_t B16 __attribute__((vector_size(16)));
+
+// Memory of any alignment.
+template <typename V>
+struct Memory {
+  static V Load(const void* from) {
+    V value;
+    std::memcpy(&value, from, sizeof(V));
+    return value;
+  }
+  static void Store(void* to, V value) { std::memcpy(to, &value, sizeof(V)); }
+};
+template <typename V>
+inline V Load(const void* from) {
+  return Memory<V>::Load(from);
+}
+template <typename V>
+inline void Store(void* to, V value) {
+  Memory<V>::Store(to, value);
+}
+
+#if defined(__AVX512F__)
+
+typedef float F16 __attribute__((vector_size(64)));
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef uint32_t U16 __attribute__((vector_size(64)));
+
+// The same bits.
+template <typename To, typename From>
+inline To As(From x) {
+  return reinterpret_cast<To>(x);
+}
+
+// The same numbers; of floats towards zero.
+inline F16 ToFloat(I16 x) { return __builtin_convertvector(x, F16); }
+inline I16 ToWhole(F16 x) { return __builtin_convertvector(x, I16); }
+
+// Lanes of a where the mask is set, of b elsewhere.
+template <typename V>
+inline V Select(I16 mask, V a, V b) {
+  return mask ? a : b;
+}
+
+inline U16 LoadLanes(const uint16_t* from) { return __builtin_convertvector(Load<H16>(from), U16); }
+inline I16 LoadLanes(const int8_t* from) { return __builtin_convertvector(Load<B16>(from), I16); }
+inline I16 LoadLanes(const uint8_t* from) {
+  return __builtin_convertvector(Load<U8x16>(from), I16);
+}
+
+// The low bits of each lane.
+inline H16 LowHalves(U16 x) { return __builtin_convertvector(x, H16); }
+inline B16 LowBytes(I16 x) { return __builtin_convertvector(x, B16); }
+
+#else
+
+// GCC keeps vectors that are wider than the processor's in memory, and pieces of them in registers.
+#if defined(__AVX2__)
+constexpr int kPieceBytes = 32;
+#else
+constexpr int kPieceBytes = 16;
+#endif
+constexpr int kPieces = 64 / kPieceBytes, kPieceLanes = kPieceBytes / 4;
+#define ROOFLAX_EACH _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; ++i)
+
+template <typename T>
+struct Wide {
+  typedef T Piece __attribute__((vector_size(kPieceBytes)));
+  Piece at[kPieces];
+};
+using F16 = Wide<float>;
+using I16 = Wide<int32_t>;
+using U16 = Wide<uint32_t>;
+
+// Piece by piece: copied as a whole they would pass through memory.
+template <typename T>
+struct Memory<Wide<T>> {
+  using Piece = typename Wide<T>::Piece;
+  static Wide<T> Load(const void* from) {
+    Wide<T> value;
+    ROOFLAX_EACH value.at[i] = Memory<Piece>::Load(static_cast<const char*>(from) + i * kPieceBytes);
+    return value;
+  }
+  static void Store(void* to, Wide<T> value) {
+    ROOFLAX_EACH Memory<Piece>::Store(static_cast<char*>(to) + i * kPieceBytes, value.at[i]);
+  }
+};
+
+// A number beside a vector takes the vector's type.
+template <typename T>
+struct ItselfOf {
+  using Type = T;
+};
+template <typename T>
+using Itself = typename ItselfOf<T>::Type;
+
+template <typename T>
+inline Wide<T> Repeated(T x) {
+  Wide<T> out{};
+  ROOFLAX_EACH out.at[i] = out.at[i] + x;
+  return out;
+}
+
+#define ROOFLAX_BINARY(op)                                                         \
+  template <typename T>                                                            \
+  inline Wide<T> operator op(Wide<T> a, Wide<T> b) {                               \
+    ROOFLAX_EACH a.at[i] = a.at[i] op b.at[i];                                     \
+    return a;                                                                      \
+  }                                                                                \
+  template <typename T>                                                            \
+  inline Wide<T> operator op(Wide<T> a, Itself<T> b) {                             \
+    ROOFLAX_EACH a.at[i] = a.at[i] op b;                                           \
+    return a;                                                                      \
+  }                                                                                \
+  template <typename T>                                                            \
+  inline Wide<T> operator op(Itself<T> a, Wide<T> b) {                             \
+    ROOFLAX_EACH b.at[i] = a op b.at[i];                                           \
+    return b;                                                                      \
+  }                                                                                \
+  template <typename T, typename B>                                                \
+  inline Wide<T>& operator op##=(Wide<T>& a, B b) {                                \
+    a = a op b;                                                                    \
+    return a;                                                                      \
+  }
+ROOFLAX_BINARY(+)
+ROOFLAX_BINARY(-)
+ROOFLAX_BINARY(*)
+ROOFLAX_BINARY(/)
+ROOFLAX_BINARY(&)
+ROOFLAX_BINARY(|)
+ROOFLAX_BINARY(^)
+#undef ROOFLAX_BINARY
+
+template <typename T>
+inline Wide<T> operator<<(Wide<T> a, int by) {
+  ROOFLAX_EACH a.at[i] = a.at[i] << by;
+  return a;
+}
+template <typename T>
+inline Wide<T> operator>>(Wide<T> a, int by) {
+  ROOFLAX_EACH a.at[i] = a.at[i] >> by;
+  return a;
+}
+template <typename T>
+inline Wide<T> operator-(Wide<T> a) {
+  ROOFLAX_EACH a.at[i] = -a.at[i];
+  return a;
+}
+template <typename T>
+inline Wide<T> operator~(Wide<T> a) {
+  ROOFLAX_EACH a.at[i] = ~a.at[i];
+  return a;
+}
+
+#define ROOFLAX_COMPARE(op)                                \
+  template <typename T>                                    \
+  inline I16 operator op(Wide<T> a, Wide<T> b) {           \
+    I16 out;                                               \
+    ROOFLAX_EACH out.at[i] = a.at[i] op b.at[i];           \
+    return out;                                            \
+  }                                                        \
+  template <typename T>                                    \
+  inline I16 operator op(Wide<T> a, Itself<T> b) {         \
+    return a op Repeated<T>(b);                            \
+  }
+ROOFLAX_COMPARE(<)
+ROOFLAX_COMPARE(<=)
+ROOFLAX_COMPARE(>)
+ROOFLAX_COMPARE(>=)
+ROOFLAX_COMPARE(==)
+ROOFLAX_COMPARE(!=)
+#undef ROOFLAX_COMPARE
+
+template <typename To, typename T>
+inline To As(Wide<T> x) {
+  To out;
+  ROOFLAX_EACH out.at[i] = reinterpret_cast<decltype(out.at[i] + out.at[i])>(x.at[i]);
+  return out;
+}
+
+inline F16 ToFloat(I16 x) {
+  F16 out;
+  ROOFLAX_EACH out.at[i] = __builtin_convertvector(x.at[i], F16::Piece);
+  return out;
+}
+inline I16 ToWhole(F16 x) {
+  I16 out;
+  ROOFLAX_EACH out.at[i] = __builtin_convertvector(x.at[i], I16::Piece);
+  return out;
+}
+
+template <typename T>
+inline Wide<T> Select(I16 mask, Wide<T> a, Wide<T> b) {
+  ROOFLAX_EACH a.at[i] = mask.at[i] ? a.at[i] : b.at[i];
+  return a;
+}
+
+template <typename To, typename T>
+inline To LoadEach(const T* from) {
+  typedef T Part __attribute__((vector_size(kPieceLanes * sizeof(T))));
+  To out;
+  ROOFLAX_EACH {
+    out.at[i] = __builtin_convertvector(Load<Part>(from + i * kPieceLanes), typename To::Piece);
+  }
+  return out;
+}
+inline U16 LoadLanes(const uint16_t* from) { return LoadEach<U16>(from); }
+inline I16 LoadLanes(const int8_t* from) { return LoadEach<I16>(from); }
+inline I16 LoadLanes(const uint8_t* from) { return LoadEach<I16>(from); }
+
+template <typename To, typename Part, typename T>
+inline To Narrowed(Wide<T> x) {
+  Part parts[kPieces];
+  ROOFLAX_EACH parts[i] = __builtin_convertvector(x.at[i], Part);
+  return Load<To>(parts);
+}
+inline H16 LowHalves(U16 x) {
+  typedef uint16_t Part __attribute__((vector_size(kPieceLanes * 2)));
+  return Narrowed<H16, Part>(x);
+}
+inline B16 LowBytes(I16 x) {
+  typedef int8_t Part __attribute__((vector_size(kPieceLanes)));
+  return Narrowed<B16, Part>(x);
+}
+
+#endif
+
+inline F16 Broadcast(float x) { return F16{} + x; }

@@ -6,10 +6,14 @@
 
 #include "kernels.h"
 
+#if defined(__x86_64__) && !defined(ROOFLAX_GENERIC_ONLY)
+#define ROOFLAX_X86
+#endif
+
 namespace rooflax {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(ROOFLAX_X86)
 bool HasAvx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -21,7 +25,7 @@ bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports
 
 // Null where this processor does not have it, or there is no such name.
 const Kernels* Find(const char* name) {
-#if defined(__x86_64__)
+#if defined(ROOFLAX_X86)
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
   if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
 #endif

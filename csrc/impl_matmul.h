@@ -19,13 +19,13 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 }
 
 // What fits into registers: rows of x and vectors of columns of a tile of many rows, rows of w that few
-// rows meet at a time, pairs of vectors of one row's sums, and sums of a table's rows.
+// rows meet at a time, pairs of vectors of one row's sums if a long stripe fits, sums of a table's rows.
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
 #elif defined(__AVX2__)
-constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 3, kTableSums = 4;
+constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0, kTableSums = 4;
 #else
-constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 1, kTableSums = 2;
+constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0, kTableSums = 2;
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
@@ -142,9 +142,9 @@ void MatmulFew(const MatmulArgs& a) {
   const int64_t k_end = std::min(a.inner, k_begin + PartLength(a.inner));
   constexpr int64_t kStretch = kFewSums / M / kPair * kPair;
   int64_t begin = a.begin;
-  if constexpr (M == 1 && sizeof(W) == 2) {
+  if constexpr (M == 1 && sizeof(W) == 2 && kWideStripe > 0) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
-    begin = OneRowStripes<(kWideStripe + 2) / 3>(a, k_begin, k_end, begin);
+    begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
   }
   for (; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);

@@ -105,11 +105,11 @@ inline void Softmax(float* scores, int64_t count, const float* sink) {
   });
 }
 
-// Outputs of N queries, sixteen lanes times kHeld at once.
+// Outputs of N queries, sixteen lanes times kHeld at once, as registers have room.
 template <int64_t N, typename W>
 void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
              int64_t end) {
-  constexpr int64_t kHeld = N > 1 && kTableSums < 16 ? 1 : 4;
+  constexpr int64_t kHeld = 4 * N <= kRegisters ? 4 : 1;
   const auto* v = static_cast<const W*>(a.v);
   const auto* next_head = static_cast<const W*>(a.k) + a.block_size * a.head_dim;
   const int64_t whole = a.head_dim / kLanes * kLanes;

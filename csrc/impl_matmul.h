@@ -18,8 +18,9 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
   }
 }
 
-// What fits into registers: rows of x and vectors of columns of a tile of many rows, rows of w that few
-// rows meet at a time, pairs of vectors of one row's sums if a long stripe fits, sums of a table's rows.
+// What fits into registers: rows of x and vectors of columns in a tile of many rows; rows of w that few
+// rows meet at a time; pairs of vectors of one row's sums, where a stripe of them is long enough to
+// stream; sums of a table's rows.
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
 #elif defined(__AVX2__)

@@ -1,6 +1,14 @@
 // Vectors of sixteen lanes and what every processor can do with them. Part of kernels_impl.h.
 
 constexpr int64_t kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int64_t kRegisters = 32;  // vectors of sixteen floats that registers hold
+#elif defined(__AVX2__)
+constexpr int64_t kRegisters = 8;
+#else
+constexpr int64_t kRegisters = 4;
+#endif
+
 typedef uint16_t H16 __attribute__((vector_size(32)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
 typedef int8_t B16 __attribute__((vector_size(16)));

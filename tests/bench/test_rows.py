@@ -21,6 +21,7 @@ from rooflax.bench.breakdown import (
 )
 from rooflax.bench.compare import compare_documents
 from rooflax.bench.document import READ, document, read_document, with_cost
+from rooflax.bench.environment import cpu_name, environment
 from rooflax.bench.quick import quick
 from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
@@ -370,3 +371,8 @@ def test_the_quick_check_passes():
     """`bench --quick`: at least 3x, the same tokens."""
     found = quick()
     assert found.passed, found
+
+
+def test_the_processor_is_named_with_what_the_kernels_use_of_it():
+    used = native.instruction_set() if native.is_ready() else "without native kernels"
+    assert environment()["cpu"] == f"{cpu_name()} ({used})"

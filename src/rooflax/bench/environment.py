@@ -14,6 +14,7 @@ import jax
 import rooflax
 from rooflax.bench.ceilings import num_threads
 from rooflax.nn.host_memory import available_bytes
+from rooflax.ops import native
 
 
 def environment() -> dict[str, Any]:
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": cpu_name(),
+        "cpu": processor(),
         "threads": num_threads(),
         "device": f"{device.platform}: {device.device_kind}",
         "num_devices": jax.device_count(),
@@ -39,6 +40,14 @@ def environment() -> dict[str, Any]:
 def machine_state() -> dict[str, Any]:
     """What else runs, and how fast the clock is, right now."""
     return {"load_average": round(os.getloadavg()[0], 2), "clock_mhz": clock_mhz()}
+
+
+def processor() -> str:
+    """The processor and, where it computes, which of its instructions the native kernels use."""
+    name, kernels = cpu_name(), native.status()
+    if jax.default_backend() != "cpu":
+        return name
+    return f"{name} ({kernels.reason if kernels.ready else 'without native kernels'})"
 
 
 def cpu_name() -> str:

@@ -144,27 +144,17 @@ struct Int4Group {
   static I16 Unsigned(U16 codes, int64_t part) {
     return As<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
   }
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  static __m256i UnsignedPiece(U16::Piece codes, int64_t part) {
-    return (__m256i)((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
-  }
-#endif
   static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
 struct Mxfp4Group {
   static constexpr int64_t kLines = 4, kParts = 2;
   // Twice the value of e2m1, which is whole, plus 12.
-  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                                     12, 11, 10, 9,  8,  6,  4,  0};
   static I16 Unsigned(U16 codes, int64_t part) {
+    alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                       12, 11, 10, 9,  8,  6,  4,  0};
     return LookUp(kTable, Int4Group::Unsigned(codes, part));
   }
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  static __m256i UnsignedPiece(U16::Piece codes, int64_t part) {
-    return LookUpPiece(kTable, Int4Group::UnsignedPiece(codes, part));
-  }
-#endif
   // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
   static F16 Scale(const void* scales, int64_t block) {
     const auto* from = static_cast<const uint8_t*>(scales) + block * kPanel;
@@ -186,39 +176,27 @@ struct GroupTile {
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t,
                    I16 (&sums)[P][M]) {
     static_assert(P == 1);
+    Prefetch(w + 4096, Group::kLines);
     for (int64_t m = 0; m < M; ++m) {
       sums[0][m] = Group::kParts == 1 ? I16{} : BroadcastBytes(x_start + m);
     }
-    __builtin_prefetch(w + 4096);
-    __builtin_prefetch(w + 4096 + 64);
-    __builtin_prefetch(w + 4096 + 128);
-    __builtin_prefetch(w + 4096 + 192);
-    if constexpr (Group::kParts == 1) {
+    for (int64_t part = 0; part < Group::kParts; ++part) {
+      I16 pairs[M];
+      for (auto& pair : pairs) pair = I16{};
       for (int64_t line = 0; line < Group::kLines; ++line) {
-        const I16 codes = Load<I16>(w + line * 64);
+        const U16 codes = Load<U16>(w + line * 64);
+        const I16 quad = Group::kParts == 1 ? As<I16>(codes) : Group::Unsigned(codes, part);
         for (int64_t m = 0; m < M; ++m) {
-          sums[0][m] = DotRow(sums[0][m], BroadcastBytes(x + m * kGroup + line * 4), codes);
+          const I16 value = BroadcastBytes(x + m * kGroup + (part * Group::kLines + line) * 4);
+          if constexpr (Group::kParts == 1) {
+            sums[0][m] = DotRow(sums[0][m], value, quad);
+          } else {
+            pairs[m] = AddPairs(pairs[m], quad, value);
+          }
         }
       }
-    } else {
-      for (int64_t part = 0; part < Group::kParts; ++part) {
-        ROOFLAX_EACH {
-          __m256i pairs[M];
-          for (auto& pair : pairs) pair = _mm256_setzero_si256();
-          for (int64_t line = 0; line < Group::kLines; ++line) {
-            const auto codes = Load<U16::Piece>(w + line * 64 + i * kPieceBytes);
-            const __m256i quad = Group::UnsignedPiece(codes, part);
-            for (int64_t m = 0; m < M; ++m) {
-              int32_t value;
-              std::memcpy(&value, x + m * kGroup + (part * Group::kLines + line) * 4, 4);
-              pairs[m] = _mm256_add_epi16(
-                  pairs[m], _mm256_maddubs_epi16(quad, _mm256_set1_epi32(value)));
-            }
-          }
-          for (int64_t m = 0; m < M; ++m) {
-            sums[0][m].at[i] += (I16::Piece)_mm256_madd_epi16(pairs[m], _mm256_set1_epi16(1));
-          }
-        }
+      for (int64_t m = 0; m < M && Group::kParts > 1; ++m) {
+        sums[0][m] = AddBoth(sums[0][m], pairs[m]);
       }
     }
   }

@@ -177,7 +177,7 @@ inline F16 SumEach(const F16 x[kLanes]) {
 }
 
 // sums[lane] += sum over j of u[lane, j] * s[lane, j], for 16 lanes of 4 bytes; in DotRow x is a row's
-// bytes, each kRowOffset too large, and w signed. Elsewhere Dot4 takes u up to 127.
+// bytes, each kRowOffset too large, and w signed. AVX2 has no such product of unsigned bytes.
 #if defined(__AVX512VNNI__)
 constexpr int32_t kRowOffset = 128;
 inline I16 Dot4(I16 sums, I16 u, I16 s) {
@@ -186,22 +186,29 @@ inline I16 Dot4(I16 sums, I16 u, I16 s) {
 inline I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #elif defined(__AVX2__)
 constexpr int32_t kRowOffset = 0;
-inline I16::Piece DotPiece(I16::Piece sums, __m256i u, __m256i s) {
-  const __m256i pairs = _mm256_maddubs_epi16(u, s);
-  return sums + (I16::Piece)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-// |w| times x with the sign of w: pairs of products fit into 16 bits, as unsigned x would not.
-inline I16 DotRow(I16 sums, I16 x, I16 w) {
+// Of 16 bits: pairs[lane, i] += sum of u[lane, j] * s[lane, j] over the two bytes j of pair i.
+inline I16 AddPairs(I16 pairs, I16 u, I16 s) {
   ROOFLAX_EACH {
-    const auto own = (__m256i)w.at[i];
-    const __m256i turned = _mm256_sign_epi8((__m256i)x.at[i], own);
-    sums.at[i] = DotPiece(sums.at[i], _mm256_abs_epi8(own), turned);
+    const __m256i more = _mm256_maddubs_epi16((__m256i)u.at[i], (__m256i)s.at[i]);
+    pairs.at[i] = (I16::Piece)_mm256_add_epi16((__m256i)pairs.at[i], more);
+  }
+  return pairs;
+}
+// sums[lane] += both of a lane's numbers of 16 bits.
+inline I16 AddBoth(I16 sums, I16 pairs) {
+  ROOFLAX_EACH {
+    sums.at[i] += (I16::Piece)_mm256_madd_epi16((__m256i)pairs.at[i], _mm256_set1_epi16(1));
   }
   return sums;
 }
-inline I16 Dot4(I16 sums, I16 u, I16 s) {
-  ROOFLAX_EACH sums.at[i] = DotPiece(sums.at[i], (__m256i)u.at[i], (__m256i)s.at[i]);
-  return sums;
+// |w| times x with the sign of w: pairs of products fit into 16 bits, as unsigned x would not.
+inline I16 DotRow(I16 sums, I16 x, I16 w) {
+  I16 size, turned;
+  ROOFLAX_EACH {
+    size.at[i] = (I16::Piece)_mm256_abs_epi8((__m256i)w.at[i]);
+    turned.at[i] = (I16::Piece)_mm256_sign_epi8((__m256i)x.at[i], (__m256i)w.at[i]);
+  }
+  return AddBoth(sums, AddPairs(I16{}, size, turned));
 }
 #else
 constexpr int32_t kRowOffset = 128;
@@ -257,20 +264,15 @@ inline int32_t SumWhole(I16 x) {
 }
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-inline __m256i LookUpPiece(const uint8_t* table, __m256i bytes) {
-  const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), bytes);
-}
-#endif
-
 // Bytes of a table of sixteen, by their numbers.
 inline I16 LookUp(const uint8_t* table, I16 bytes) {
 #if defined(__AVX512BW__)
   const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   return As<I16>(_mm512_shuffle_epi8(values, As<__m512i>(bytes)));
 #elif defined(__AVX2__)
-  ROOFLAX_EACH bytes.at[i] = (I16::Piece)LookUpPiece(table, (__m256i)bytes.at[i]);
+  const __m256i values =
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  ROOFLAX_EACH bytes.at[i] = (I16::Piece)_mm256_shuffle_epi8(values, (__m256i)bytes.at[i]);
   return bytes;
 #else
   uint8_t number[64];

@@ -219,6 +219,13 @@ def speeds(job: Job, columns: list[Column]) -> str:
     return ", ".join(found) + " tok/s"
 
 
+def chosen(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Of what flags name a part, that part."""
+    whole = {"models": plan.MODELS, "widths": plan.WIDTHS, "engines": PEERS}
+    parts = {flag: [str(name) for name in getattr(args, flag)] for flag in whole}
+    return {flag: part for flag, part in parts.items() if part != [str(n) for n in whole[flag]]}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -277,6 +284,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             "batches": args.batches or (),
             "rounds": args.rounds,
             "threads": args.threads,
+            "only": chosen(args),
         },
         "engines": comparison.about,
         "problems": comparison.problems,

@@ -130,6 +130,8 @@ def introduction(document: dict[str, Any]) -> list[str]:
     after = document["machine_after"]["load_average"]
     batches = ",".join(str(n) for n in settings.get("batches", ()))
     command = "benchmarks/peers/compare.py" + " --quick" * settings["quick"]
+    for flag, part in settings.get("only", {}).items():
+        command += f" --{flag} {','.join(part)}"
     command += f" --batches {batches} --rounds {settings['rounds']}" * bool(batches)
     reads = [
         trial[side]["read_gb_per_s"]

@@ -29,10 +29,10 @@ demo: $(VENV)/.installed
 test: lint sanitize suite
 
 suite: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	XLA_FLAGS= $(BIN)/python -m pytest -m "slow or not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

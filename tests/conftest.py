@@ -8,18 +8,22 @@ import os
 import tempfile
 from pathlib import Path
 
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""Tests compile much and run little; an XLA_FLAGS that is set, if only to nothing, wins."""
+
 CACHE = Path(tempfile.gettempdir()) / f"rooflax-tests-{os.getuid()}"
 os.environ.setdefault("ROOFLAX_CACHE_DIR", str(CACHE))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401
-from tests.default_run import leave_out  # noqa: E402
+from tests.default_run import arrange  # noqa: E402
 
 install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
 
@@ -34,7 +38,7 @@ enable_persistent_cache()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    leave_out(items)
+    arrange(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

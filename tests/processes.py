@@ -16,13 +16,18 @@ from typing import Any
 DEVICES = 4
 
 
+def devices(count: int) -> dict[str, str]:
+    """The environment of a process that simulates so many CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return os.environ | {"XLA_FLAGS": flags}
+
+
 def ask(job: str, folder: Path, mesh: str, processes: int = 2) -> list[Any]:
     """What each process of a job found."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
-    env = os.environ | {"XLA_FLAGS": flags, "PJRT_NPROC": str(2 * DEVICES)}
+    env = devices(DEVICES) | {"PJRT_NPROC": str(2 * DEVICES)}
     command = [sys.executable, "-m", "tests.processes", str(port), str(processes)]
     running = [
         subprocess.Popen(

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.processes import devices
+
 VOCAB = 263
 _SIZES = {"vocab_size": VOCAB, "tie_word_embeddings": False}
 _LLAMA = _SIZES | {
@@ -44,8 +46,7 @@ class Worker:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        flags = f"--xla_force_host_platform_device_count={DEVICES}"
-        env = os.environ | {"XLA_FLAGS": flags, "PJRT_NPROC": str(2 * DEVICES)}
+        env = devices(DEVICES) | {"PJRT_NPROC": str(2 * DEVICES)}
         self._errors = open(folder / "errors", "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.sharding", str(folder)],

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -93,13 +92,16 @@ def test_only_the_first_process_prints(folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-m", "rooflax", "generate", str(folder("llama")), "-p", "the end"]
     command += ["-n", "4", "--temp", "0", "--json", "--mesh", "tensor=4", "--platform", "cpu"]
     command += ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
     running = [
         subprocess.Popen(
-            [*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(i)],
+            env=processes.devices(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
     ]

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Builds csrc/test_kernels.cc with the address, undefined behaviour and thread sanitizers; runs it.
 # Which instructions compute makes no difference to threads: of those the generic kernels are enough.
+# Without optimisation, which would leave out some of what is wrong, and takes five times as long.
 #   tools/sanitize.sh [compiler]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 compiler=${1:-c++}
-flags="-std=c++17 -O1 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
+flags="-std=c++17 -O0 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 

@@ -25,10 +25,10 @@ def llm() -> LLM:
 
 
 def cli(*args: str, **env: str) -> dict:
-    """A command's --json document."""
+    """A command's --json document, compiled as a user's."""
     done = subprocess.run(
         [sys.executable, "-m", "rooflax", *args, "--json"],
-        env={**os.environ, **env},
+        env={**os.environ, "XLA_FLAGS": "", **env},
         capture_output=True,
         text=True,
         check=True,

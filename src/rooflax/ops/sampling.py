@@ -290,30 +290,22 @@ def _draw(
     within = within & ~beyond
     within = within | (sampling.temperature <= 0) | (values.shape[1] == vocab)
 
-    def from_candidates() -> jax.Array:
-        return _pick(values, ids, keep, sampling, positions, implementation)
-
-    def from_all() -> jax.Array:
-        return cond(jnp.any(filtered), sort_all, keep_all)
-
-    def sort_all() -> jax.Array:
+    def sort_all() -> tuple[jax.Array, jax.Array, jax.Array]:
         order = jnp.argsort(-scaled, axis=-1, stable=True).astype(jnp.int32)
         ordered = jnp.take_along_axis(scaled, order, axis=-1)
-        return _pick(
-            ordered, order, _keep(ordered, log_total, sampling), sampling, positions, implementation
-        )
+        return ordered, order, _keep(ordered, log_total, sampling)
 
-    def keep_all() -> jax.Array:
+    def keep_all() -> tuple[jax.Array, jax.Array, jax.Array]:
         every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], scaled.shape)
-        return _pick(
-            scaled, every, jnp.ones(scaled.shape, bool), sampling, positions, implementation
-        )
+        return scaled, every, jnp.ones(scaled.shape, bool)
 
-    def by_row() -> jax.Array:
-        return jnp.where(within, from_candidates(), from_all())
+    def from_all() -> jax.Array:
+        every = cond(jnp.any(filtered), sort_all, keep_all)
+        return jnp.where(within, drawn, _pick(*every, sampling, positions, implementation))
 
     # A row takes the same path whatever its neighbours take.
-    drawn = cond(jnp.all(within), from_candidates, by_row)
+    drawn = _pick(values, ids, keep, sampling, positions, implementation)
+    drawn = cond(jnp.all(within), lambda: drawn, from_all)
     return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
 
 

@@ -14,13 +14,17 @@ namespace rooflax {
 namespace {
 
 #if defined(ROOFLAX_X86)
+bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+#if defined(ROOFLAX_AVX512_IN_LANES)
+bool HasAvx512() { return HasAvx2(); }
+#else
 bool HasAvx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni");
 }
-
-bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
 #endif
 
 // Null where this processor does not have it, or there is no such name.

@@ -232,7 +232,7 @@ inline I16 BroadcastBytes(const void* four) {
 
 // Read once, not again by every instruction that uses it.
 inline void KeepInRegister(U16& x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(ROOFLAX_AVX512_IN_LANES_H_)
   asm("" : "+v"(x));
 #else
   (void)x;

@@ -2,11 +2,14 @@
 # Builds csrc/test_kernels.cc with the address, undefined behaviour and thread sanitizers; runs it.
 # Which instructions compute makes no difference to threads: of those the generic kernels are enough.
 # Without optimisation, which would leave out some of what is wrong, and takes five times as long.
+# A processor without AVX-512 runs that code too, lane after lane (tools/avx512_in_lanes.h).
 #   tools/sanitize.sh [compiler]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 compiler=${1:-c++}
 flags="-std=c++17 -O0 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
+avx2=(-mavx2 -mfma -mf16c)
+avx512=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c)
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
@@ -21,12 +24,19 @@ for sanitizer in address,undefined thread; do
     pids+=($!)
     objects+=("$out/$name.o")
   }
-  if [ "$sanitizer" = thread ]; then build dispatch -DROOFLAX_GENERIC_ONLY; else build dispatch; fi
   build test_kernels
   build kernels_generic
-  if [ "$(uname -m)" = x86_64 ] && [ "$sanitizer" != thread ]; then
-    build kernels_avx2 -mavx2 -mfma -mf16c
-    build kernels_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
+  if [ "$sanitizer" = thread ] || [ "$(uname -m)" != x86_64 ]; then
+    build dispatch -DROOFLAX_GENERIC_ONLY
+  else
+    build kernels_avx2 "${avx2[@]}"
+    if grep -qsw avx512_vnni /proc/cpuinfo; then
+      build dispatch
+      build kernels_avx512 "${avx512[@]}"
+    else
+      build dispatch -DROOFLAX_AVX512_IN_LANES
+      build kernels_avx512 "${avx2[@]}" -include tools/avx512_in_lanes.h
+    fi
   fi
   for pid in "${pids[@]}"; do wait "$pid"; done
   "$compiler" "-fsanitize=$sanitizer" "${objects[@]}" -pthread -o "$out/test"

@@ -300,8 +300,9 @@ def _draw(
         return scaled, every, jnp.ones(scaled.shape, bool)
 
     def from_all() -> jax.Array:
-        every = cond(jnp.any(filtered), sort_all, keep_all)
-        return jnp.where(within, drawn, _pick(*every, sampling, positions, implementation))
+        values, ids, keep = cond(jnp.any(filtered), sort_all, keep_all)
+        among_all = _pick(values, ids, keep, sampling, positions, implementation)
+        return jnp.where(within, drawn, among_all)
 
     # A row takes the same path whatever its neighbours take.
     drawn = _pick(values, ids, keep, sampling, positions, implementation)

@@ -140,7 +140,7 @@ def kept_by_us(logits, given):
     scaled = jnp.asarray(logits / given["temperature"])
     order = np.asarray(jnp.argsort(-scaled, axis=-1, stable=True))
     ordered = jnp.take_along_axis(scaled, jnp.asarray(order), axis=-1)
-    total = jax.nn.logsumexp(scaled, axis=-1)
+    total = lib._total(scaled, ordered[:, :1])
     keep = np.asarray(lib._keep(ordered, total, settings(len(logits), **given)))
     return [set(order[row][keep[row]].tolist()) for row in range(len(logits))]
 

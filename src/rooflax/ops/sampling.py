@@ -145,28 +145,26 @@ def sample(
     """
     argmax = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)
     best = argmax(logits)  # the first NaN, if there is one
-    is_finite = jnp.isfinite(jnp.take_along_axis(logits, best[:, None], axis=1)[:, 0])
+    largest = jnp.take_along_axis(logits, best[:, None], axis=1)
+    is_finite = jnp.isfinite(largest[:, 0])
     if sampling.plain:
         return _without_logprobs(best, is_finite, logits.shape[1])
     too_early = positions < sampling.min_position
     is_beam = sampling.num_beams > 1
 
-    def beams_as_logprobs() -> jax.Array:
-        return jnp.where(is_beam[:, None], jax.nn.log_softmax(logits, axis=-1), logits)
+    asks = (
+        too_early, is_beam, sampling.is_guided > 0, sampling.repetition_penalty != 1,
+        sampling.presence_penalty != 0, sampling.frequency_penalty != 0,
+    )  # fmt: skip
+    lists = (sampling.bias_values != 0, sampling.allowed_ids != NO_ID)
+    adjusts = jnp.any(jnp.concatenate((*(row[:, None] for row in asks), *lists), axis=1))
 
-    adjusts = (
-        jnp.any(sampling.repetition_penalty != 1)
-        | jnp.any(sampling.presence_penalty != 0)
-        | jnp.any(sampling.frequency_penalty != 0)
-        | jnp.any(sampling.bias_values != 0)
-        | jnp.any(sampling.allowed_ids != NO_ID)
-        | jnp.any(too_early)
-        | jnp.any(is_beam)
-        | jnp.any(sampling.is_guided > 0)
-    )
+    def as_logprobs() -> jax.Array:
+        return _logprobs(logits, largest)
 
     def adjust() -> jax.Array:
-        scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
+        of_beams = cond(jnp.any(is_beam), as_logprobs, lambda: logits)
+        scores = jnp.where(is_beam[:, None], of_beams, logits)
         generated = _with_pending(counts.generated[slots], pending)
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
@@ -180,7 +178,17 @@ def sample(
     chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
     is_allowed = ~jnp.isneginf(chosen)
     is_finite = is_finite & (jnp.isfinite(chosen) | ~is_allowed)
-    return _with_logprobs(logits, adjusted, tokens, is_finite, is_allowed, sampling)
+    found = _without_logprobs(tokens, is_finite, logits.shape[1])
+
+    def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _best(jnp.where(is_beam[:, None], adjusted, as_logprobs()), tokens)
+
+    logprobs, top_tokens, top_logprobs = cond(
+        jnp.any(sampling.num_logprobs >= 0),
+        wanted,
+        lambda: (found.logprobs, found.top_tokens, found.top_logprobs),
+    )
+    return Sampled(tokens, is_finite, is_allowed, logprobs, top_tokens, top_logprobs)
 
 
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -279,10 +287,10 @@ def _draw(
     vocab = logits.shape[1]
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     scaled = logits / temperature[:, None]
-    log_total = jax.nn.logsumexp(scaled, axis=-1)
     top_k = choose("top_k", TOP_K_IMPLEMENTATIONS, implementation)
     values, ids = top_k(scaled, min(NUM_CANDIDATES, vocab))
-    keep = _keep(values, log_total, sampling)
+    total = _total(scaled, values[:, :1])
+    keep = _keep(values, total, sampling)
 
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     within = ~keep[:, -1] | ((sampling.top_k > 0) & (sampling.top_k <= values.shape[1]))
@@ -293,7 +301,7 @@ def _draw(
     def sort_all() -> tuple[jax.Array, jax.Array, jax.Array]:
         order = jnp.argsort(-scaled, axis=-1, stable=True).astype(jnp.int32)
         ordered = jnp.take_along_axis(scaled, order, axis=-1)
-        return ordered, order, _keep(ordered, log_total, sampling)
+        return ordered, order, _keep(ordered, total, sampling)
 
     def keep_all() -> tuple[jax.Array, jax.Array, jax.Array]:
         every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], scaled.shape)
@@ -310,25 +318,34 @@ def _draw(
     return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
 
 
+def _total(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Float[Array, " B"]:
+    """sum(exp(logits - largest)): what probabilities are divided by."""
+    return jnp.sum(jnp.exp(logits - largest), axis=-1)
+
+
+def _logprobs(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Float[Array, "B V"]:
+    """log softmax(logits)."""
+    return logits - largest - jnp.log(_total(logits, largest))[:, None]
+
+
 def _keep(
-    ordered: Float[Array, "B C"], log_total: Float[Array, " B"], sampling: Sampling
+    ordered: Float[Array, "B C"], total: Float[Array, " B"], sampling: Sampling
 ) -> Bool[Array, "B C"]:
     """Which of the tokens, most likely first, survive top-k, top-p and min-p.
 
     Args:
         ordered: scaled logits, descending; the most likely C of the vocabulary.
-        log_total: logsumexp of all scaled logits.
+        total: of all scaled logits, as `_total` gives it.
     """
     rank = jnp.arange(ordered.shape[1], dtype=jnp.int32)[None]
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, jnp.iinfo(jnp.int32).max)[:, None]
     in_top_k = rank < top_k
     cut = (sampling.top_k > 0) & (sampling.top_k <= ordered.shape[1])
-    log_kept = jax.nn.logsumexp(jnp.where(in_top_k, ordered, LOWEST), axis=-1)
-    log_norm = jnp.where(cut, log_kept, log_total)[:, None]
-    probabilities = jnp.where(in_top_k, jnp.exp(ordered - log_norm), 0.0)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    in_top_p = (before < sampling.top_p[:, None]) | (sampling.top_p >= 1)[:, None]
-    in_min_p = probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
+    weights = jnp.where(in_top_k, jnp.exp(ordered - ordered[:, :1]), 0.0)
+    upto = jnp.cumsum(weights, axis=-1)
+    whole = jnp.where(cut, upto[:, -1], total)[:, None]
+    in_top_p = (upto - weights < sampling.top_p[:, None] * whole) | (sampling.top_p >= 1)[:, None]
+    in_min_p = weights >= sampling.min_p[:, None]
     return in_top_k & (in_top_p & in_min_p | (rank == 0))
 
 
@@ -414,28 +431,6 @@ def _without_logprobs(
     nothing = jnp.zeros(rows, jnp.float32)
     allowed = jnp.ones(rows, bool)
     return Sampled(tokens, is_finite, allowed, nothing, zeros.astype(jnp.int32), zeros)
-
-
-def _with_logprobs(
-    logits: Float[Array, "B V"],
-    adjusted: Float[Array, "B V"],
-    tokens: Int[Array, " B"],
-    is_finite: Bool[Array, " B"],
-    is_allowed: Bool[Array, " B"],
-    sampling: Sampling,
-) -> Sampled:
-    empty = _without_logprobs(tokens, is_finite, logits.shape[1])
-    is_beam = (sampling.num_beams > 1)[:, None]
-
-    def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _best(jnp.where(is_beam, adjusted, jax.nn.log_softmax(logits, axis=-1)), tokens)
-
-    chosen, ids, values = cond(
-        jnp.any(sampling.num_logprobs >= 0),
-        wanted,
-        lambda: (empty.logprobs, empty.top_tokens, empty.top_logprobs),
-    )
-    return Sampled(tokens, is_finite, is_allowed, chosen, ids, values)
 
 
 def logprobs_of(

@@ -430,7 +430,7 @@ class LLM:
         """
         prompt_list = _as_prompts(prompts)
         if continuations is None:
-            return self._score([self.encode(prompt) for prompt in prompt_list])
+            return [self._score(self.encode(prompt), 1) for prompt in prompt_list]
         given = _as_prompts(continuations)
         if len(given) != len(prompt_list):
             raise RequestError(
@@ -439,24 +439,27 @@ class LLM:
         ids = [(self.encode(p), self.encode(c)) for p, c in zip(prompt_list, given, strict=True)]
         if not all(prompt for prompt, _ in ids):
             raise RequestError("The prompt has no tokens; give at least one.")
-        scores = self._score([[*prompt, *continuation] for prompt, continuation in ids])
-        return [all_[len(p) - 1 :] for all_, (p, _) in zip(scores, ids, strict=True)]
+        return [self._score([*prompt, *continuation], len(prompt)) for prompt, continuation in ids]
 
     def logits(self, prompt: Prompt) -> np.ndarray:
         """[tokens, vocab] float32: the logits after each token of a prompt."""
         return self._dense("logits", self.encode(prompt))
 
-    def _score(self, prompts: list[list[int]]) -> list[np.ndarray]:
-        return [self._dense("score", ids)[:-1] for ids in prompts]
+    def _score(self, ids: list[int], first: int) -> np.ndarray:
+        """Log-probabilities of the tokens from number `first` on."""
+        count = len(ids) - first
+        num_places = min(bucket(max(count, 1), 16), self.max_model_len)
+        places = np.arange(first - 1, first - 1 + num_places, dtype=np.int32)
+        return self._dense("score", ids, np.minimum(places, max(len(ids) - 1, 0))[None])[:count]
 
-    def _dense(self, function: str, ids: list[int]) -> np.ndarray:
-        """What a step function without a cache gives for each token of a sequence."""
+    def _dense(self, function: str, ids: list[int], *more: np.ndarray) -> np.ndarray:
+        """What a step function without a cache gives for each token of a sequence, or place."""
         check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
         run = getattr(step_functions(self.model, self.options, self.mesh, max_steps=1), function)
-        found, _ = run(self.model, (None, ()), padded, lengths)
+        found, _ = run(self.model, (None, ()), padded, lengths, *more)
         return np.asarray(found)[0, : len(ids)]
 
 

@@ -51,8 +51,10 @@ def test_windows_that_cannot_be_are_refused(length, stride):
 def test_the_sum_takes_each_log_probability_once():
     """A model whose log p of token t after any context is -t."""
 
-    def score(prompts):
-        return [-np.array(ids[1:], np.float32) for ids in prompts]
+    def score(prompts, continuations):
+        for prompt, continuation in zip(prompts, continuations, strict=True):
+            assert [*prompt, *continuation] == list(range(prompt[0], continuation[-1] + 1))
+        return [-np.array(ids, np.float32) for ids in continuations]
 
     ids = list(range(50))
     for length, stride in ((50, 25), (7, 3), (4, 1)):

@@ -84,10 +84,12 @@ def score_windows(llm: LLM, ids: list[int], cut: list[Window], quiet: bool) -> f
     with tqdm(total=len(cut), desc="scoring", unit="window", leave=False, disable=not shown) as bar:
         for begin in range(0, len(cut), AT_ONCE):
             some = cut[begin : begin + AT_ONCE]
-            scores = llm.score([ids[window.start : window.end] for window in some])
-            for window, logprobs in zip(some, scores, strict=True):
-                # entry j is of token start + 1 + j
-                total -= float(logprobs[window.first - window.start - 1 :].sum(dtype="float64"))
+            scores = llm.score(
+                [ids[window.start : window.first] for window in some],
+                [ids[window.first : window.end] for window in some],
+            )
+            for logprobs in scores:
+                total -= float(logprobs.sum(dtype="float64"))
             bar.update(len(some))
     return total
 

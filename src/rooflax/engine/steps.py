@@ -255,22 +255,25 @@ def score(
     carry: tuple[None, tuple[()]],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    places: Int[Array, "B S"],
     hidden: Float[Array, "B T D"] | None = None,
     *,
     options: ExecutionOptions,
     shards: Shards | None,
-) -> tuple[Float[Array, "B T"], tuple[None, tuple[()]]]:
-    """Log-probability of the token after each; the last column means nothing.
+) -> tuple[Float[Array, "B S"], tuple[None, tuple[()]]]:
+    """Log-probability of the token after each of these places; after the last it means nothing.
 
-    Logits exist for SCORED_AT_ONCE tokens at a time.
+    Logits exist for SCORED_AT_ONCE places at a time, and for no others.
     """
     batch = Batch.dense(tokens, lengths=lengths, hidden=hidden)
     hidden, _ = model.forward(batch, None, options=options, shards=shards)
-    rows, seq, width = hidden.shape
-    chunk = min(SCORED_AT_ONCE, rows * seq)
-    padding = -(rows * seq) % chunk
+    hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
+    targets = jnp.take_along_axis(jnp.roll(tokens, -1, axis=1), places, axis=1)
+    rows, count, width = hidden.shape
+    chunk = min(SCORED_AT_ONCE, rows * count)
+    padding = -(rows * count) % chunk
     flat = jnp.pad(hidden.reshape(-1, width), ((0, padding), (0, 0)))
-    targets = jnp.pad(jnp.roll(tokens, -1, axis=1).reshape(-1), (0, padding))
+    targets = jnp.pad(targets.reshape(-1), (0, padding))
 
     def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = model.logits(part[0], options=options, shards=shards)
@@ -278,8 +281,8 @@ def score(
         return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
 
     parts = (flat.reshape(-1, chunk, width), targets.reshape(-1, chunk))
-    scores = jax.lax.map(score_chunk, parts).reshape(-1)[: rows * seq]
-    return scores.reshape(rows, seq), carry
+    scores = jax.lax.map(score_chunk, parts).reshape(-1)[: rows * count]
+    return scores.reshape(rows, count), carry
 
 
 def logits(

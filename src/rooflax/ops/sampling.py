@@ -151,7 +151,6 @@ def sample(
         return _without_logprobs(best, is_finite, logits.shape[1])
     too_early = positions < sampling.min_position
     is_beam = sampling.num_beams > 1
-
     asks = (
         too_early, is_beam, sampling.is_guided > 0, sampling.repetition_penalty != 1,
         sampling.presence_penalty != 0, sampling.frequency_penalty != 0,
@@ -159,12 +158,11 @@ def sample(
     lists = (sampling.bias_values != 0, sampling.allowed_ids != NO_ID)
     adjusts = jnp.any(jnp.concatenate((*(row[:, None] for row in asks), *lists), axis=1))
 
-    def as_logprobs() -> jax.Array:
-        return _logprobs(logits, largest)
+    def beams_as_logprobs() -> jax.Array:
+        return jnp.where(is_beam[:, None], _logprobs(logits, largest), logits)
 
     def adjust() -> jax.Array:
-        of_beams = cond(jnp.any(is_beam), as_logprobs, lambda: logits)
-        scores = jnp.where(is_beam[:, None], of_beams, logits)
+        scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
         generated = _with_pending(counts.generated[slots], pending)
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
@@ -181,7 +179,8 @@ def sample(
     found = _without_logprobs(tokens, is_finite, logits.shape[1])
 
     def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _best(jnp.where(is_beam[:, None], adjusted, as_logprobs()), tokens)
+        logprobs = _logprobs(logits, largest)
+        return _best(jnp.where(is_beam[:, None], adjusted, logprobs), tokens)
 
     logprobs, top_tokens, top_logprobs = cond(
         jnp.any(sampling.num_logprobs >= 0),
@@ -324,7 +323,7 @@ def _total(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Float[A
 
 
 def _logprobs(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Float[Array, "B V"]:
-    """log softmax(logits)."""
+    """log softmax(logits); jax's own looks for the largest again, which takes longer to compile."""
     return logits - largest - jnp.log(_total(logits, largest))[:, None]
 
 

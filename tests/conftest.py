@@ -8,7 +8,10 @@ import os
 import tempfile
 from pathlib import Path
 
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_use_fusion_emitters=false"
+)
 """Tests compile much and run little; an XLA_FLAGS that is set, if only to nothing, wins."""
 
 CACHE = Path(tempfile.gettempdir()) / f"rooflax-tests-{os.getuid()}"

@@ -21,7 +21,8 @@ def readers(rows, seq, kernels):
     lengths, tables = jnp.full(rows, seq), jnp.zeros((rows, 32), jnp.int32)
     batch = Batch(tokens, tokens, lengths, lengths, (tables,), (jnp.zeros(rows, jnp.int32),))
     run = jax.jit(lambda model, cache, batch: model.forward(batch, cache, options=options)[0])
-    text = run.lower(model, cache, batch).compile().as_text()
+    fuse = {"xla_cpu_use_fusion_emitters": True}  # the default; tests compile more quickly without
+    text = run.lower(model, cache, batch).compile(compiler_options=fuse).as_text()
     found = []
     for line in text[text.index("\nENTRY") :].splitlines()[2:]:
         operands = line.partition(" = ")[2].partition(", metadata")[0]

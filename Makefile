@@ -15,6 +15,8 @@ class Reader:
     def read(self
 endef
 export PROMPT
+# Tests and demos start Python many times: it must keep what it compiled, whatever the machine says.
+export PYTHONDONTWRITEBYTECODE =
 BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other

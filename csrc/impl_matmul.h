@@ -20,13 +20,16 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 
 // What fits into registers: rows of x and vectors of columns in a tile of many rows; rows of w that few
 // rows meet at a time; pairs of vectors of one row's sums, where a stripe of them is long enough to
-// stream; sums of a table's rows.
+// stream; sums of a table's rows. And whether one row of x fetches what follows: its loads are sparse.
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
+constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
 constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0, kTableSums = 4;
+constexpr bool kOneFetches = true;
 #else
 constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0, kTableSums = 2;
+constexpr bool kOneFetches = false;
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
@@ -64,7 +67,7 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, flo
     F16 wide[D][2];
     for (int64_t d = 0; d < D; ++d) {
       const W* line = w + d * a.out.outer + n;
-      if constexpr (M > 1) {
+      if constexpr (M > 1 || kOneFetches) {
         __builtin_prefetch(line + D * a.out.outer);
         if constexpr (sizeof(W) == 4) __builtin_prefetch(line + D * a.out.outer + kLanes);
       }

@@ -129,7 +129,8 @@ struct Int8Tile {
 // ---- Codes with a scale per group of 32 ----
 //
 // A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
-// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large.
+// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large; their
+// products with int8 over `kTogether` of these parts of a group fit into 16 bits, two in a pair.
 
 struct Int8Group {
   static constexpr int64_t kLines = 8, kParts = 1;
@@ -140,7 +141,7 @@ struct Int8Group {
 };
 
 struct Int4Group {
-  static constexpr int64_t kLines = 4, kParts = 2;
+  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 2;
   static I16 Unsigned(U16 codes, int64_t part) {
     return As<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
   }
@@ -148,7 +149,7 @@ struct Int4Group {
 };
 
 struct Mxfp4Group {
-  static constexpr int64_t kLines = 4, kParts = 2;
+  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 1;
   // Twice the value of e2m1, which is whole, plus 12.
   static I16 Unsigned(U16 codes, int64_t part) {
     alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -156,7 +157,7 @@ struct Mxfp4Group {
     return LookUp(kTable, Int4Group::Unsigned(codes, part));
   }
   // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
-  static F16 Scale(const void* scales, int64_t block) {
+  [[gnu::always_inline]] static F16 Scale(const void* scales, int64_t block) {
     const auto* from = static_cast<const uint8_t*>(scales) + block * kPanel;
     const I16 e = LoadLanes(from);
     const I16 tiny = I16{} + 0x00200000, fault = I16{} + 0x7fc00000;
@@ -170,34 +171,63 @@ struct GroupTile {
   static constexpr int64_t Panels(int64_t) { return 1; }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // The products of a group, whole numbers; those of codes of four bits add up in 16 bits, half a
-  // group at a time. Codes of eight are taken as they are, without an offset.
+  // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t,
                    I16 (&sums)[P][M]) {
     static_assert(P == 1);
     Prefetch(w + 4096, Group::kLines);
-    for (int64_t m = 0; m < M; ++m) {
-      sums[0][m] = Group::kParts == 1 ? I16{} : BroadcastBytes(x_start + m);
+    if constexpr (Group::kParts == 1) {
+      DotsOfBytes(x, w, sums[0]);
+    } else {
+      DotsOfHalves(x, x_start, w, sums[0]);
     }
-    for (int64_t part = 0; part < Group::kParts; ++part) {
+  }
+
+  // Codes of eight bits as they are, without an offset.
+  template <int64_t M>
+  static void DotsOfBytes(const int8_t* x, const uint8_t* w, I16 (&sums)[M]) {
+    for (auto& sum : sums) sum = I16{};
+    _Pragma("GCC unroll 2")
+    for (int64_t line = 0; line < Group::kLines; ++line) {
+      const I16 quad = Load<I16>(w + line * 64);
+      for (int64_t m = 0; m < M; ++m) {
+        sums[m] = DotRow(sums[m], BroadcastBytes(x + m * kGroup + line * 4), quad);
+      }
+    }
+  }
+
+  // Codes of four bits, whose products add up in 16 bits: of as many parts together as fit there.
+  template <int64_t M>
+  static void DotsOfHalves(const int8_t* x, const int32_t* x_start, const uint8_t* w,
+                           I16 (&sums)[M]) {
+    constexpr int64_t kTogether = Group::kTogether;
+    ROOFLAX_WHOLE
+    for (int64_t m = 0; m < M; ++m) sums[m] = BroadcastBytes(x_start + m);
+    ROOFLAX_WHOLE
+    for (int64_t part = 0; part < Group::kParts; part += kTogether) {
       I16 pairs[M];
+      ROOFLAX_WHOLE
       for (auto& pair : pairs) pair = I16{};
+      ROOFLAX_WHOLE
       for (int64_t line = 0; line < Group::kLines; ++line) {
         const U16 codes = Load<U16>(w + line * 64);
-        const I16 quad = Group::kParts == 1 ? As<I16>(codes) : Group::Unsigned(codes, part);
+        I16 quads[kTogether];
+        ROOFLAX_WHOLE
+        for (int64_t i = 0; i < kTogether; ++i) quads[i] = Group::Unsigned(codes, part + i);
+        const int8_t* from = x + (part * Group::kLines + line) * 4;
+        ROOFLAX_WHOLE
         for (int64_t m = 0; m < M; ++m) {
-          const I16 value = BroadcastBytes(x + m * kGroup + (part * Group::kLines + line) * 4);
-          if constexpr (Group::kParts == 1) {
-            sums[0][m] = DotRow(sums[0][m], value, quad);
-          } else {
-            pairs[m] = AddPairs(pairs[m], quad, value);
+          ROOFLAX_WHOLE
+          for (int64_t i = 0; i < kTogether; ++i) {
+            const I16 value = BroadcastBytes(from + m * kGroup + i * Group::kLines * 4);
+            pairs[m] = AddPairs(pairs[m], quads[i], value);
           }
+          KeepInRegister(pairs[m]);
         }
       }
-      for (int64_t m = 0; m < M && Group::kParts > 1; ++m) {
-        sums[0][m] = AddBoth(sums[0][m], pairs[m]);
-      }
+      ROOFLAX_WHOLE
+      for (int64_t m = 0; m < M; ++m) sums[m] = AddBoth(sums[m], pairs[m]);
     }
   }
 #else
@@ -236,7 +266,7 @@ struct GroupTile {
     const int32_t* x_start = a.x_start + row * groups;
     F16 totals[P][M];
     for (auto& line : totals) {
-      for (auto& total : line) total = F16{};
+        for (auto& total : line) total = F16{};
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t block = panel * groups + g;

@@ -230,10 +230,14 @@ inline I16 BroadcastBytes(const void* four) {
   return I16{} + bits;
 }
 
-// Read once, not again by every instruction that uses it.
-inline void KeepInRegister(U16& x) {
+// Here and now in registers: not read again by every instruction that uses it, nor put off until more
+// numbers are under way than there are registers.
+template <typename V>
+inline void KeepInRegister(V& x) {
 #if defined(__AVX512F__) && !defined(ROOFLAX_AVX512_IN_LANES_H_)
   asm("" : "+v"(x));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  ROOFLAX_EACH asm("" : "+x"(x.at[i]));
 #else
   (void)x;
 #endif

@@ -34,6 +34,7 @@ inline void Store(void* to, V value) {
 
 #if defined(__AVX512F__)
 
+#define ROOFLAX_WHOLE
 typedef float F16 __attribute__((vector_size(64)));
 typedef int32_t I16 __attribute__((vector_size(64)));
 typedef uint32_t U16 __attribute__((vector_size(64)));
@@ -74,6 +75,8 @@ constexpr int kPieceBytes = 16;
 #endif
 constexpr int kPieces = 64 / kPieceBytes, kPieceLanes = kPieceBytes / 4;
 #define ROOFLAX_EACH _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; ++i)
+// Before a short loop over an array of them: numbered by a variable they are in memory as well.
+#define ROOFLAX_WHOLE _Pragma("GCC unroll 16")
 
 template <typename T>
 struct Wide {

@@ -20,15 +20,19 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 
 // What fits into registers: rows of x and vectors of columns in a tile of many rows; rows of w that few
 // rows meet at a time; pairs of vectors of one row's sums, where a stripe of them is long enough to
-// stream; sums of a table's rows. And whether one row of x fetches what follows: its loads are sparse.
+// stream; sums of a table's rows. From how many rows of x on blocks of w are packed for a tile. And
+// whether one row of x fetches what follows: its loads are sparse.
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
+constexpr int64_t kBlocksFrom = kFewRows + 1;
 constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
 constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0, kTableSums = 4;
+constexpr int64_t kBlocksFrom = 9;
 constexpr bool kOneFetches = true;
 #else
 constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0, kTableSums = 2;
+constexpr int64_t kBlocksFrom = kFewRows + 1;
 constexpr bool kOneFetches = false;
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
@@ -135,6 +139,71 @@ int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64
   return n;
 }
 
+// A block of w, as panels of kLanes columns in float32. The second cache holds it, the first one a
+// panel at a time; a line more to a panel, so that panels do not share the cache's sets.
+constexpr int64_t kBlockRows = 64, kBlockColumns = 256;
+constexpr int64_t kBlockPanel = (kBlockRows + 1) * kLanes;
+
+// sums[r, lane] += x[r, k] * panel[k, lane] for R rows.
+template <int64_t R>
+void BlockTile(const float* x, int64_t inner, int64_t count, const float* panel, float* sums,
+               int64_t stride) {
+  F16 own[R];
+  ROOFLAX_WHOLE
+  for (int64_t r = 0; r < R; ++r) own[r] = Load<F16>(sums + r * stride);
+  for (int64_t k = 0; k < count; ++k) {
+    const F16 w = Load<F16>(panel + k * kLanes);
+    ROOFLAX_WHOLE
+    for (int64_t r = 0; r < R; ++r) own[r] += x[r * inner + k] * w;
+  }
+  ROOFLAX_WHOLE
+  for (int64_t r = 0; r < R; ++r) Store(sums + r * stride, own[r]);
+}
+
+// M rows in tiles of about the same height.
+template <int64_t M>
+void BlockTiles(const float* x, int64_t inner, int64_t count, const float* panel, float* sums,
+                int64_t stride) {
+  constexpr int64_t kTiles = (M + kTile - 1) / kTile, kFirst = (M + kTiles - 1) / kTiles;
+  BlockTile<kFirst>(x, inner, count, panel, sums, stride);
+  if constexpr (M > kFirst) {
+    BlockTiles<M - kFirst>(x + kFirst * inner, inner, count, panel, sums + kFirst * stride, stride);
+  }
+}
+
+// A block's rows of w, from column n on, as panels; the block below it is fetched meanwhile.
+template <typename W>
+void PackBlock(const W* w, int64_t outer, int64_t count, int64_t panels, float* packed) {
+  for (int64_t k = 0; k < count; ++k) {
+    const W* line = w + k * outer;
+    for (int64_t p = 0; p < panels; ++p) {
+      __builtin_prefetch(line + p * kLanes + kBlockRows * outer, 0, 2);
+      Store(packed + p * kBlockPanel + k * kLanes, LoadWide(line + p * kLanes));
+    }
+  }
+}
+
+// Few rows, but several: one part's sums of the whole panels from column n on; where those end.
+template <int64_t M, typename W>
+int64_t Blocks(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64_t n) {
+  alignas(64) float packed[kBlockColumns / kLanes * kBlockPanel];
+  for (int64_t panels; (panels = std::min(kBlockColumns, a.end - n) / kLanes) > 0;
+       n += panels * kLanes) {
+    float* sums = a.parts + n - a.parts_begin;
+    for (int64_t m = 0; m < M; ++m) std::fill_n(sums + m * a.parts_stride, panels * kLanes, 0.0f);
+    for (int64_t k = k_begin, count; k < k_end; k += count) {
+      count = std::min(kBlockRows, k_end - k);
+      const W* w = static_cast<const W*>(a.w) + k * a.out.outer + n;
+      PackBlock(w, a.out.outer, count, panels, packed);
+      for (int64_t p = 0; p < panels; ++p) {
+        BlockTiles<M>(a.x + k, a.inner, count, packed + p * kBlockPanel, sums + p * kLanes,
+                      a.parts_stride);
+      }
+    }
+  }
+  return n;
+}
+
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
@@ -150,6 +219,7 @@ void MatmulFew(const MatmulArgs& a) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
     begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
   }
+  if constexpr (M >= kBlocksFrom) begin = Blocks<M, W>(a, k_begin, k_end, begin);
   for (; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);
     float* sums = a.parts + begin - a.parts_begin;

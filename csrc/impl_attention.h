@@ -65,11 +65,14 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   EachSlot(a, k, static_cast<const W*>(a.v), begin, end,
            [&](int64_t, int64_t slot, int64_t token) {
     F16 mine[N];
+    ROOFLAX_WHOLE
     for (auto& sum : mine) sum = F16{};
     for (int64_t d = 0; d < whole; d += kLanes) {
       const F16 wide = LoadWide(k + slot + d);
+      ROOFLAX_WHOLE
       for (int64_t n = 0; n < N; ++n) mine[n] += Load<F16>(a.queries[n].q + d) * wide;
     }
+    ROOFLAX_WHOLE
     for (int64_t n = 0; n < N; ++n) sums[waiting * N + n] = mine[n];
     slots[waiting] = slot;
     if constexpr (sizeof(W) == 1) scales[waiting] = a.k_scale[token];

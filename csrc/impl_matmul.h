@@ -39,11 +39,11 @@ constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
 
 // Columns n to n + 31 of a row of w; of bfloat16 the even ones, then the odd ones.
-inline void LoadPair(const float* from, F16 (&pair)[2]) {
+ROOFLAX_INLINE void LoadPair(const float* from, F16 (&pair)[2]) {
   pair[0] = Load<F16>(from);
   pair[1] = Load<F16>(from + kLanes);
 }
-inline void LoadPair(const uint16_t* from, F16 (&pair)[2]) {
+ROOFLAX_INLINE void LoadPair(const uint16_t* from, F16 (&pair)[2]) {
   const U16 both = Load<U16>(from);
   pair[0] = As<F16>(both << 16);
   pair[1] = As<F16>(both & 0xffff0000u);

@@ -83,8 +83,11 @@ struct Int8Tile {
     const auto* x = static_cast<const uint8_t*>(a.x) + row * a.stride;
     const uint8_t* w = a.w + panel * quads * 64;
     I16 sums[T][P][M];
+    ROOFLAX_WHOLE
     for (auto& turn : sums) {
+      ROOFLAX_WHOLE
       for (auto& line : turn) {
+        ROOFLAX_WHOLE
         for (auto& sum : line) sum = I16{};
       }
     }
@@ -92,13 +95,16 @@ struct Int8Tile {
       I16 weights[P];
       // Behind the end of a panel comes the one that the next tile begins with there.
       const int64_t ahead = P == 1 || quad + 64 < quads ? 4096 : 4096 + (P - 1) * quads * 64;
+      ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * quads + quad) * 64;
         __builtin_prefetch(from + ahead);
         weights[p] = Load<I16>(from);
       }
+      ROOFLAX_WHOLE
       for (int64_t m = 0; m < M; ++m) {
         const I16 value = BroadcastBytes(x + m * a.stride + quad * 4);
+        ROOFLAX_WHOLE
         for (int64_t p = 0; p < P; ++p) to[p][m] = DotRow(to[p][m], value, weights[p]);
       }
     };
@@ -106,11 +112,14 @@ struct Int8Tile {
       for (int64_t t = 0; t < T; ++t) add(quad + t, sums[t]);
     }
     for (int64_t quad = whole; quad < quads; ++quad) add(quad, sums[0]);
+    ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p) {
       const int64_t n = (panel + p) * kPanel;
       const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
       const I16 offset = Load<I16>(a.w_sum + n) * kRowOffset;
+      ROOFLAX_WHOLE
       for (int64_t m = 0; m < M; ++m) {
+        ROOFLAX_WHOLE
         for (int64_t t = 1; t < T; ++t) sums[0][p][m] += sums[t][p][m];
         const F16 scale = w_scale * a.x_scale[row + m];
         FinishPanel(a.out, row + m, panel + p, ToFloat(sums[0][p][m] - offset) * scale);
@@ -129,8 +138,8 @@ struct Int8Tile {
 // ---- Codes with a scale per group of 32 ----
 //
 // A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
-// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large; their
-// products with int8 over `kTogether` of these parts of a group fit into 16 bits, two in a pair.
+// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large. A
+// group's products with int8 fit into 16 bits as pairs, those of `kTogether` halves added up.
 
 struct Int8Group {
   static constexpr int64_t kLines = 8, kParts = 1;
@@ -352,13 +361,13 @@ struct NibbleWide {
 };
 
 template <>
-inline F16 NibbleWide<Int4Group>::Values() {
+ROOFLAX_INLINE F16 NibbleWide<Int4Group>::Values() {
   static constexpr float kValues[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   return Load<F16>(kValues);
 }
 
 template <>
-inline F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale is halved
+ROOFLAX_INLINE F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale is halved
   static constexpr float kValues[] = {0,     1,  2,  3,  4,  6,  8,  12,
                                       -0.0f, -1, -2, -3, -4, -6, -8, -12};
   return Load<F16>(kValues);
@@ -369,7 +378,7 @@ inline const uint8_t* GroupAt(const PackedArgs& a, int64_t panel, int64_t g) {
   return a.w + panel * a.stride * (Wide::kBytes / kGroup) + g * Wide::kBytes;
 }
 
-inline F16 OutputScale(const PackedArgs& a, int64_t panel) {
+ROOFLAX_INLINE F16 OutputScale(const PackedArgs& a, int64_t panel) {
   return Load<F16>(static_cast<const float*>(a.w_scale) + panel * kPanel);
 }
 

@@ -9,17 +9,17 @@ inline void EachVector(int64_t count, const Each& each) {
   if (i < count) each(i, count - i);
 }
 
-inline F16 LoadPadded(const float* from, int64_t count, float padding) {
+ROOFLAX_INLINE F16 LoadPadded(const float* from, int64_t count, float padding) {
   float lane[kLanes];
   std::fill(std::copy(from, from + count, lane), lane + kLanes, padding);
   return Load<F16>(lane);
 }
 
-inline F16 LoadSome(const float* from, int64_t count) {
+ROOFLAX_INLINE F16 LoadSome(const float* from, int64_t count) {
   return count == kLanes ? Load<F16>(from) : LoadPadded(from, count, 0.0f);
 }
 
-inline void StoreSome(float* to, F16 values, int64_t count) {
+ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
   if (count == kLanes) return Store(to, values);
   float lane[kLanes];
   Store(lane, values);
@@ -59,19 +59,19 @@ void LayerNorm(const BeforeArgs& a, const float* x, float* out) {
 
 // ---- Activations ----
 
-inline F16 Sigmoid(F16 x) {
+ROOFLAX_INLINE F16 Sigmoid(F16 x) {
   const F16 small = Exp(-Abs(x)), one = Broadcast(1.0f);
   return Select(x >= F16{}, one, small) / (one + small);
 }
 
-inline F16 Tanh(F16 x) {
+ROOFLAX_INLINE F16 Tanh(F16 x) {
   const F16 small = Exp(-2.0f * Abs(x));
   const F16 size = (1.0f - small) / (1.0f + small);
   return Select(x >= F16{}, size, -size);
 }
 
 // The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26).
-inline F16 Erf(F16 x) {
+ROOFLAX_INLINE F16 Erf(F16 x) {
   const F16 size = Abs(x), t = 1.0f / (1.0f + 0.3275911f * size);
   F16 p = Broadcast(1.061405429f);
   p = p * t - 1.453152027f;
@@ -83,7 +83,7 @@ inline F16 Erf(F16 x) {
 }
 
 template <Before kKind>
-inline F16 Activated(F16 x) {
+ROOFLAX_INLINE F16 Activated(F16 x) {
   switch (kKind) {
     case Before::kSilu: return x * Sigmoid(x);
     case Before::kGelu: return 0.5f * x * (1.0f + Erf(x * 0.70710678f));
@@ -135,7 +135,7 @@ inline void NarrowEach(const float* x, uint16_t* out, int64_t count, const Conve
   });
 }
 
-void Narrow(const float* x, void* out, int64_t count, Width width) {
+[[gnu::flatten]] void Narrow(const float* x, void* out, int64_t count, Width width) {
   if (width == Width::kFloat32) {
     std::memcpy(out, x, static_cast<size_t>(count) * sizeof(float));
   } else if (width == Width::kBfloat16) {
@@ -160,11 +160,11 @@ inline float LargestOf(const float* x, int64_t count) {
 }
 
 // Whole numbers near x * inverse, to even where two are as near.
-inline I16 Rounded(F16 x, float inverse) {
+ROOFLAX_INLINE I16 Rounded(F16 x, float inverse) {
   return ToWhole((x * inverse + 12582912.0f) - 12582912.0f);
 }
 
-void QuantizeRow(const QuantizeRowsArgs& a) {
+[[gnu::flatten]] void QuantizeRow(const QuantizeRowsArgs& a) {
   const float largest = LargestOf(a.x, a.inner);
   *a.scale = largest / 127.0f;
   constexpr auto kZero = static_cast<uint8_t>(kRowOffset);
@@ -177,7 +177,7 @@ void QuantizeRow(const QuantizeRowsArgs& a) {
   });
 }
 
-void QuantizeGroups(const QuantizeGroupsArgs& a) {
+[[gnu::flatten]] void QuantizeGroups(const QuantizeGroupsArgs& a) {
   for (int64_t g = 0; g < a.inner / kGroup; ++g) {
     const float* x = a.x + g * kGroup;
     const float largest = LargestOf(x, kGroup);
@@ -254,7 +254,7 @@ int64_t Above(const float* x, int64_t* begin, int64_t end, float least, int32_t*
 
 // One block of four rounds and the key that follows it.
 template <int kA, int kB, int kC, int kD>
-inline void ThreefryBlock(U16& x0, U16& x1, uint32_t key0, uint32_t key1) {
+ROOFLAX_INLINE void ThreefryBlock(U16& x0, U16& x1, uint32_t key0, uint32_t key1) {
   const auto round = [&](int by) {
     x0 += x1;
     x1 = ((x1 << by) | (x1 >> (32 - by))) ^ x0;
@@ -267,7 +267,7 @@ inline void ThreefryBlock(U16& x0, U16& x1, uint32_t key0, uint32_t key1) {
   x1 += key1;
 }
 
-inline U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
+ROOFLAX_INLINE U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
   U16 x0 = U16{} + (x0_of_all + k[0]);
   x1 += k[1];
   ThreefryBlock<13, 15, 26, 6>(x0, x1, k[1], k[2] + 1);

@@ -10,26 +10,26 @@ inline float Widen(uint16_t bits) {
   return x;
 }
 
-inline F16 LoadWide(const float* from) { return Load<F16>(from); }
-inline F16 LoadWide(const uint16_t* from) {
+ROOFLAX_INLINE F16 LoadWide(const float* from) { return Load<F16>(from); }
+ROOFLAX_INLINE F16 LoadWide(const uint16_t* from) {
   return As<F16>(LoadLanes(from) << 16);
 }
 
-inline F16 LoadWide(const int8_t* from) { return ToFloat(LoadLanes(from)); }
+ROOFLAX_INLINE F16 LoadWide(const int8_t* from) { return ToFloat(LoadLanes(from)); }
 
 // e4m3: the exponent's bias is 7, the smallest step 2^-9; 0x7f is NaN and never stored.
 struct E4m3 {
   uint8_t bits;
 };
 
-inline F16 FromE4m3(I16 byte) {
+ROOFLAX_INLINE F16 FromE4m3(I16 byte) {
   const I16 size = byte & 0x7f;
   const I16 tiny = As<I16>(ToFloat(size) * 0x1p-9f);
   const I16 bits = Select(size >= 8, (size << 20) + (120 << 23), tiny);
   return As<F16>(bits | ((byte & 0x80) << 24));
 }
 
-inline F16 LoadWide(const E4m3* from) {
+ROOFLAX_INLINE F16 LoadWide(const E4m3* from) {
   return FromE4m3(LoadLanes(reinterpret_cast<const uint8_t*>(from)));
 }
 
@@ -73,7 +73,7 @@ inline uint16_t HalfBits(float x) {
   return static_cast<uint16_t>(sign | ((bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13));
 }
 
-inline F16 LoadWide(const Half* from) {
+ROOFLAX_INLINE F16 LoadWide(const Half* from) {
 #if defined(__AVX512F__)
   return As<F16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__)
@@ -90,14 +90,13 @@ inline F16 LoadWide(const Half* from) {
 #endif
 }
 
-inline H16 ToHalf(F16 x) {
+ROOFLAX_INLINE H16 ToHalf(F16 x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<H16>(
       _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-  __m128i out[kPieces];
-  ROOFLAX_EACH out[i] = _mm256_cvtps_ph(x.at[i], _MM_FROUND_TO_NEAREST_INT);
-  return Load<H16>(out);
+  const __m128i low = _mm256_cvtps_ph(x.at[0], _MM_FROUND_TO_NEAREST_INT);
+  return (H16)_mm256_set_m128i(_mm256_cvtps_ph(x.at[1], _MM_FROUND_TO_NEAREST_INT), low);
 #else
   float lane[kLanes];
   Store(lane, x);
@@ -108,16 +107,16 @@ inline H16 ToHalf(F16 x) {
 }
 
 // To nearest even; NaN stays NaN.
-inline H16 ToBfloat16(F16 x) {
+ROOFLAX_INLINE H16 ToBfloat16(F16 x) {
   const U16 bits = As<U16>(x);
   const U16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return LowHalves(Select(x != x, bits | 0x400000u, rounded) >> 16);
 }
 
-inline F16 Abs(F16 x) { return As<F16>(As<I16>(x) & 0x7fffffff); }
+ROOFLAX_INLINE F16 Abs(F16 x) { return As<F16>(As<I16>(x) & 0x7fffffff); }
 
 // Always in this order: halves on halves.
-inline float Sum(F16 x) {
+ROOFLAX_INLINE float Sum(F16 x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
 #else
@@ -131,7 +130,7 @@ inline float Sum(F16 x) {
 }
 
 // Sixteen sums at once, each in the order of Sum: out[i] = Sum(x[i]).
-inline F16 SumEach(const F16 x[kLanes]) {
+ROOFLAX_INLINE F16 SumEach(const F16 x[kLanes]) {
 #if defined(__AVX512F__)
   const auto at = [x](int i) { return reinterpret_cast<__m512>(x[i]); };
   __m512 blocks[4];  // blocks[g]: four lanes each of x[g], x[4 + g], x[8 + g], x[12 + g]
@@ -180,14 +179,14 @@ inline F16 SumEach(const F16 x[kLanes]) {
 // bytes, each kRowOffset too large, and w signed. AVX2 has no such product of unsigned bytes.
 #if defined(__AVX512VNNI__)
 constexpr int32_t kRowOffset = 128;
-inline I16 Dot4(I16 sums, I16 u, I16 s) {
+ROOFLAX_INLINE I16 Dot4(I16 sums, I16 u, I16 s) {
   return As<I16>(_mm512_dpbusd_epi32(As<__m512i>(sums), As<__m512i>(u), As<__m512i>(s)));
 }
-inline I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
+ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #elif defined(__AVX2__)
 constexpr int32_t kRowOffset = 0;
 // Of 16 bits: pairs[lane, i] += sum of u[lane, j] * s[lane, j] over the two bytes j of pair i.
-inline I16 AddPairs(I16 pairs, I16 u, I16 s) {
+ROOFLAX_INLINE I16 AddPairs(I16 pairs, I16 u, I16 s) {
   ROOFLAX_EACH {
     const __m256i more = _mm256_maddubs_epi16((__m256i)u.at[i], (__m256i)s.at[i]);
     pairs.at[i] = (I16::Piece)_mm256_add_epi16((__m256i)pairs.at[i], more);
@@ -195,14 +194,14 @@ inline I16 AddPairs(I16 pairs, I16 u, I16 s) {
   return pairs;
 }
 // sums[lane] += both of a lane's numbers of 16 bits.
-inline I16 AddBoth(I16 sums, I16 pairs) {
+ROOFLAX_INLINE I16 AddBoth(I16 sums, I16 pairs) {
   ROOFLAX_EACH {
     sums.at[i] += (I16::Piece)_mm256_madd_epi16((__m256i)pairs.at[i], _mm256_set1_epi16(1));
   }
   return sums;
 }
 // |w| times x with the sign of w: pairs of products fit into 16 bits, as unsigned x would not.
-inline I16 DotRow(I16 sums, I16 x, I16 w) {
+ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) {
   I16 size, turned;
   ROOFLAX_EACH {
     size.at[i] = (I16::Piece)_mm256_abs_epi8((__m256i)w.at[i]);
@@ -212,7 +211,7 @@ inline I16 DotRow(I16 sums, I16 x, I16 w) {
 }
 #else
 constexpr int32_t kRowOffset = 128;
-inline I16 Dot4(I16 sums, I16 u, I16 s) {
+ROOFLAX_INLINE I16 Dot4(I16 sums, I16 u, I16 s) {
   const U16 bits = As<U16>(u);
   for (int j = 0; j < 4; ++j) {
     const I16 left = As<I16>((bits >> (8 * j)) & 0xffu);
@@ -221,10 +220,10 @@ inline I16 Dot4(I16 sums, I16 u, I16 s) {
   }
   return sums;
 }
-inline I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
+ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #endif
 
-inline I16 BroadcastBytes(const void* four) {
+ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
   int32_t bits;
   std::memcpy(&bits, four, sizeof(bits));
   return I16{} + bits;
@@ -244,23 +243,40 @@ inline void KeepInRegister(V& x) {
 }
 
 #if defined(__AVX512F__)
-inline bool AnyLane(I16 x) { return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x),
+ROOFLAX_INLINE bool AnyLane(I16 x) { return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x),
                                                            reinterpret_cast<__m512i>(x)) != 0; }
-inline float Largest(F16 x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
-inline int32_t SumWhole(I16 x) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x)); }
+ROOFLAX_INLINE float Largest(F16 x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
+ROOFLAX_INLINE int32_t SumWhole(I16 x) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x)); }
+#elif defined(__AVX2__)
+ROOFLAX_INLINE bool AnyLane(I16 x) {
+  const auto any = (__m256i)(x.at[0] | x.at[1]);
+  return !_mm256_testz_si256(any, any);
+}
+ROOFLAX_INLINE float Largest(F16 x) {
+  const __m256 eight = _mm256_max_ps(x.at[0], x.at[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+ROOFLAX_INLINE int32_t SumWhole(I16 x) {
+  const auto eight = (__m256i)(x.at[0] + x.at[1]);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_hadd_epi32(four, four);
+  return _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
+}
 #else
-inline bool AnyLane(I16 x) {
+ROOFLAX_INLINE bool AnyLane(I16 x) {
   int32_t lane[kLanes], any = 0;
   Store(lane, x);
   for (int32_t each : lane) any |= each;
   return any != 0;
 }
-inline float Largest(F16 x) {
+ROOFLAX_INLINE float Largest(F16 x) {
   float lane[kLanes];
   Store(lane, x);
   return *std::max_element(lane, lane + kLanes);
 }
-inline int32_t SumWhole(I16 x) {
+ROOFLAX_INLINE int32_t SumWhole(I16 x) {
   int32_t lane[kLanes], sum = 0;
   Store(lane, x);
   for (int32_t each : lane) sum += each;
@@ -269,7 +285,7 @@ inline int32_t SumWhole(I16 x) {
 #endif
 
 // Bytes of a table of sixteen, by their numbers.
-inline I16 LookUp(const uint8_t* table, I16 bytes) {
+ROOFLAX_INLINE I16 LookUp(const uint8_t* table, I16 bytes) {
 #if defined(__AVX512BW__)
   const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   return As<I16>(_mm512_shuffle_epi8(values, As<__m512i>(bytes)));
@@ -287,7 +303,7 @@ inline I16 LookUp(const uint8_t* table, I16 bytes) {
 }
 
 // Lanes of a table, by the low four bits of each number.
-inline F16 TakeLanes(F16 table, U16 numbers) {
+ROOFLAX_INLINE F16 TakeLanes(F16 table, U16 numbers) {
 #if defined(__AVX512F__)
   return reinterpret_cast<F16>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(numbers),
                                                      reinterpret_cast<__m512>(table)));
@@ -312,7 +328,7 @@ inline F16 TakeLanes(F16 table, U16 numbers) {
 }
 
 // e to the x for x <= 0, to 2 units in the last place; below -87 it is 0.
-inline F16 Exp(F16 x) {
+ROOFLAX_INLINE F16 Exp(F16 x) {
   const F16 floor_at = Broadcast(-87.0f);
   const I16 visible = x > floor_at;
   x = Select(visible, x, floor_at);

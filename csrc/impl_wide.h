@@ -35,6 +35,7 @@ inline void Store(void* to, V value) {
 #if defined(__AVX512F__)
 
 #define ROOFLAX_WHOLE
+#define ROOFLAX_INLINE inline
 typedef float F16 __attribute__((vector_size(64)));
 typedef int32_t I16 __attribute__((vector_size(64)));
 typedef uint32_t U16 __attribute__((vector_size(64)));
@@ -77,6 +78,8 @@ constexpr int kPieces = 64 / kPieceBytes, kPieceLanes = kPieceBytes / 4;
 #define ROOFLAX_EACH _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; ++i)
 // Before a short loop over an array of them: numbered by a variable they are in memory as well.
 #define ROOFLAX_WHOLE _Pragma("GCC unroll 16")
+// And what takes or returns one passes it through memory, unless it is part of its caller.
+#define ROOFLAX_INLINE [[gnu::always_inline]] inline
 
 template <typename T>
 struct Wide {
@@ -110,7 +113,7 @@ template <typename T>
 using Itself = typename ItselfOf<T>::Type;
 
 template <typename T>
-inline Wide<T> Repeated(T x) {
+ROOFLAX_INLINE Wide<T> Repeated(T x) {
   Wide<T> out{};
   ROOFLAX_EACH out.at[i] = out.at[i] + x;
   return out;
@@ -118,22 +121,22 @@ inline Wide<T> Repeated(T x) {
 
 #define ROOFLAX_BINARY(op)                                                         \
   template <typename T>                                                            \
-  inline Wide<T> operator op(Wide<T> a, Wide<T> b) {                               \
+  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Wide<T> b) {                               \
     ROOFLAX_EACH a.at[i] = a.at[i] op b.at[i];                                     \
     return a;                                                                      \
   }                                                                                \
   template <typename T>                                                            \
-  inline Wide<T> operator op(Wide<T> a, Itself<T> b) {                             \
+  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Itself<T> b) {                             \
     ROOFLAX_EACH a.at[i] = a.at[i] op b;                                           \
     return a;                                                                      \
   }                                                                                \
   template <typename T>                                                            \
-  inline Wide<T> operator op(Itself<T> a, Wide<T> b) {                             \
+  ROOFLAX_INLINE Wide<T> operator op(Itself<T> a, Wide<T> b) {                             \
     ROOFLAX_EACH b.at[i] = a op b.at[i];                                           \
     return b;                                                                      \
   }                                                                                \
   template <typename T, typename B>                                                \
-  inline Wide<T>& operator op##=(Wide<T>& a, B b) {                                \
+  ROOFLAX_INLINE Wide<T>& operator op##=(Wide<T>& a, B b) {                                \
     a = a op b;                                                                    \
     return a;                                                                      \
   }
@@ -147,35 +150,35 @@ ROOFLAX_BINARY(^)
 #undef ROOFLAX_BINARY
 
 template <typename T>
-inline Wide<T> operator<<(Wide<T> a, int by) {
+ROOFLAX_INLINE Wide<T> operator<<(Wide<T> a, int by) {
   ROOFLAX_EACH a.at[i] = a.at[i] << by;
   return a;
 }
 template <typename T>
-inline Wide<T> operator>>(Wide<T> a, int by) {
+ROOFLAX_INLINE Wide<T> operator>>(Wide<T> a, int by) {
   ROOFLAX_EACH a.at[i] = a.at[i] >> by;
   return a;
 }
 template <typename T>
-inline Wide<T> operator-(Wide<T> a) {
+ROOFLAX_INLINE Wide<T> operator-(Wide<T> a) {
   ROOFLAX_EACH a.at[i] = -a.at[i];
   return a;
 }
 template <typename T>
-inline Wide<T> operator~(Wide<T> a) {
+ROOFLAX_INLINE Wide<T> operator~(Wide<T> a) {
   ROOFLAX_EACH a.at[i] = ~a.at[i];
   return a;
 }
 
 #define ROOFLAX_COMPARE(op)                                \
   template <typename T>                                    \
-  inline I16 operator op(Wide<T> a, Wide<T> b) {           \
+  ROOFLAX_INLINE I16 operator op(Wide<T> a, Wide<T> b) {           \
     I16 out;                                               \
     ROOFLAX_EACH out.at[i] = a.at[i] op b.at[i];           \
     return out;                                            \
   }                                                        \
   template <typename T>                                    \
-  inline I16 operator op(Wide<T> a, Itself<T> b) {         \
+  ROOFLAX_INLINE I16 operator op(Wide<T> a, Itself<T> b) {         \
     return a op Repeated<T>(b);                            \
   }
 ROOFLAX_COMPARE(<)
@@ -187,31 +190,31 @@ ROOFLAX_COMPARE(!=)
 #undef ROOFLAX_COMPARE
 
 template <typename To, typename T>
-inline To As(Wide<T> x) {
+ROOFLAX_INLINE To As(Wide<T> x) {
   To out;
   ROOFLAX_EACH out.at[i] = reinterpret_cast<decltype(out.at[i] + out.at[i])>(x.at[i]);
   return out;
 }
 
-inline F16 ToFloat(I16 x) {
+ROOFLAX_INLINE F16 ToFloat(I16 x) {
   F16 out;
   ROOFLAX_EACH out.at[i] = __builtin_convertvector(x.at[i], F16::Piece);
   return out;
 }
-inline I16 ToWhole(F16 x) {
+ROOFLAX_INLINE I16 ToWhole(F16 x) {
   I16 out;
   ROOFLAX_EACH out.at[i] = __builtin_convertvector(x.at[i], I16::Piece);
   return out;
 }
 
 template <typename T>
-inline Wide<T> Select(I16 mask, Wide<T> a, Wide<T> b) {
+ROOFLAX_INLINE Wide<T> Select(I16 mask, Wide<T> a, Wide<T> b) {
   ROOFLAX_EACH a.at[i] = mask.at[i] ? a.at[i] : b.at[i];
   return a;
 }
 
 template <typename To, typename T>
-inline To LoadEach(const T* from) {
+ROOFLAX_INLINE To LoadEach(const T* from) {
   typedef T Part __attribute__((vector_size(kPieceLanes * sizeof(T))));
   To out;
   ROOFLAX_EACH {
@@ -219,25 +222,37 @@ inline To LoadEach(const T* from) {
   }
   return out;
 }
-inline U16 LoadLanes(const uint16_t* from) { return LoadEach<U16>(from); }
-inline I16 LoadLanes(const int8_t* from) { return LoadEach<I16>(from); }
-inline I16 LoadLanes(const uint8_t* from) { return LoadEach<I16>(from); }
+ROOFLAX_INLINE U16 LoadLanes(const uint16_t* from) { return LoadEach<U16>(from); }
+ROOFLAX_INLINE I16 LoadLanes(const int8_t* from) { return LoadEach<I16>(from); }
+ROOFLAX_INLINE I16 LoadLanes(const uint8_t* from) { return LoadEach<I16>(from); }
 
+#if defined(__AVX2__)
+ROOFLAX_INLINE H16 LowHalves(U16 x) {
+  x = x & 0xffffu;
+  const __m256i mixed = _mm256_packus_epi32((__m256i)x.at[0], (__m256i)x.at[1]);
+  return (H16)_mm256_permute4x64_epi64(mixed, 0xd8);
+}
+ROOFLAX_INLINE B16 LowBytes(I16 x) {
+  const auto halves = (__m256i)LowHalves(As<U16>(x & 0xff));
+  return (B16)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+#else
 template <typename To, typename Part, typename T>
-inline To Narrowed(Wide<T> x) {
+ROOFLAX_INLINE To Narrowed(Wide<T> x) {
   Part parts[kPieces];
   ROOFLAX_EACH parts[i] = __builtin_convertvector(x.at[i], Part);
   return Load<To>(parts);
 }
-inline H16 LowHalves(U16 x) {
+ROOFLAX_INLINE H16 LowHalves(U16 x) {
   typedef uint16_t Part __attribute__((vector_size(kPieceLanes * 2)));
   return Narrowed<H16, Part>(x);
 }
-inline B16 LowBytes(I16 x) {
+ROOFLAX_INLINE B16 LowBytes(I16 x) {
   typedef int8_t Part __attribute__((vector_size(kPieceLanes)));
   return Narrowed<B16, Part>(x);
 }
+#endif
 
 #endif
 
-inline F16 Broadcast(float x) { return F16{} + x; }
+ROOFLAX_INLINE F16 Broadcast(float x) { return F16{} + x; }

@@ -18,21 +18,24 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
   }
 }
 
-// What fits into registers: rows of x and vectors of columns in a tile of many rows; rows of w that few
-// rows meet at a time; pairs of vectors of one row's sums, where a stripe of them is long enough to
-// stream; sums of a table's rows. From how many rows of x on blocks of w are packed for a tile. And
-// whether one row of x fetches what follows: its loads are sparse.
+// What fits into registers.
+//   kTile x kVectors       rows of x and vectors of columns in a tile of many rows
+//   kDepth                 rows of w that few rows meet at a time
+//   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
+//   kTableSums, kTableRows sums of a table's rows, and rows of x in them
+//   kBlocksFrom            rows of x from which on blocks of w are packed for a tile
+//   kOneFetches            whether one row of x fetches what follows, as several do
 #if defined(__AVX512F__)
-constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12, kTableSums = 16;
-constexpr int64_t kBlocksFrom = kFewRows + 1;
+constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12;
+constexpr int64_t kTableSums = 16, kTableRows = 8, kBlocksFrom = kFewRows + 1;
 constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
-constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0, kTableSums = 4;
-constexpr int64_t kBlocksFrom = 9;
+constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0;
+constexpr int64_t kTableSums = 6, kTableRows = 3, kBlocksFrom = 9;
 constexpr bool kOneFetches = true;
 #else
-constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0, kTableSums = 2;
-constexpr int64_t kBlocksFrom = kFewRows + 1;
+constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0;
+constexpr int64_t kTableSums = 2, kTableRows = 8, kBlocksFrom = kFewRows + 1;
 constexpr bool kOneFetches = false;
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
@@ -349,21 +352,52 @@ template <int64_t M, int64_t R, typename W>
 void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
                  F16* sums) {
   F16 own[M][R];
+  ROOFLAX_WHOLE
   for (auto& line : own) {
+    ROOFLAX_WHOLE
     for (auto& sum : line) sum = F16{};
   }
   for (int64_t k = 0; k + kLanes <= inner; k += kLanes) {
     F16 values[M];
+    ROOFLAX_WHOLE
     for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * inner + k);
+    ROOFLAX_WHOLE
     for (int64_t r = 0; r < R; ++r) {
       const W* line = table + r * inner + k;
       if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
       const F16 wide = LoadWide(line);
+      ROOFLAX_WHOLE
       for (int64_t m = 0; m < M; ++m) own[m][r] += values[m] * wide;
     }
   }
+  ROOFLAX_WHOLE
   for (int64_t m = 0; m < M; ++m) {
+    ROOFLAX_WHOLE
     for (int64_t r = 0; r < R; ++r) sums[m * stride + r] = own[m][r];
+  }
+}
+
+// Rows of x that have their sums in registers together, of M that take turns about evenly; and rows of
+// the table that then do, of R.
+constexpr int64_t RowsHeld(int64_t m) {
+  const int64_t turns = (m + kTableRows - 1) / kTableRows;
+  return (m + turns - 1) / turns;
+}
+constexpr int64_t TableHeld(int64_t m, int64_t r) {
+  int64_t held = std::clamp<int64_t>(kTableSums / RowsHeld(m), 1, r);
+  while (r % held != 0) --held;
+  return held;
+}
+
+// The same of any number of rows of x.
+template <int64_t M, int64_t R, typename W>
+void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
+                   F16* sums) {
+  constexpr int64_t kFirst = RowsHeld(M);
+  UnembedSums<kFirst, R>(x, inner, table, ahead, stride, sums);
+  if constexpr (M > kFirst) {
+    UnembedRowsOf<M - kFirst, R>(x + kFirst * inner, inner, table, ahead, stride,
+                                 sums + kFirst * stride);
   }
 }
 
@@ -371,17 +405,14 @@ void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, i
 template <int64_t M, int64_t R, typename W>
 void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
   static_assert(M * R <= kLanes);
-  constexpr int64_t kMost = M < kTableSums ? kTableSums / M : 1, kHeld = R < kMost ? R : kMost;
+  constexpr int64_t kHeld = TableHeld(M, R);
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
   const int64_t whole = a.inner / kLanes * kLanes;
   F16 sums[kLanes] = {};
   // Rows are short: the next ones must be on their way.
   for (int64_t r = 0; r + kHeld <= R; r += kHeld) {
-    UnembedSums<M, kHeld>(x, a.inner, table + r * a.inner, kHeld * a.inner, R, sums + r);
-  }
-  for (int64_t r = R / kHeld * kHeld; r < R; ++r) {
-    UnembedSums<M, 1>(x, a.inner, table + r * a.inner, a.inner, R, sums + r);
+    UnembedRowsOf<M, kHeld>(x, a.inner, table + r * a.inner, kHeld * a.inner, R, sums + r);
   }
   float total[kLanes];
   Store(total, SumEach(sums));

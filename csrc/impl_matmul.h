@@ -261,54 +261,60 @@ void AddParts(const MatmulArgs& a) {
   }
 }
 
-// One tile of rows times columns that were packed as [inner, kColumns], part after part.
+// One tile of rows times columns that were packed as [inner, kColumns]: the sums over [begin, end).
 template <int64_t M>
-void MatmulTile(const float* x, int64_t inner, int64_t part, const float* packed,
-                F16 (&totals)[kTile][kVectors]) {
-  for (int64_t begin = 0; begin < inner; begin += part) {
-    F16 sums[M][kVectors];
-    for (auto& line : sums) {
-      for (auto& sum : line) sum = F16{};
-    }
-    for (int64_t k = begin; k < std::min(inner, begin + part); ++k) {
-      F16 w[kVectors];
-      for (int64_t i = 0; i < kVectors; ++i) w[i] = Load<F16>(packed + k * kColumns + i * kLanes);
-      for (int64_t m = 0; m < M; ++m) {
-        const float value = x[m * inner + k];
-        for (int64_t i = 0; i < kVectors; ++i) sums[m][i] += value * w[i];
-      }
-    }
+void MatmulTile(const float* x, int64_t inner, int64_t begin, int64_t end, const float* packed,
+                F16 (&out)[kTile][kVectors]) {
+  F16 sums[M][kVectors];
+  for (auto& line : sums) {
+    for (auto& sum : line) sum = F16{};
+  }
+  for (int64_t k = begin; k < end; ++k) {
+    F16 w[kVectors];
+    for (int64_t i = 0; i < kVectors; ++i) w[i] = Load<F16>(packed + k * kColumns + i * kLanes);
     for (int64_t m = 0; m < M; ++m) {
-      for (int64_t i = 0; i < kVectors; ++i) {
-        totals[m][i] = begin == 0 ? sums[m][i] : totals[m][i] + sums[m][i];
-      }
+      const float value = x[m * inner + k];
+      for (int64_t i = 0; i < kVectors; ++i) sums[m][i] += value * w[i];
     }
   }
-}
-
-// The last rows, fewer than a tile: at most M.
-template <int64_t M, typename Emit>
-void LastRows(const float* x, int64_t begin, int64_t end, int64_t inner, int64_t part,
-              const float* packed, const Emit& emit) {
-  if constexpr (M > 0) {
-    if (end - begin < M) return LastRows<M - 1>(x, begin, end, inner, part, packed, emit);
-    F16 sums[kTile][kVectors];
-    MatmulTile<M>(x + begin * inner, inner, part, packed, sums);
-    for (int64_t m = 0; m < M; ++m) emit(begin + m, sums[m]);
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t i = 0; i < kVectors; ++i) out[m][i] = sums[m][i];
   }
 }
 
-// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums).
+// At most a tile of rows, of which `count` are there.
+template <int64_t M = kTile>
+void MatmulRows(int64_t count, const float* x, int64_t inner, int64_t begin, int64_t end,
+                const float* packed, F16 (&out)[kTile][kVectors]) {
+  if constexpr (M > 1) {
+    if (count < M) return MatmulRows<M - 1>(count, x, inner, begin, end, packed, out);
+  }
+  MatmulTile<M>(x, inner, begin, end, packed, out);
+}
+
+// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums). A part of the
+// columns stays in the first cache while all rows meet it.
 template <typename Emit>
 void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, const float* packed,
                  const Emit& emit) {
-  F16 sums[kTile][kVectors];
-  int64_t row = 0;
-  for (; row + kTile <= rows; row += kTile) {
-    MatmulTile<kTile>(x + row * inner, inner, part, packed, sums);
-    for (int64_t m = 0; m < kTile; ++m) emit(row + m, sums[m]);
+  static thread_local std::vector<float> totals;
+  if (inner > part) totals.resize(static_cast<size_t>(rows * kColumns));
+  for (int64_t begin = 0; begin == 0 || begin < inner; begin += part) {
+    const int64_t end = std::min(inner, begin + part);
+    for (int64_t row = 0; row < rows; row += kTile) {
+      const int64_t count = std::min(kTile, rows - row);
+      F16 sums[kTile][kVectors];
+      MatmulRows(count, x + row * inner, inner, begin, end, packed, sums);
+      for (int64_t m = 0; m < count; ++m) {
+        float* total = totals.data() + (row + m) * kColumns;
+        for (int64_t i = 0; i < kVectors; ++i) {
+          if (begin > 0) sums[m][i] = Load<F16>(total + i * kLanes) + sums[m][i];
+          if (end < inner) Store(total + i * kLanes, sums[m][i]);
+        }
+        if (end == inner) emit(row + m, sums[m]);
+      }
+    }
   }
-  LastRows<kTile - 1>(x, row, rows, inner, part, packed, emit);
 }
 
 constexpr int64_t kPackAhead = 24;  // rows

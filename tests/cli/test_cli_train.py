@@ -106,6 +106,7 @@ def test_what_does_not_go_together_is_refused(rooflax, data, flags, said):
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err.splitlines()[-1]
     assert not (data / "run/model").exists()
+    assert "--seq-len" not in flags or not (data / "run").exists()  # before the text is encoded
 
 
 def test_other_data_in_the_same_folder_is_refused(rooflax, data):

@@ -187,7 +187,10 @@ def add_precision(
     """
     add = parser.group("memory and precision").add_argument
     kind: dict[str, Any] = {"type": _words, "default": [None]} if lists else {}
-    text = "float32 or bfloat16; default float32 on CPU"
+    text = (
+        "float32 or bfloat16, of weights and results; default bfloat16, but on CPU float32 with "
+        "weights as wide as the file's"
+    )
     add("--dtype", metavar="TYPE", help=text, **kind)
     if kv:
         add(

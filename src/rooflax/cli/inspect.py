@@ -391,5 +391,5 @@ def _verdict(known: dict[str, Any]) -> str:
         return "Whether that is free, this device does not say."
     if known["fits"]:
         return "It fits."
-    larger = ", or a larger --mesh" if known["mesh"] else ""
-    return f"It does not fit: choose a smaller --max-model-len, --batch or --dtype{larger}."
+    last = "a larger --mesh" if known["mesh"] else "--batch"
+    return f"It does not fit: try --quantize, --weights-budget, --max-model-len or {last}."

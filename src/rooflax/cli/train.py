@@ -94,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     platform.start_jax(args)
     from rooflax.engine.compilation import enable_persistent_cache
-    from rooflax.train.loop import run_training, write_curves
+    from rooflax.train.loop import check_seq_len, run_training, write_curves
 
     enable_persistent_cache()
     start = _Start(args)
+    check_seq_len(config, start.config.max_position)
     training, held_out = prepare(args, start, out)
     model = start.model(config.seed)
     if not args.quiet:

@@ -399,7 +399,8 @@ def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> N
     if len(prompt_tokens) >= max_tokens:
         raise RequestError(
             f"The prompt has {len(prompt_tokens)} tokens and the context holds {max_tokens}, "
-            f"which leaves no room for a new one; shorten the prompt or raise --max-model-len."
+            f"which leaves no room for a new one; shorten the prompt, or raise --max-model-len as "
+            f"far as the model goes."
         )
 
 

@@ -158,7 +158,8 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
         raise RequestError(
             f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
             f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "
-            f"{gib(available)} is free; choose a smaller model or --max-model-len, or bfloat16."
+            f"{gib(available)} is free; choose a smaller model or --max-model-len, "
+            f"--quantize, or --weights-budget."
         )
 
 

@@ -87,6 +87,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # int's advice on its limit of digits follows one
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else reason
         raise CheckpointError(f"{path} is not JSON: {reason}.") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__}; it must be a JSON object.")

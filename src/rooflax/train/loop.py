@@ -137,7 +137,7 @@ class _Run:
         folder: Path,
     ):
         self.config, self.folder, self.held_out = config, folder, held_out
-        _check_fits(model, config)
+        check_seq_len(config, model.max_model_len)
         _check_ids(model, training, "corpus")
         if held_out is not None:
             _check_ids(model, held_out, "held-out corpus")
@@ -282,11 +282,11 @@ def write_curves(folder: Path) -> None:
         sys.stderr.write("no curves.png: matplotlib is not installed (pip install matplotlib)\n")
 
 
-def _check_fits(model: Model, config: TrainConfig) -> None:
-    if config.seq_len > model.max_model_len:
+def check_seq_len(config: TrainConfig, most: int) -> None:
+    """Refuses rows that are longer than the model's context."""
+    if config.seq_len > most:
         raise RequestError(
-            f"seq_len is {config.seq_len}, but the model takes {model.max_model_len} tokens; "
-            f"choose at most that."
+            f"seq_len is {config.seq_len}, but the model takes {most} tokens; choose at most that."
         )
 
 

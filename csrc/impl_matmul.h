@@ -210,7 +210,8 @@ int64_t Blocks(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64_t n) {
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
-// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
+// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row; from kBlocksFrom
+// rows of x on, block after block.
 template <int64_t M, typename W>
 void MatmulFew(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
@@ -292,29 +293,31 @@ void MatmulRows(int64_t count, const float* x, int64_t inner, int64_t begin, int
   MatmulTile<M>(x, inner, begin, end, packed, out);
 }
 
-// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums). A part of the
-// columns stays in the first cache while all rows meet it.
+// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums). All rows meet a
+// part of the columns before the next: where inputs are few it stays in the first cache meanwhile.
 template <typename Emit>
 void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, const float* packed,
                  const Emit& emit) {
   static thread_local std::vector<float> totals;
   if (inner > part) totals.resize(static_cast<size_t>(rows * kColumns));
-  for (int64_t begin = 0; begin == 0 || begin < inner; begin += part) {
-    const int64_t end = std::min(inner, begin + part);
+  int64_t begin = 0, end;
+  do {  // once where there are no inputs
+    end = std::min(inner, begin + part);
     for (int64_t row = 0; row < rows; row += kTile) {
       const int64_t count = std::min(kTile, rows - row);
       F16 sums[kTile][kVectors];
       MatmulRows(count, x + row * inner, inner, begin, end, packed, sums);
       for (int64_t m = 0; m < count; ++m) {
-        float* total = totals.data() + (row + m) * kColumns;
+        const int64_t at = (row + m) * kColumns;
         for (int64_t i = 0; i < kVectors; ++i) {
-          if (begin > 0) sums[m][i] = Load<F16>(total + i * kLanes) + sums[m][i];
-          if (end < inner) Store(total + i * kLanes, sums[m][i]);
+          if (begin > 0) sums[m][i] = Load<F16>(&totals[at + i * kLanes]) + sums[m][i];
+          if (end < inner) Store(&totals[at + i * kLanes], sums[m][i]);
         }
         if (end == inner) emit(row + m, sums[m]);
       }
     }
-  }
+    begin = end;
+  } while (begin < inner);
 }
 
 constexpr int64_t kPackAhead = 24;  // rows

@@ -138,8 +138,8 @@ struct Int8Tile {
 // ---- Codes with a scale per group of 32 ----
 //
 // A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
-// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large. A
-// group's products with int8 fit into 16 bits as pairs, those of `kTogether` halves added up.
+// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large. Of
+// codes of four bits, the products with int8 over `kTogether` of these parts of a group add up in 16 bits.
 
 struct Int8Group {
   static constexpr int64_t kLines = 8, kParts = 1;
@@ -166,7 +166,7 @@ struct Mxfp4Group {
     return LookUp(kTable, Int4Group::Unsigned(codes, part));
   }
   // Half of 2^(e - 127), for the doubled values; the two smallest are subnormal.
-  [[gnu::always_inline]] static F16 Scale(const void* scales, int64_t block) {
+  ROOFLAX_INLINE static F16 Scale(const void* scales, int64_t block) {
     const auto* from = static_cast<const uint8_t*>(scales) + block * kPanel;
     const I16 e = LoadLanes(from);
     const I16 tiny = I16{} + 0x00200000, fault = I16{} + 0x7fc00000;
@@ -275,7 +275,7 @@ struct GroupTile {
     const int32_t* x_start = a.x_start + row * groups;
     F16 totals[P][M];
     for (auto& line : totals) {
-        for (auto& total : line) total = F16{};
+      for (auto& total : line) total = F16{};
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t block = panel * groups + g;

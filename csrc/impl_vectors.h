@@ -232,7 +232,7 @@ ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
 // Here and now in registers: not read again by every instruction that uses it, nor put off until more
 // numbers are under way than there are registers.
 template <typename V>
-inline void KeepInRegister(V& x) {
+ROOFLAX_INLINE void KeepInRegister(V& x) {
 #if defined(__AVX512F__) && !defined(ROOFLAX_AVX512_IN_LANES_H_)
   asm("" : "+v"(x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)

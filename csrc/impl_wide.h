@@ -121,22 +121,22 @@ ROOFLAX_INLINE Wide<T> Repeated(T x) {
 
 #define ROOFLAX_BINARY(op)                                                         \
   template <typename T>                                                            \
-  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Wide<T> b) {                               \
+  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Wide<T> b) {                       \
     ROOFLAX_EACH a.at[i] = a.at[i] op b.at[i];                                     \
     return a;                                                                      \
   }                                                                                \
   template <typename T>                                                            \
-  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Itself<T> b) {                             \
+  ROOFLAX_INLINE Wide<T> operator op(Wide<T> a, Itself<T> b) {                     \
     ROOFLAX_EACH a.at[i] = a.at[i] op b;                                           \
     return a;                                                                      \
   }                                                                                \
   template <typename T>                                                            \
-  ROOFLAX_INLINE Wide<T> operator op(Itself<T> a, Wide<T> b) {                             \
+  ROOFLAX_INLINE Wide<T> operator op(Itself<T> a, Wide<T> b) {                     \
     ROOFLAX_EACH b.at[i] = a op b.at[i];                                           \
     return b;                                                                      \
   }                                                                                \
   template <typename T, typename B>                                                \
-  ROOFLAX_INLINE Wide<T>& operator op##=(Wide<T>& a, B b) {                                \
+  ROOFLAX_INLINE Wide<T>& operator op##=(Wide<T>& a, B b) {                        \
     a = a op b;                                                                    \
     return a;                                                                      \
   }
@@ -170,16 +170,16 @@ ROOFLAX_INLINE Wide<T> operator~(Wide<T> a) {
   return a;
 }
 
-#define ROOFLAX_COMPARE(op)                                \
-  template <typename T>                                    \
-  ROOFLAX_INLINE I16 operator op(Wide<T> a, Wide<T> b) {           \
-    I16 out;                                               \
-    ROOFLAX_EACH out.at[i] = a.at[i] op b.at[i];           \
-    return out;                                            \
-  }                                                        \
-  template <typename T>                                    \
-  ROOFLAX_INLINE I16 operator op(Wide<T> a, Itself<T> b) {         \
-    return a op Repeated<T>(b);                            \
+#define ROOFLAX_COMPARE(op)                                                        \
+  template <typename T>                                                            \
+  ROOFLAX_INLINE I16 operator op(Wide<T> a, Wide<T> b) {                           \
+    I16 out;                                                                       \
+    ROOFLAX_EACH out.at[i] = a.at[i] op b.at[i];                                   \
+    return out;                                                                    \
+  }                                                                                \
+  template <typename T>                                                            \
+  ROOFLAX_INLINE I16 operator op(Wide<T> a, Itself<T> b) {                         \
+    return a op Repeated<T>(b);                                                    \
   }
 ROOFLAX_COMPARE(<)
 ROOFLAX_COMPARE(<=)

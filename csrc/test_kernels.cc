@@ -377,6 +377,7 @@ int main() {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
       }
+      if (rows == 9 || rows == 30) TestMatmul(rows, 530, 75, false);  // parts of several blocks
       for (bool bytes : {false, true}) {
         TestPacked(Code::kInt8, rows, 67, 75, bytes);
         TestPacked(Code::kInt8Groups, rows, 96, 75, bytes);

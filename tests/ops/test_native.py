@@ -187,6 +187,16 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
             np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nor_does_it_where_a_matrix_is_several_blocks(instruction_set, dtype):
+    """So wide that one thread's columns are more than a block, and parts longer than one."""
+    x, w, bias = inputs(17, 544, 2300)
+    call, weight = jax.jit(cpu.matmul), jnp.asarray(w, dtype)
+    alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(17)])
+    for rows in (9, 16, 17):
+        np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
+
+
 def test_activations_of_other_types_and_zero_rows(instruction_set):
     x, w, _ = inputs(3, 64, 48)
     narrow = x.astype(jnp.bfloat16)

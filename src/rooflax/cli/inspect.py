@@ -391,5 +391,5 @@ def _verdict(known: dict[str, Any]) -> str:
         return "Whether that is free, this device does not say."
     if known["fits"]:
         return "It fits."
-    last = "a larger --mesh" if known["mesh"] else "--batch"
-    return f"It does not fit: try --quantize, --weights-budget, --max-model-len or {last}."
+    streamed = "a larger --mesh" if known["mesh"] else "--weights-budget"
+    return f"It does not fit: try --quantize, {streamed}, --max-model-len or --batch."

@@ -159,7 +159,7 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
             f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
             f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "
             f"{gib(available)} is free; choose a smaller model or --max-model-len, "
-            f"--quantize, or --weights-budget."
+            f"or fewer bits for a weight."
         )
 
 

@@ -38,6 +38,12 @@ constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0;
 constexpr int64_t kTableSums = 2, kTableRows = 8, kBlocksFrom = kFewRows + 1;
 constexpr bool kOneFetches = false;
 #endif
+// Rows in the first of as few turns as `most` at a time allows, all of about the same length.
+constexpr int64_t Evenly(int64_t rows, int64_t most) {
+  const int64_t turns = (rows + most - 1) / most;
+  return (rows + turns - 1) / turns;
+}
+
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
 
@@ -167,7 +173,7 @@ void BlockTile(const float* x, int64_t inner, int64_t count, const float* panel,
 template <int64_t M>
 void BlockTiles(const float* x, int64_t inner, int64_t count, const float* panel, float* sums,
                 int64_t stride) {
-  constexpr int64_t kTiles = (M + kTile - 1) / kTile, kFirst = (M + kTiles - 1) / kTiles;
+  constexpr int64_t kFirst = Evenly(M, kTile);
   BlockTile<kFirst>(x, inner, count, panel, sums, stride);
   if constexpr (M > kFirst) {
     BlockTiles<M - kFirst>(x + kFirst * inner, inner, count, panel, sums + kFirst * stride, stride);
@@ -386,14 +392,9 @@ void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, i
   }
 }
 
-// Rows of x that have their sums in registers together, of M that take turns about evenly; and rows of
-// the table that then do, of R.
-constexpr int64_t RowsHeld(int64_t m) {
-  const int64_t turns = (m + kTableRows - 1) / kTableRows;
-  return (m + turns - 1) / turns;
-}
+// Rows of the table, of r, that have their sums in registers together.
 constexpr int64_t TableHeld(int64_t m, int64_t r) {
-  int64_t held = std::clamp<int64_t>(kTableSums / RowsHeld(m), 1, r);
+  int64_t held = std::clamp<int64_t>(kTableSums / Evenly(m, kTableRows), 1, r);
   while (r % held != 0) --held;
   return held;
 }
@@ -402,7 +403,7 @@ constexpr int64_t TableHeld(int64_t m, int64_t r) {
 template <int64_t M, int64_t R, typename W>
 void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
                    F16* sums) {
-  constexpr int64_t kFirst = RowsHeld(M);
+  constexpr int64_t kFirst = Evenly(M, kTableRows);
   UnembedSums<kFirst, R>(x, inner, table, ahead, stride, sums);
   if constexpr (M > kFirst) {
     UnembedRowsOf<M - kFirst, R>(x + kFirst * inner, inner, table, ahead, stride,

@@ -129,13 +129,16 @@ TINY_LLAMA = {
 }  # fmt: skip
 
 
-def drawn(name: str, config: Any, *, seed: int, storage: Any, **_: Any) -> Figures:
+def drawn(
+    name: str, config: Any, *, seed: int, storage: Any, stacked: bool = False, **_: Any
+) -> Figures:
     """`random_weights`, on the device: normal, or packed bytes of any bits at a fitting scale."""
     from functools import partial
 
     import jax
 
     from rooflax.models.registry import family
+    from rooflax.nn.layers import stack_layers
     from rooflax.nn.weights import assemble, slots
 
     one = jax.jit(_one, static_argnums=(1, 2, 3, 4))
@@ -147,7 +150,8 @@ def drawn(name: str, config: Any, *, seed: int, storage: Any, **_: Any) -> Figur
             kind = _kind(slot, config, storage, std)
             yield slot, one(keys(number), *kind)
 
-    return assemble(config.num_layers, arrays())
+    weights = assemble(config.num_layers, arrays())
+    return stack_layers(weights, config.groups.period) if stacked else weights
 
 
 def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:

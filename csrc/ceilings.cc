@@ -48,16 +48,41 @@ void Keep(const T& value) {
   asm volatile("" : : "r,m"(value) : "memory");
 }
 
-using ReadLoop = uint64_t (*)(const uint64_t* data, size_t words);
+using ReadLoop = uint64_t (*)(const uint64_t* data, size_t num_words);
 
-uint64_t ReadGeneric(const uint64_t* data, size_t words) {
-  uint64_t sums[8] = {0};
-  for (size_t i = 0; i + 8 <= words; i += 8) {
-    for (int j = 0; j < 8; ++j) sums[j] ^= data[i + j];
+// Reads num_words, by vectors V, from kStreams places at once, each its own part of them.
+template <typename V, int kStreams>
+__attribute__((always_inline)) inline uint64_t Read(const uint64_t* data, size_t num_words) {
+  constexpr size_t kTogether = 8, kStep = kTogether * sizeof(V), kAhead = kStreams > 1 ? 512 : 4096;
+  const size_t part = num_words * sizeof(uint64_t) / kStreams / kStep * kStep;
+  V sums[kTogether] = {};
+  for (size_t i = 0; i < part; i += kStep) {
+    for (int s = 0; s < kStreams; ++s) {
+      const char* from = reinterpret_cast<const char*>(data) + s * part + i;
+      for (size_t line = 0; line < (kStreams > 1 ? kStep : 64); line += 64) {
+        __builtin_prefetch(from + line + kAhead);
+      }
+      for (size_t j = 0; j < kTogether; ++j) {
+        V value;
+        std::memcpy(&value, from + j * sizeof(V), sizeof(V));
+        sums[j] ^= value;
+      }
+    }
   }
-  uint64_t all = 0;
-  for (uint64_t sum : sums) all ^= sum;
+  for (size_t j = 1; j < kTogether; ++j) sums[0] ^= sums[j];
+  uint64_t lanes[sizeof(V) / sizeof(uint64_t)], all = 0;
+  std::memcpy(lanes, &sums[0], sizeof(V));
+  for (uint64_t lane : lanes) all ^= lane;
   return all;
+}
+
+typedef uint64_t Words2 __attribute__((vector_size(16)));
+typedef uint64_t Words4 __attribute__((vector_size(32)));
+typedef uint64_t Words8 __attribute__((vector_size(64)));
+
+template <int kStreams>
+uint64_t ReadGeneric(const uint64_t* data, size_t num_words) {
+  return Read<Words2, kStreams>(data, num_words);
 }
 
 // iterations -> operations done; each loop keeps its accumulators in registers.
@@ -74,36 +99,14 @@ double MultiplyFloat32Generic(size_t iterations) {
 
 #if defined(__x86_64__)
 
-__attribute__((target("avx512f"))) uint64_t ReadAvx512(const uint64_t* data, size_t words) {
-  __m512i sums[8];
-  for (auto& sum : sums) sum = _mm512_setzero_si512();
-  for (size_t i = 0; i + 64 <= words; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(data + i) + 4096, _MM_HINT_T0);
-    for (int j = 0; j < 8; ++j) {
-      sums[j] = _mm512_xor_si512(sums[j], _mm512_loadu_si512(data + i + 8 * j));
-    }
-  }
-  __m512i all = sums[0];
-  for (int j = 1; j < 8; ++j) all = _mm512_xor_si512(all, sums[j]);
-  uint64_t lanes[8];
-  _mm512_storeu_si512(lanes, all);
-  return lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3] ^ lanes[4] ^ lanes[5] ^ lanes[6] ^ lanes[7];
+template <int kStreams>
+__attribute__((target("avx512f"))) uint64_t ReadAvx512(const uint64_t* data, size_t num_words) {
+  return Read<Words8, kStreams>(data, num_words);
 }
 
-__attribute__((target("avx2"))) uint64_t ReadAvx2(const uint64_t* data, size_t words) {
-  __m256i sums[8];
-  for (auto& sum : sums) sum = _mm256_setzero_si256();
-  for (size_t i = 0; i + 32 <= words; i += 32) {
-    for (int j = 0; j < 8; ++j) {
-      const auto* from = reinterpret_cast<const __m256i*>(data + i + 4 * j);
-      sums[j] = _mm256_xor_si256(sums[j], _mm256_loadu_si256(from));
-    }
-  }
-  __m256i all = sums[0];
-  for (int j = 1; j < 8; ++j) all = _mm256_xor_si256(all, sums[j]);
-  uint64_t lanes[4];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), all);
-  return lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3];
+template <int kStreams>
+__attribute__((target("avx2"))) uint64_t ReadAvx2(const uint64_t* data, size_t num_words) {
+  return Read<Words4, kStreams>(data, num_words);
 }
 
 constexpr int kAccumulators = 12;  // enough to hide the latency of two multiply-add units
@@ -158,12 +161,13 @@ __attribute__((target("avx512f,avx512vnni"))) double MultiplyInt8Avx512(size_t i
 
 #endif  // __x86_64__
 
+template <int kStreams>
 ReadLoop ChooseRead() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return ReadAvx512;
-  if (__builtin_cpu_supports("avx2")) return ReadAvx2;
+  if (__builtin_cpu_supports("avx512f")) return ReadAvx512<kStreams>;
+  if (__builtin_cpu_supports("avx2")) return ReadAvx2<kStreams>;
 #endif
-  return ReadGeneric;
+  return ReadGeneric<kStreams>;
 }
 
 // nullptr where this machine has no instruction for the type.
@@ -189,9 +193,10 @@ MultiplyLoop ChooseMultiply(const char* dtype) {
 
 extern "C" {
 
-// Bytes per second at which num_threads threads read a buffer, each its own part, `passes` times.
-__attribute__((visibility("default"))) double rooflax_read_bandwidth(const void* data, size_t num_bytes, int num_threads, int passes) {
-  const ReadLoop read = ChooseRead();
+// Bytes per second at which num_threads threads read a buffer, each its own part from one place or from
+// four at once, `passes` times. Which is faster, the processor decides: how it fetches ahead.
+__attribute__((visibility("default"))) double rooflax_read_bandwidth(const void* data, size_t num_bytes, int num_threads, int from_four, int passes) {
+  const ReadLoop read = from_four ? ChooseRead<4>() : ChooseRead<1>();
   const auto* words = static_cast<const uint64_t*>(data);
   const size_t part = num_bytes / sizeof(uint64_t) / static_cast<size_t>(num_threads);
   const double seconds = TimeThreads(num_threads, [&](int t) {

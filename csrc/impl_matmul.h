@@ -20,23 +20,24 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 
 // What fits into registers.
 //   kTile x kVectors       rows of x and vectors of columns in a tile of many rows
-//   kDepth                 rows of w that few rows meet at a time
+//   kDepth, kFewTile       rows of w that few rows meet at a time, and those that meet them together
+//   kAhead                 columns ahead that few rows fetch, at most to the next rows of w
+//   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
 //   kTableSums, kTableRows sums of a table's rows, and rows of x in them
-//   kBlocksFrom            rows of x from which on blocks of w are packed for a tile
-//   kOneFetches            whether one row of x fetches what follows, as several do
+//   kTableFar              whether those rows of the table lie far from each other: see kStreams
 #if defined(__AVX512F__)
-constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kWideStripe = 12;
-constexpr int64_t kTableSums = 16, kTableRows = 8, kBlocksFrom = kFewRows + 1;
-constexpr bool kOneFetches = false;
+constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kFewTile = 1, kAhead = 4096, kWideStripe = 12;
+constexpr int64_t kTableSums = 16, kTableRows = 8;
+constexpr bool kOneFetches = false, kTableFar = false;
 #elif defined(__AVX2__)
-constexpr int64_t kTile = 6, kVectors = 1, kDepth = 2, kWideStripe = 0;
-constexpr int64_t kTableSums = 6, kTableRows = 3, kBlocksFrom = 9;
-constexpr bool kOneFetches = true;
+constexpr int64_t kTile = 6, kVectors = 1, kDepth = 8, kFewTile = 2, kAhead = 128, kWideStripe = 0;
+constexpr int64_t kTableSums = 6, kTableRows = 3;
+constexpr bool kOneFetches = true, kTableFar = true;
 #else
-constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kWideStripe = 0;
-constexpr int64_t kTableSums = 2, kTableRows = 8, kBlocksFrom = kFewRows + 1;
-constexpr bool kOneFetches = false;
+constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
+constexpr int64_t kTableSums = 2, kTableRows = 8;
+constexpr bool kOneFetches = false, kTableFar = false;
 #endif
 // Rows in the first of as few turns as `most` at a time allows, all of about the same length.
 constexpr int64_t Evenly(int64_t rows, int64_t most) {
@@ -72,35 +73,82 @@ inline void Unpair(const uint16_t*, float* sums, int64_t count) {
   }
 }
 
+// sums[r, n] += x[r, d] * w[d, n] for R rows of x, D of w and a pair of vectors; pair_of(d, pair)
+// gives those of w.
+template <int64_t R, int64_t D, typename PairOf>
+ROOFLAX_INLINE void AddTile(const float* x, int64_t inner, const PairOf& pair_of, float* sums,
+                            int64_t stride) {
+  F16 own[R][2];
+  ROOFLAX_WHOLE
+  for (int64_t r = 0; r < R; ++r) {
+    own[r][0] = Load<F16>(sums + r * stride);
+    own[r][1] = Load<F16>(sums + r * stride + kLanes);
+  }
+  ROOFLAX_WHOLE
+  for (int64_t d = 0; d < D; ++d) {
+    F16 pair[2];
+    pair_of(d, pair);
+    ROOFLAX_WHOLE
+    for (int64_t r = 0; r < R; ++r) {
+      own[r][0] += x[r * inner + d] * pair[0];
+      own[r][1] += x[r * inner + d] * pair[1];
+    }
+  }
+  ROOFLAX_WHOLE
+  for (int64_t r = 0; r < R; ++r) {
+    Store(sums + r * stride, own[r][0]);
+    Store(sums + r * stride + kLanes, own[r][1]);
+  }
+}
+
+// The same of M rows, a tile at a time.
+template <int64_t M, int64_t D, typename PairOf>
+ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const PairOf& pair_of, float* sums,
+                             int64_t stride) {
+  constexpr int64_t kFirst = Evenly(M, kFewTile);
+  AddTile<kFirst, D>(x, inner, pair_of, sums, stride);
+  if constexpr (M > kFirst) {
+    AddTiles<M - kFirst, D>(x + kFirst * inner, inner, pair_of, sums + kFirst * stride, stride);
+  }
+}
+
 // sums[m, n] += x[m, k + d] * w[k + d, n] for D rows of w, one after the other, and `width` columns.
 template <int64_t M, int64_t D, typename W>
 void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, float* sums) {
-  const int64_t whole = width / kPair * kPair;
+  const int64_t outer = a.out.outer, whole = width / kPair * kPair, far = std::min(kAhead, whole);
   for (int64_t n = 0; n < whole; n += kPair) {
-    F16 wide[D][2];
-    for (int64_t d = 0; d < D; ++d) {
-      const W* line = w + d * a.out.outer + n;
+    const W* line = w + n;
+    const W* ahead = n + far < whole ? line + far : line + far - whole + D * outer;
+    const auto fetch = [&](int64_t d) {
       if constexpr (M > 1 || kOneFetches) {
-        __builtin_prefetch(line + D * a.out.outer);
-        if constexpr (sizeof(W) == 4) __builtin_prefetch(line + D * a.out.outer + kLanes);
+        __builtin_prefetch(ahead + d * outer);
+        if constexpr (sizeof(W) == 4) __builtin_prefetch(ahead + d * outer + kLanes);
       }
-      LoadPair(line, wide[d]);
-    }
-    for (int64_t m = 0; m < M; ++m) {
-      float* to = sums + m * a.parts_stride + n;
-      F16 low = Load<F16>(to), high = Load<F16>(to + kLanes);
+    };
+    if constexpr (M == 1) {
+      const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
+        fetch(d);
+        LoadPair(line + d * outer, pair);
+      };
+      AddTile<1, D>(x, a.inner, pair_of, sums + n, 0);
+    } else {
+      F16 wide[D][2];
+      ROOFLAX_WHOLE
       for (int64_t d = 0; d < D; ++d) {
-        low += x[m * a.inner + d] * wide[d][0];
-        high += x[m * a.inner + d] * wide[d][1];
+        fetch(d);
+        LoadPair(line + d * outer, wide[d]);
       }
-      Store(to, low);
-      Store(to + kLanes, high);
+      const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
+        pair[0] = wide[d][0];
+        pair[1] = wide[d][1];
+      };
+      AddTiles<M, D>(x, a.inner, pair_of, sums + n, a.parts_stride);
     }
   }
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t n = whole; n < width; ++n) {
       float sum = sums[m * a.parts_stride + n];
-      for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * a.out.outer + n]);
+      for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * outer + n]);
       sums[m * a.parts_stride + n] = sum;
     }
   }
@@ -148,76 +196,10 @@ int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64
   return n;
 }
 
-// A block of w, as panels of kLanes columns in float32. The second cache holds it, the first one a
-// panel at a time; a line more to a panel, so that panels do not share the cache's sets.
-constexpr int64_t kBlockRows = 64, kBlockColumns = 256;
-constexpr int64_t kBlockPanel = (kBlockRows + 1) * kLanes;
-
-// sums[r, lane] += x[r, k] * panel[k, lane] for R rows.
-template <int64_t R>
-void BlockTile(const float* x, int64_t inner, int64_t count, const float* panel, float* sums,
-               int64_t stride) {
-  F16 own[R];
-  ROOFLAX_WHOLE
-  for (int64_t r = 0; r < R; ++r) own[r] = Load<F16>(sums + r * stride);
-  for (int64_t k = 0; k < count; ++k) {
-    const F16 w = Load<F16>(panel + k * kLanes);
-    ROOFLAX_WHOLE
-    for (int64_t r = 0; r < R; ++r) own[r] += x[r * inner + k] * w;
-  }
-  ROOFLAX_WHOLE
-  for (int64_t r = 0; r < R; ++r) Store(sums + r * stride, own[r]);
-}
-
-// M rows in tiles of about the same height.
-template <int64_t M>
-void BlockTiles(const float* x, int64_t inner, int64_t count, const float* panel, float* sums,
-                int64_t stride) {
-  constexpr int64_t kFirst = Evenly(M, kTile);
-  BlockTile<kFirst>(x, inner, count, panel, sums, stride);
-  if constexpr (M > kFirst) {
-    BlockTiles<M - kFirst>(x + kFirst * inner, inner, count, panel, sums + kFirst * stride, stride);
-  }
-}
-
-// A block's rows of w, from column n on, as panels; the block below it is fetched meanwhile.
-template <typename W>
-void PackBlock(const W* w, int64_t outer, int64_t count, int64_t panels, float* packed) {
-  for (int64_t k = 0; k < count; ++k) {
-    const W* line = w + k * outer;
-    for (int64_t p = 0; p < panels; ++p) {
-      __builtin_prefetch(line + p * kLanes + kBlockRows * outer, 0, 2);
-      Store(packed + p * kBlockPanel + k * kLanes, LoadWide(line + p * kLanes));
-    }
-  }
-}
-
-// Few rows, but several: one part's sums of the whole panels from column n on; where those end.
-template <int64_t M, typename W>
-int64_t Blocks(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64_t n) {
-  alignas(64) float packed[kBlockColumns / kLanes * kBlockPanel];
-  for (int64_t panels; (panels = std::min(kBlockColumns, a.end - n) / kLanes) > 0;
-       n += panels * kLanes) {
-    float* sums = a.parts + n - a.parts_begin;
-    for (int64_t m = 0; m < M; ++m) std::fill_n(sums + m * a.parts_stride, panels * kLanes, 0.0f);
-    for (int64_t k = k_begin, count; k < k_end; k += count) {
-      count = std::min(kBlockRows, k_end - k);
-      const W* w = static_cast<const W*>(a.w) + k * a.out.outer + n;
-      PackBlock(w, a.out.outer, count, panels, packed);
-      for (int64_t p = 0; p < panels; ++p) {
-        BlockTiles<M>(a.x + k, a.inner, count, packed + p * kBlockPanel, sums + p * kLanes,
-                      a.parts_stride);
-      }
-    }
-  }
-  return n;
-}
-
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
-// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row; from kBlocksFrom
-// rows of x on, block after block.
+// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
 template <int64_t M, typename W>
 void MatmulFew(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
@@ -229,7 +211,6 @@ void MatmulFew(const MatmulArgs& a) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
     begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
   }
-  if constexpr (M >= kBlocksFrom) begin = Blocks<M, W>(a, k_begin, k_end, begin);
   for (; begin < a.end; begin += kStretch) {
     const int64_t width = std::min(kStretch, a.end - begin);
     float* sums = a.parts + begin - a.parts_begin;
@@ -362,10 +343,38 @@ void Matmul(const MatmulArgs& a) {
 
 // ---- Products with a table, [outer, inner] ----
 
-// sums[m, r] of R rows of the table, `stride` sums to a row of x; `ahead` is what comes after them.
+// Sixteen numbers of a table; of bfloat16 AVX2 has them cheapest in an order of their own, in which
+// `Mixed` puts other vectors, and out of which it takes them.
+template <typename W>
+ROOFLAX_INLINE F16 LoadMixed(const W* from) {
+  return LoadWide(from);
+}
+template <typename W>
+ROOFLAX_INLINE F16 Mixed(F16 x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(W) == 2) {
+    const F16 own = x;
+    x.at[0] = _mm256_permute2f128_ps(own.at[0], own.at[1], 0x20);
+    x.at[1] = _mm256_permute2f128_ps(own.at[0], own.at[1], 0x31);
+  }
+#endif
+  return x;
+}
+#if defined(__AVX2__) && !defined(__AVX512F__)
+ROOFLAX_INLINE F16 LoadMixed(const uint16_t* from) {
+  const auto all = Load<__m256i>(from);
+  F16 out;
+  out.at[0] = (F16::Piece)_mm256_unpacklo_epi16(__m256i{}, all);
+  out.at[1] = (F16::Piece)_mm256_unpackhi_epi16(__m256i{}, all);
+  return out;
+}
+#endif
+
+// Sums of M rows of x with R of the table, `apart` numbers from each other: sums[m * row + r * stride].
+// `ahead` is how far ahead they are fetched.
 template <int64_t M, int64_t R, typename W>
-void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
-                 F16* sums) {
+void UnembedSums(const float* x, int64_t inner, const W* table, int64_t apart, int64_t ahead,
+                 F16* sums, int64_t row, int64_t stride) {
   F16 own[M][R];
   ROOFLAX_WHOLE
   for (auto& line : own) {
@@ -375,12 +384,12 @@ void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, i
   for (int64_t k = 0; k + kLanes <= inner; k += kLanes) {
     F16 values[M];
     ROOFLAX_WHOLE
-    for (int64_t m = 0; m < M; ++m) values[m] = Load<F16>(x + m * inner + k);
+    for (int64_t m = 0; m < M; ++m) values[m] = Mixed<W>(Load<F16>(x + m * inner + k));
     ROOFLAX_WHOLE
     for (int64_t r = 0; r < R; ++r) {
-      const W* line = table + r * inner + k;
+      const W* line = table + r * apart + k;
       if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
-      const F16 wide = LoadWide(line);
+      const F16 wide = LoadMixed(line);
       ROOFLAX_WHOLE
       for (int64_t m = 0; m < M; ++m) own[m][r] += values[m] * wide;
     }
@@ -388,7 +397,7 @@ void UnembedSums(const float* x, int64_t inner, const W* table, int64_t ahead, i
   ROOFLAX_WHOLE
   for (int64_t m = 0; m < M; ++m) {
     ROOFLAX_WHOLE
-    for (int64_t r = 0; r < R; ++r) sums[m * stride + r] = own[m][r];
+    for (int64_t r = 0; r < R; ++r) sums[m * row + r * stride] = Mixed<W>(own[m][r]);
   }
 }
 
@@ -401,47 +410,52 @@ constexpr int64_t TableHeld(int64_t m, int64_t r) {
 
 // The same of any number of rows of x.
 template <int64_t M, int64_t R, typename W>
-void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t ahead, int64_t stride,
-                   F16* sums) {
+void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t apart, int64_t ahead,
+                   F16* sums, int64_t row, int64_t stride) {
   constexpr int64_t kFirst = Evenly(M, kTableRows);
-  UnembedSums<kFirst, R>(x, inner, table, ahead, stride, sums);
+  UnembedSums<kFirst, R>(x, inner, table, apart, ahead, sums, row, stride);
   if constexpr (M > kFirst) {
-    UnembedRowsOf<M - kFirst, R>(x + kFirst * inner, inner, table, ahead, stride,
-                                 sums + kFirst * stride);
+    UnembedRowsOf<M - kFirst, R>(x + kFirst * inner, inner, table, apart, ahead,
+                                 sums + kFirst * row, row, stride);
   }
 }
 
-// At most sixteen sums, so that their lanes are added up together.
+// At most sixteen sums, so that their lanes are added up together: of runs of kRun rows of the table,
+// which begin `apart` rows from each other and are read at once, each a row at a time.
 template <int64_t M, int64_t R, typename W>
-void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first) {
+void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart, int64_t ahead) {
   static_assert(M * R <= kLanes);
-  constexpr int64_t kHeld = TableHeld(M, R);
+  constexpr int64_t kHeld = TableHeld(M, R), kRun = R / kHeld;
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
   const int64_t whole = a.inner / kLanes * kLanes;
   F16 sums[kLanes] = {};
-  // Rows are short: the next ones must be on their way.
-  for (int64_t r = 0; r + kHeld <= R; r += kHeld) {
-    UnembedRowsOf<M, kHeld>(x, a.inner, table + r * a.inner, kHeld * a.inner, R, sums + r);
+  for (int64_t i = 0; i < kRun; ++i) {
+    UnembedRowsOf<M, kHeld>(x, a.inner, table + i * a.inner, apart * a.inner, ahead, sums + i, R,
+                            kRun);
   }
   float total[kLanes];
   Store(total, SumEach(sums));
   for (int64_t m = 0; m < M; ++m) {
-    for (int64_t r = 0; r < R; ++r) {
-      for (int64_t t = whole; t < a.inner; ++t) {
-        total[m * R + r] += x[m * a.inner + t] * Widen(table[r * a.inner + t]);
+    for (int64_t h = 0; h < kHeld; ++h) {
+      float* run = total + m * R + h * kRun;
+      for (int64_t i = 0; i < kRun; ++i) {
+        const W* line = table + (h * apart + i) * a.inner;
+        for (int64_t t = whole; t < a.inner; ++t) run[i] += x[m * a.inner + t] * Widen(line[t]);
       }
+      Finish(a.out, row + m, first + h * apart, kRun, run);
     }
-    Finish(a.out, row + m, first, R, total + m * R);
   }
 }
 
 // Rows [begin, end) of the table.
 template <int64_t M, int64_t R, typename W>
 void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
-  int64_t v = begin;
-  for (; v + R <= end; v += R) UnembedTile<M, R, W>(a, row, v);
-  for (; v < end; ++v) UnembedTile<M, 1, W>(a, row, v);
+  constexpr int64_t kRun = R / TableHeld(M, R);
+  const int64_t tiles = (end - begin) / R, apart = kTableFar ? tiles * kRun : kRun;
+  const int64_t next = kTableFar ? kRun : R, ahead = kTableFar ? 512 / sizeof(W) : R * a.inner;
+  for (int64_t t = 0; t < tiles; ++t) UnembedTile<M, R, W>(a, row, begin + t * next, apart, ahead);
+  for (int64_t v = begin + tiles * R; v < end; ++v) UnembedTile<M, 1, W>(a, row, v, 1, a.inner);
 }
 
 template <typename W>

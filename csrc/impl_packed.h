@@ -16,22 +16,32 @@ inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums)
   Store(out.y + row * out.outer + n, sums);
 }
 
-// M rows times the panels [begin, end), P of them beside each other.
+// Rows whose sums fit into registers, of all tiles and of those that take one panel at a time; and places
+// that a thread reads from at once for one row, as many as memory answers best.
+#if defined(__AVX512F__)
+constexpr int64_t kTileRows = 12, kPanelRows = 8, kStreams = 1;
+#elif defined(__AVX2__)
+constexpr int64_t kTileRows = 4, kPanelRows = 4, kStreams = 4;
+#else
+constexpr int64_t kTileRows = 2, kPanelRows = 2, kStreams = 1;
+#endif
+
+// Bytes ahead in each panel that are fetched. The processor fetches ahead itself what is read from
+// several places, once it has seen them.
+constexpr int64_t Ahead(int64_t panels) { return kStreams > 1 && panels > 1 ? 512 : 4096; }
+
+// M rows times the panels [begin, end), P of them at once: beside each other, or where a thread reads
+// faster from several places, each the next of a P-th of the panels.
 template <typename Tile, int64_t M, int64_t P>
 void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
-  int64_t panel = begin;
-  for (; panel + P <= end; panel += P) Tile::template Run<M, P>(a, row, panel);
-  for (; panel < end; ++panel) Tile::template Run<M, 1>(a, row, panel);
+  const int64_t turns = (end - begin) / P, apart = kStreams > 1 ? turns : 1;
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    Tile::template Run<M, P>(a, row, begin + (kStreams > 1 ? turn : turn * P), apart);
+  }
+  for (int64_t panel = begin + turns * P; panel < end; ++panel) {
+    Tile::template Run<M, 1>(a, row, panel, 1);
+  }
 }
-
-// Rows whose sums fit into registers: of all tiles, and of those that take one panel at a time.
-#if defined(__AVX512F__)
-constexpr int64_t kTileRows = 12, kPanelRows = 8;
-#elif defined(__AVX2__)
-constexpr int64_t kTileRows = 4, kPanelRows = 4;
-#else
-constexpr int64_t kTileRows = 2, kPanelRows = 2;
-#endif
 
 // At most kPanelRows at once; the more rows, the fewer panels beside each other fit into registers.
 template <typename Tile, int64_t M = 1>
@@ -67,17 +77,20 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
-  static constexpr int64_t Panels(int64_t rows) { return rows <= kPanelRows ? 1 : 2; }
+  static constexpr int64_t Panels(int64_t rows) {
+    return rows * 2 <= kStreams ? kStreams / rows : rows <= kPanelRows ? 1 : 2;
+  }
 
   // Quads that take turns among as many sums, so that few rows' sums do not wait for each other.
   // Whole numbers add up alike in any order.
   static constexpr int64_t Turns(int64_t rows) {
     constexpr int64_t kSums = kPanelRows;
+    if (rows * 2 <= kStreams) return 1;
     return rows == 1 ? kSums : rows <= kSums * 3 / 8 ? kSums / 2 : rows < kSums && kSums > 4 ? 2 : 1;
   }
 
   template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
     constexpr int64_t T = Turns(M);
     const int64_t quads = a.stride / 4, whole = quads / T * T;
     const auto* x = static_cast<const uint8_t*>(a.x) + row * a.stride;
@@ -94,10 +107,11 @@ struct Int8Tile {
     const auto add = [&](int64_t quad, I16 (&to)[P][M]) {
       I16 weights[P];
       // Behind the end of a panel comes the one that the next tile begins with there.
-      const int64_t ahead = P == 1 || quad + 64 < quads ? 4096 : 4096 + (P - 1) * quads * 64;
+      const bool within = apart > 1 || P == 1 || quad + 64 < quads;
+      const int64_t ahead = within ? Ahead(P) : Ahead(P) + (P - 1) * quads * 64;
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
-        const uint8_t* from = w + (p * quads + quad) * 64;
+        const uint8_t* from = w + (p * apart * quads + quad) * 64;
         __builtin_prefetch(from + ahead);
         weights[p] = Load<I16>(from);
       }
@@ -114,7 +128,7 @@ struct Int8Tile {
     for (int64_t quad = whole; quad < quads; ++quad) add(quad, sums[0]);
     ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p) {
-      const int64_t n = (panel + p) * kPanel;
+      const int64_t n = (panel + p * apart) * kPanel;
       const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
       const I16 offset = Load<I16>(a.w_sum + n) * kRowOffset;
       ROOFLAX_WHOLE
@@ -122,7 +136,7 @@ struct Int8Tile {
         ROOFLAX_WHOLE
         for (int64_t t = 1; t < T; ++t) sums[0][p][m] += sums[t][p][m];
         const F16 scale = w_scale * a.x_scale[row + m];
-        FinishPanel(a.out, row + m, panel + p, ToFloat(sums[0][p][m] - offset) * scale);
+        FinishPanel(a.out, row + m, panel + p * apart, ToFloat(sums[0][p][m] - offset) * scale);
       }
     }
   }
@@ -177,19 +191,21 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
-  static constexpr int64_t Panels(int64_t) { return 1; }
+  static constexpr int64_t Panels(int64_t rows) { return rows == 1 ? kStreams : 1; }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
-  static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t,
+  static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
                    I16 (&sums)[P][M]) {
-    static_assert(P == 1);
-    Prefetch(w + 4096, Group::kLines);
-    if constexpr (Group::kParts == 1) {
-      DotsOfBytes(x, w, sums[0]);
-    } else {
-      DotsOfHalves(x, x_start, w, sums[0]);
+    ROOFLAX_WHOLE
+    for (int64_t p = 0; p < P; ++p, w += per_panel) {
+      Prefetch(w + Ahead(P), Group::kLines);
+      if constexpr (Group::kParts == 1) {
+        DotsOfBytes(x, w, sums[p]);
+      } else {
+        DotsOfHalves(x, x_start, w, sums[p]);
+      }
     }
   }
 
@@ -268,29 +284,35 @@ struct GroupTile {
 #endif
 
   template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
     const int64_t groups = a.stride / kGroup;
     const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
     const float* x_scale = a.x_scale + row * groups;
     const int32_t* x_start = a.x_start + row * groups;
     F16 totals[P][M];
+    ROOFLAX_WHOLE
     for (auto& line : totals) {
+      ROOFLAX_WHOLE
       for (auto& total : line) total = F16{};
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t block = panel * groups + g;
       I16 sums[P][M];
       Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * Group::kLines * 64,
-                 groups * Group::kLines * 64, sums);
+                 apart * groups * Group::kLines * 64, sums);
+      ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
-        const F16 scale = Group::Scale(a.w_scale, block + p * groups);
+        const F16 scale = Group::Scale(a.w_scale, block + p * apart * groups);
+        ROOFLAX_WHOLE
         for (int64_t m = 0; m < M; ++m) {
           totals[p][m] += ToFloat(sums[p][m]) * (scale * x_scale[g * M + m]);
         }
       }
     }
+    ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p) {
-      for (int64_t m = 0; m < M; ++m) FinishPanel(a.out, row + m, panel + p, totals[p][m]);
+      ROOFLAX_WHOLE
+      for (int64_t m = 0; m < M; ++m) FinishPanel(a.out, row + m, panel + p * apart, totals[p][m]);
     }
   }
 };
@@ -389,7 +411,7 @@ struct WideTile {
   }
 
   template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel) {
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
     const int64_t groups = (a.stride + kGroup - 1) / kGroup;
     const auto* x = static_cast<const float*>(a.x) + row * a.inner;
     F16 sums[P][M];
@@ -401,9 +423,9 @@ struct WideTile {
       const int64_t count = std::min(kGroup, a.inner - g * kGroup);
       F16 w[P][kGroup];
       for (int64_t p = 0; p < P; ++p) {
-        const uint8_t* from = GroupAt<Wide>(a, panel + p, g);
+        const uint8_t* from = GroupAt<Wide>(a, panel + p * apart, g);
         Prefetch(from + 2048, Wide::kBytes / 64);
-        Wide::Widen(a, (panel + p) * groups + g, from, quads, w[p]);
+        Wide::Widen(a, (panel + p * apart) * groups + g, from, quads, w[p]);
       }
       for (int64_t k = 0; k < count; ++k) {
         for (int64_t m = 0; m < M; ++m) {
@@ -414,8 +436,8 @@ struct WideTile {
     }
     for (int64_t p = 0; p < P; ++p) {
       for (int64_t m = 0; m < M; ++m) {
-        if (!Wide::kGrouped) sums[p][m] *= OutputScale(a, panel + p);
-        FinishPanel(a.out, row + m, panel + p, sums[p][m]);
+        if (!Wide::kGrouped) sums[p][m] *= OutputScale(a, panel + p * apart);
+        FinishPanel(a.out, row + m, panel + p * apart, sums[p][m]);
       }
     }
   }

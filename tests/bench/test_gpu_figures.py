@@ -41,6 +41,11 @@ def test_parts_are_written_down_one_after_the_other(tmp_path):
     assert both["decode int8"]["failed"] == "no time was left" and "no time was left" in table
 
 
+def test_a_model_with_weights_drawn_on_the_device_is_measured(tmp_path):
+    figures, _ = run(tmp_path, "--only", "decode int8")
+    assert "failed" not in figures["decode int8"], figures["decode int8"]["said"]
+
+
 def test_a_part_that_fails_or_takes_too_long_says_so(script):
     row = {"model": "preset:nothing", "work": {}, "precision": {}}
     environment = dict(os.environ, JAX_PLATFORMS="cpu")

@@ -188,8 +188,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nor_does_it_where_a_matrix_is_several_blocks(instruction_set, dtype):
-    """So wide that one thread's columns are more than a block, and parts longer than one."""
+def test_nor_does_it_where_a_matrix_is_wide(instruction_set, dtype):
+    """So wide that its columns are summed in several stretches."""
     x, w, bias = inputs(17, 544, 2300)
     call, weight = jax.jit(cpu.matmul), jnp.asarray(w, dtype)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(17)])

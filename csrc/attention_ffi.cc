@@ -135,7 +135,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                     .Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Ret<F32>()
                     .Attr<float>("scale").Attr<int64_t>("window"));
 
-// Counts changes of what a target's arguments mean; ops/native.py says the one it speaks.
+// Counts changes of what arguments mean; ops/native.py says the one it speaks.
 extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 5; }
 
 extern "C" __attribute__((visibility("default"))) int rooflax_ffi_version() {

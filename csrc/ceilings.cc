@@ -3,6 +3,7 @@
 // The loops here do nothing else, so their speed is the ceiling that a kernel is compared with.
 // Called through ctypes by rooflax/bench/ceilings.py; knows neither JAX nor models.
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -198,7 +199,10 @@ extern "C" {
 __attribute__((visibility("default"))) double rooflax_read_bandwidth(const void* data, size_t num_bytes, int num_threads, int from_four, int passes) {
   const ReadLoop read = from_four ? ChooseRead<4>() : ChooseRead<1>();
   const auto* words = static_cast<const uint64_t*>(data);
-  const size_t part = num_bytes / sizeof(uint64_t) / static_cast<size_t>(num_threads);
+  constexpr size_t kWhole = 256;  // words that any loop reads whole
+  const size_t most = std::max<size_t>(1, num_bytes / sizeof(uint64_t) / kWhole);
+  num_threads = static_cast<int>(std::min(static_cast<size_t>(num_threads), most));
+  const size_t part = num_bytes / sizeof(uint64_t) / static_cast<size_t>(num_threads) / kWhole * kWhole;
   const double seconds = TimeThreads(num_threads, [&](int t) {
     for (int pass = 0; pass < passes; ++pass) {
       Keep(read(words + static_cast<size_t>(t) * part, part));

@@ -37,7 +37,7 @@ constexpr bool kOneFetches = true, kTableFar = true;
 #else
 constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
 constexpr int64_t kTableSums = 2, kTableRows = 8;
-constexpr bool kOneFetches = false, kTableFar = false;
+constexpr bool kOneFetches = false, kTableFar = true;
 #endif
 // Rows in the first of as few turns as `most` at a time allows, all of about the same length.
 constexpr int64_t Evenly(int64_t rows, int64_t most) {
@@ -451,9 +451,10 @@ void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart,
 // Rows [begin, end) of the table.
 template <int64_t M, int64_t R, typename W>
 void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
-  constexpr int64_t kRun = R / TableHeld(M, R);
-  const int64_t tiles = (end - begin) / R, apart = kTableFar ? tiles * kRun : kRun;
-  const int64_t next = kTableFar ? kRun : R, ahead = kTableFar ? 512 / sizeof(W) : R * a.inner;
+  constexpr int64_t kHeld = TableHeld(M, R), kRun = R / kHeld;
+  constexpr bool kFar = kTableFar && kHeld > 1;
+  const int64_t tiles = (end - begin) / R, apart = kFar ? tiles * kRun : kRun;
+  const int64_t next = kFar ? kRun : R, ahead = kFar ? 512 / sizeof(W) : kHeld * a.inner;
   for (int64_t t = 0; t < tiles; ++t) UnembedTile<M, R, W>(a, row, begin + t * next, apart, ahead);
   for (int64_t v = begin + tiles * R; v < end; ++v) UnembedTile<M, 1, W>(a, row, v, 1, a.inner);
 }

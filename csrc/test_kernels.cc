@@ -108,20 +108,21 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   const void* weights = narrow ? static_cast<const void*>(half.data()) : w.data();
   const auto width = narrow ? rooflax::Width::kBfloat16 : rooflax::Width::kFloat32;
   std::vector<float> y(static_cast<size_t>(rows * outer)), table_y(y);
-  Share((outer + 31) / 32, [&](int64_t i) {
-    const int64_t end = std::min(outer, (i + 1) * 32);
+  const int64_t piece = outer < 200 ? 32 : outer;  // a wide matrix as a whole
+  Share((outer + piece - 1) / piece, [&](int64_t i) {
+    const int64_t end = std::min(outer, (i + 1) * piece);
     const rooflax::MatmulArgs args = {
-        x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * 32, end,
-        width, nullptr, 0, 0, 0, 0};
+        x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * piece,
+        end, width, nullptr, 0, 0, 0, 0};
     rooflax::ChosenKernels().matmul(args);
     if (rows > rooflax::kFewRows) return;
     CheckParts(args, y);
   });
   // The same numbers read as a table [outer, inner].
-  Share((outer + 23) / 24, [&](int64_t i) {
-    const int64_t end = std::min(outer, (i + 1) * 24);
+  Share((outer + 39) / 40, [&](int64_t i) {
+    const int64_t end = std::min(outer, (i + 1) * 40);
     rooflax::ChosenKernels().unembed(
-        {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 24, end,
+        {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 40, end,
          width, nullptr, 0, 0, 0, 0});
   });
   for (int64_t m = 0; m < rows; ++m) {
@@ -217,10 +218,10 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   args.rows = rows;
   args.stride = stride;
   args.inner = inner;
-  Share(panels, [&](int64_t i) {
+  Share(2, [&](int64_t i) {  // all but the last, and the last
     rooflax::PackedArgs mine = args;
-    mine.begin = i;
-    mine.end = i + 1;
+    mine.begin = i * (panels - 1);
+    mine.end = panels - 1 + i;
     bytes ? kernels.bytes(mine) : kernels.packed(mine);
   });
   for (int64_t m = 0; m < rows; ++m) {
@@ -377,12 +378,14 @@ int main() {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
       }
-      if (rows == 9 || rows == 30) TestMatmul(rows, 530, 75, false);  // parts of several blocks
+      if (rows == 30) TestMatmul(rows, 530, 75, false);  // parts longer than a tile's
+      if (rows == 1 || rows == 3) TestMatmul(rows, 37, 331, rows == 3);
+      const int64_t packed = rows <= 2 ? 203 : 75;  // few rows take panels far from each other
       for (bool bytes : {false, true}) {
-        TestPacked(Code::kInt8, rows, 67, 75, bytes);
-        TestPacked(Code::kInt8Groups, rows, 96, 75, bytes);
-        TestPacked(Code::kInt4, rows, 96, 75, bytes);
-        TestPacked(Code::kMxfp4, rows, 96, 75, bytes);
+        TestPacked(Code::kInt8, rows, 67, packed, bytes);
+        TestPacked(Code::kInt8Groups, rows, 96, packed, bytes);
+        TestPacked(Code::kInt4, rows, 96, packed, bytes);
+        TestPacked(Code::kMxfp4, rows, 96, packed, bytes);
       }
       TestPacked(Code::kFp8, rows, 67, 75, false);
     }

@@ -20,7 +20,7 @@ TARGETS = (
     "rooflax_random_bits", "rooflax_cache_write",
 )  # fmt: skip
 KERNELS_VERSION = 5
-"""What the targets' arguments mean; csrc/attention_ffi.cc says the library's."""
+"""What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 

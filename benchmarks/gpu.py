@@ -138,7 +138,7 @@ def drawn(
     import jax
 
     from rooflax.models.registry import family
-    from rooflax.nn.layers import stack_layers
+    from rooflax.nn.stacking import Stacks
     from rooflax.nn.weights import assemble, slots
 
     one = jax.jit(_one, static_argnums=(1, 2, 3, 4))
@@ -150,8 +150,9 @@ def drawn(
             kind = _kind(slot, config, storage, std)
             yield slot, one(keys(number), *kind)
 
-    weights = assemble(config.num_layers, arrays())
-    return stack_layers(weights, config.groups.period) if stacked else weights
+    if stacked:
+        return Stacks(config.num_layers, config.groups.period).filled(arrays())
+    return assemble(config.num_layers, arrays())
 
 
 def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:

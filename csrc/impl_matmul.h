@@ -25,19 +25,18 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 //   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
 //   kTableSums, kTableRows sums of a table's rows, and rows of x in them
-//   kTableFar              whether those rows of the table lie far from each other: see kStreams
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kFewTile = 1, kAhead = 4096, kWideStripe = 12;
 constexpr int64_t kTableSums = 16, kTableRows = 8;
-constexpr bool kOneFetches = false, kTableFar = false;
+constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
 constexpr int64_t kTile = 6, kVectors = 1, kDepth = 8, kFewTile = 2, kAhead = 128, kWideStripe = 0;
 constexpr int64_t kTableSums = 6, kTableRows = 3;
-constexpr bool kOneFetches = true, kTableFar = true;
+constexpr bool kOneFetches = true;
 #else
 constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
 constexpr int64_t kTableSums = 2, kTableRows = 8;
-constexpr bool kOneFetches = false, kTableFar = true;
+constexpr bool kOneFetches = false;
 #endif
 // Rows in the first of as few turns as `most` at a time allows, all of about the same length.
 constexpr int64_t Evenly(int64_t rows, int64_t most) {
@@ -452,9 +451,9 @@ void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart,
 template <int64_t M, int64_t R, typename W>
 void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
   constexpr int64_t kHeld = TableHeld(M, R), kRun = R / kHeld;
-  constexpr bool kFar = kTableFar && kHeld > 1;
+  constexpr bool kFar = kFarApart && kHeld > 1;
   const int64_t tiles = (end - begin) / R, apart = kFar ? tiles * kRun : kRun;
-  const int64_t next = kFar ? kRun : R, ahead = kFar ? 512 / sizeof(W) : kHeld * a.inner;
+  const int64_t next = kFar ? kRun : R, ahead = kFar ? kStreamAhead / sizeof(W) : kHeld * a.inner;
   for (int64_t t = 0; t < tiles; ++t) UnembedTile<M, R, W>(a, row, begin + t * next, apart, ahead);
   for (int64_t v = begin + tiles * R; v < end; ++v) UnembedTile<M, 1, W>(a, row, v, 1, a.inner);
 }

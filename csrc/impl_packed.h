@@ -16,27 +16,25 @@ inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums)
   Store(out.y + row * out.outer + n, sums);
 }
 
-// Rows whose sums fit into registers, of all tiles and of those that take one panel at a time; and places
-// that a thread reads from at once for one row, as many as memory answers best.
+// Rows whose sums fit into registers: of all tiles, and of those that take one panel at a time.
 #if defined(__AVX512F__)
-constexpr int64_t kTileRows = 12, kPanelRows = 8, kStreams = 1;
+constexpr int64_t kTileRows = 12, kPanelRows = 8;
 #elif defined(__AVX2__)
-constexpr int64_t kTileRows = 4, kPanelRows = 4, kStreams = 4;
+constexpr int64_t kTileRows = 4, kPanelRows = 4;
 #else
-constexpr int64_t kTileRows = 2, kPanelRows = 2, kStreams = 1;
+constexpr int64_t kTileRows = 2, kPanelRows = 2;
 #endif
 
-// Bytes ahead in each panel that are fetched. The processor fetches ahead itself what is read from
-// several places, once it has seen them.
-constexpr int64_t Ahead(int64_t panels) { return kStreams > 1 && panels > 1 ? 512 : 4096; }
+// Bytes ahead that are fetched in each of so many panels.
+constexpr int64_t Ahead(int64_t panels) { return kFarApart && panels > 1 ? kStreamAhead : 4096; }
 
 // M rows times the panels [begin, end), P of them at once: beside each other, or where a thread reads
 // faster from several places, each the next of a P-th of the panels.
 template <typename Tile, int64_t M, int64_t P>
 void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
-  const int64_t turns = (end - begin) / P, apart = kStreams > 1 ? turns : 1;
+  const int64_t turns = (end - begin) / P, apart = kFarApart ? turns : 1, next = kFarApart ? 1 : P;
   for (int64_t turn = 0; turn < turns; ++turn) {
-    Tile::template Run<M, P>(a, row, begin + (kStreams > 1 ? turn : turn * P), apart);
+    Tile::template Run<M, P>(a, row, begin + turn * next, apart);
   }
   for (int64_t panel = begin + turns * P; panel < end; ++panel) {
     Tile::template Run<M, 1>(a, row, panel, 1);

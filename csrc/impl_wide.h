@@ -1,13 +1,18 @@
 // Vectors of sixteen lanes and what every processor can do with them. Part of kernels_impl.h.
 
 constexpr int64_t kLanes = 16;
+// kRegisters  vectors of sixteen floats that registers hold
+// kStreams    places that a thread reads one row's weights from at once, as many as memory answers best
 #if defined(__AVX512F__)
-constexpr int64_t kRegisters = 32;  // vectors of sixteen floats that registers hold
+constexpr int64_t kRegisters = 32, kStreams = 1;
 #elif defined(__AVX2__)
-constexpr int64_t kRegisters = 8;
+constexpr int64_t kRegisters = 8, kStreams = 4;
 #else
-constexpr int64_t kRegisters = 4;
+constexpr int64_t kRegisters = 4, kStreams = 1;
 #endif
+constexpr bool kFarApart = kStreams > 1;
+// Bytes ahead that are fetched in each of several places: the processor itself fetches further.
+constexpr int64_t kStreamAhead = 512;
 
 typedef uint16_t H16 __attribute__((vector_size(32)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));

@@ -47,6 +47,39 @@ constexpr int64_t Evenly(int64_t rows, int64_t most) {
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
 
+// ---- In which order w is read ----
+
+// kDepth rows of a part are read together: neighbours, or where rows are short and memory is read from
+// several places, one of each of kDepth stretches of the part, and x is put into that order before.
+constexpr int64_t kShortRow = kFarApart ? 8192 : 0;  // bytes
+
+template <typename W>
+inline bool IsStretched(const MatmulArgs& a) {
+  return a.out.outer * static_cast<int64_t>(sizeof(W)) < kShortRow;
+}
+
+// Rows in a stretch of a part, an odd number, as stretches that begin a multiple of 4096 bytes apart
+// would share a cache's sets. What is left of the part comes after them, row by row.
+constexpr int64_t StretchLength(int64_t part) {
+  return part < kDepth ? 0 : (part / kDepth - 1) | 1;
+}
+
+// The row of w that comes at `position`, in the part [begin, end).
+inline int64_t StretchedRow(int64_t position, int64_t begin, int64_t end) {
+  const int64_t length = StretchLength(end - begin), at = position - begin;
+  return at < length * kDepth ? begin + at % kDepth * length + at / kDepth : position;
+}
+
+void OrderInputs(const float* x, int64_t inner, float* out) {
+  const int64_t part = PartLength(inner);
+  for (int64_t begin = 0; begin < inner; begin += part) {
+    const int64_t end = std::min(inner, begin + part);
+    for (int64_t k = begin; k < end; ++k) out[k] = x[StretchedRow(k, begin, end)];
+  }
+}
+
+// ---- Few rows of x ----
+
 // Columns n to n + 31 of a row of w; of bfloat16 the even ones, then the odd ones.
 ROOFLAX_INLINE void LoadPair(const float* from, F16 (&pair)[2]) {
   pair[0] = Load<F16>(from);
@@ -111,13 +144,15 @@ ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const PairOf& pair_o
   }
 }
 
-// sums[m, n] += x[m, k + d] * w[k + d, n] for D rows of w, one after the other, and `width` columns.
+// sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns.
 template <int64_t M, int64_t D, typename W>
-void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t width, float* sums) {
-  const int64_t outer = a.out.outer, whole = width / kPair * kPair, far = std::min(kAhead, whole);
+void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int64_t width,
+             float* sums) {
+  const int64_t outer = apart * a.out.outer, whole = width / kPair * kPair, far = std::min(kAhead, whole);
+  const int64_t next = (apart > 1 ? 1 : D) * a.out.outer;
   for (int64_t n = 0; n < whole; n += kPair) {
     const W* line = w + n;
-    const W* ahead = n + far < whole ? line + far : line + far - whole + D * outer;
+    const W* ahead = n + far < whole ? line + far : line + far - whole + next;
     const auto fetch = [&](int64_t d) {
       if constexpr (M > 1 || kOneFetches) {
         __builtin_prefetch(ahead + d * outer);
@@ -204,23 +239,29 @@ void MatmulFew(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
   const int64_t k_begin = a.part * PartLength(a.inner);
   const int64_t k_end = std::min(a.inner, k_begin + PartLength(a.inner));
-  constexpr int64_t kStretch = kFewSums / M / kPair * kPair;
+  const int64_t apart = IsStretched<W>(a) ? StretchLength(k_end - k_begin) : 0;
+  const int64_t stretched = k_begin + apart * kDepth;  // where stretches end
+  constexpr int64_t kWidth = kFewSums / M / kPair * kPair;
   int64_t begin = a.begin;
   if constexpr (M == 1 && sizeof(W) == 2 && kWideStripe > 0) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
     begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
   }
-  for (; begin < a.end; begin += kStretch) {
-    const int64_t width = std::min(kStretch, a.end - begin);
+  for (; begin < a.end; begin += kWidth) {
+    const int64_t width = std::min(kWidth, a.end - begin);
     float* sums = a.parts + begin - a.parts_begin;
     for (int64_t m = 0; m < M; ++m) {
       std::fill(sums + m * a.parts_stride, sums + m * a.parts_stride + width, 0.0f);
     }
     int64_t k = k_begin;
-    for (; k + kDepth <= k_end; k += kDepth) {
-      AddRows<M, kDepth>(a, a.x + k, w + k * a.out.outer + begin, width, sums);
+    for (; k < stretched; k += kDepth) {
+      const int64_t row = k_begin + (k - k_begin) / kDepth;
+      AddRows<M, kDepth>(a, a.x + k, w + row * a.out.outer + begin, apart, width, sums);
     }
-    for (; k < k_end; ++k) AddRows<M, 1>(a, a.x + k, w + k * a.out.outer + begin, width, sums);
+    for (; k + kDepth <= k_end; k += kDepth) {
+      AddRows<M, kDepth>(a, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
+    }
+    for (; k < k_end; ++k) AddRows<M, 1>(a, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
     for (int64_t m = 0; m < M; ++m) Unpair(w, sums + m * a.parts_stride, width / kPair * kPair);
   }
 }
@@ -248,92 +289,175 @@ void AddParts(const MatmulArgs& a) {
   }
 }
 
-// One tile of rows times columns that were packed as [inner, kColumns]: the sums over [begin, end).
-template <int64_t M>
-void MatmulTile(const float* x, int64_t inner, int64_t begin, int64_t end, const float* packed,
-                F16 (&out)[kTile][kVectors]) {
-  F16 sums[M][kVectors];
-  for (auto& line : sums) {
-    for (auto& sum : line) sum = F16{};
+// Products of many rows go block by block: so many rows of w and panels of kColumns columns are packed
+// at a time, and a panel, which stays in the first cache, meets rows of x that stay in the second.
+constexpr int64_t kBlockInner = 256, kBlockPanels = 256 / kColumns, kBlockRows = 512, kNearRows = 96;
+
+// Memory that begins at a multiple of a cache line.
+struct Lines {
+  std::vector<float> all;
+  float* Of(int64_t count) {
+    all.resize(static_cast<size_t>(count + kLanes));
+    const auto at = reinterpret_cast<uintptr_t>(all.data()) / sizeof(float);
+    return all.data() + (kLanes - at % kLanes) % kLanes;
   }
-  for (int64_t k = begin; k < end; ++k) {
+};
+
+// A block of w, and the sums of its panels and rows: of the parts that are done, and of that under way.
+struct BlockMemory {
+  Lines packed, done, current;
+};
+
+// Rows [begin, end) of w in one part, the first of it or the last of it or neither.
+struct PartBlock {
+  int64_t begin, end;
+  bool first_part, first, last;
+};
+
+// A tile's vectors of sums: taken on from where the block before left them, and left for the next.
+template <int64_t M>
+void BlockTile(const float* x, int64_t inner, const PartBlock& block, const float* packed,
+               float* current, float* done) {
+  F16 sums[M][kVectors];
+  ROOFLAX_WHOLE
+  for (int64_t m = 0; m < M; ++m) {
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < kVectors; ++i) {
+      sums[m][i] = block.first ? F16{} : Load<F16>(current + m * kColumns + i * kLanes);
+    }
+  }
+  for (int64_t k = 0; k < block.end - block.begin; ++k) {
     F16 w[kVectors];
+    ROOFLAX_WHOLE
     for (int64_t i = 0; i < kVectors; ++i) w[i] = Load<F16>(packed + k * kColumns + i * kLanes);
+    ROOFLAX_WHOLE
     for (int64_t m = 0; m < M; ++m) {
       const float value = x[m * inner + k];
+      ROOFLAX_WHOLE
       for (int64_t i = 0; i < kVectors; ++i) sums[m][i] += value * w[i];
     }
   }
+  float* to = block.last ? done : current;
+  ROOFLAX_WHOLE
   for (int64_t m = 0; m < M; ++m) {
-    for (int64_t i = 0; i < kVectors; ++i) out[m][i] = sums[m][i];
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < kVectors; ++i) {
+      const int64_t at = m * kColumns + i * kLanes;
+      if (block.last && !block.first_part) sums[m][i] = Load<F16>(done + at) + sums[m][i];
+      Store(to + at, sums[m][i]);
+    }
   }
 }
 
 // At most a tile of rows, of which `count` are there.
 template <int64_t M = kTile>
-void MatmulRows(int64_t count, const float* x, int64_t inner, int64_t begin, int64_t end,
-                const float* packed, F16 (&out)[kTile][kVectors]) {
+void BlockTileOf(int64_t count, const float* x, int64_t inner, const PartBlock& block,
+                 const float* packed, float* current, float* done) {
   if constexpr (M > 1) {
-    if (count < M) return MatmulRows<M - 1>(count, x, inner, begin, end, packed, out);
+    if (count < M) return BlockTileOf<M - 1>(count, x, inner, block, packed, current, done);
   }
-  MatmulTile<M>(x, inner, begin, end, packed, out);
+  BlockTile<M>(x, inner, block, packed, current, done);
 }
 
-// Every row of x times packed columns, summed in parts; emit(row, its vectors of sums). All rows meet a
-// part of the columns before the next: where inputs are few it stays in the first cache meanwhile.
-template <typename Emit>
-void TilesOfRows(const float* x, int64_t rows, int64_t inner, int64_t part, const float* packed,
-                 const Emit& emit) {
-  static thread_local std::vector<float> totals;
-  if (inner > part) totals.resize(static_cast<size_t>(rows * kColumns));
-  int64_t begin = 0, end;
-  do {  // once where there are no inputs
-    end = std::min(inner, begin + part);
-    for (int64_t row = 0; row < rows; row += kTile) {
-      const int64_t count = std::min(kTile, rows - row);
-      F16 sums[kTile][kVectors];
-      MatmulRows(count, x + row * inner, inner, begin, end, packed, sums);
-      for (int64_t m = 0; m < count; ++m) {
-        const int64_t at = (row + m) * kColumns;
-        for (int64_t i = 0; i < kVectors; ++i) {
-          if (begin > 0) sums[m][i] = Load<F16>(&totals[at + i * kLanes]) + sums[m][i];
-          if (end < inner) Store(&totals[at + i * kLanes], sums[m][i]);
-        }
-        if (end == inner) emit(row + m, sums[m]);
+// Rows of x times rows [begin, end) of w, which are packed.
+inline void MultiplyBlock(const float* x, int64_t rows, int64_t inner, const PartBlock& block,
+                          int64_t panels, const float* packed, float* current, float* done) {
+  for (int64_t near = 0; near < rows; near += kNearRows) {
+    const int64_t near_end = std::min(rows, near + kNearRows);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      for (int64_t row = near; row < near_end; row += kTile) {
+        const int64_t at = (panel * rows + row) * kColumns;
+        BlockTileOf(std::min(kTile, near_end - row), x + row * inner + block.begin, inner, block,
+                    packed + panel * kBlockInner * kColumns, current + at, done + at);
       }
     }
-    begin = end;
-  } while (begin < inner);
+  }
 }
 
-constexpr int64_t kPackAhead = 24;  // rows
+// x [rows, inner] times panels [begin, begin + panels) of w, no more than a block of both.
+template <typename Pack, typename Emit>
+void MultiplyBlocks(const float* x, int64_t rows, int64_t inner, int64_t part, int64_t begin,
+                    int64_t panels, const Pack& pack, const Emit& emit) {
+  static thread_local BlockMemory memory;
+  float* packed = memory.packed.Of(panels * kBlockInner * kColumns);
+  float* done = memory.done.Of(rows * panels * kColumns);
+  float* current = memory.current.Of(rows * panels * kColumns);
+  int64_t k = 0, k_end;
+  do {  // once where there are no inputs
+    const int64_t part_begin = k / part * part, part_end = std::min(inner, part_begin + part);
+    k_end = std::min(part_end, k + kBlockInner);
+    pack(begin, panels, k, k_end, packed);
+    const PartBlock block{k, k_end, part_begin == 0, k == part_begin, k_end == part_end};
+    MultiplyBlock(x, rows, inner, block, panels, packed, current, done);
+    k = k_end;
+  } while (k < inner);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      emit(row, begin + panel, done + (panel * rows + row) * kColumns);
+    }
+  }
+}
 
-// Many rows: some columns of w are packed once and meet every tile of rows.
+// x [rows, inner] times panels [begin, end) of w, summed in parts of the inputs. pack(panel, panels, k,
+// k_end, to) gives those rows of w, of each panel as [kBlockInner, kColumns]; emit(row, panel, sums)
+// takes a row's kColumns sums.
+template <typename Pack, typename Emit>
+void MultiplyMany(const float* x, int64_t rows, int64_t inner, int64_t part, int64_t begin,
+                  int64_t end, const Pack& pack, const Emit& emit) {
+  for (int64_t row = 0; row < rows; row += kBlockRows) {
+    const auto emit_row = [&](int64_t r, int64_t panel, const float* sums) {
+      emit(row + r, panel, sums);
+    };
+    for (int64_t panel = begin; panel < end; panel += kBlockPanels) {
+      MultiplyBlocks(x + row * inner, std::min(kBlockRows, rows - row), inner, part, panel,
+                     std::min(kBlockPanels, end - panel), pack, emit_row);
+    }
+  }
+}
+
+constexpr int64_t kPackAhead = 4;  // rows
+
+// Columns of the rows at positions [k, k_end) of w by panels, the last filled up with zeros.
+template <typename W>
+void PackColumns(const MatmulArgs& a, int64_t first, int64_t panels, int64_t k, int64_t k_end,
+                 float* to) {
+  const int64_t outer = a.out.outer, begin = a.begin + first * kColumns;
+  const int64_t whole = std::min(panels, (a.end - begin) / kColumns);
+  const W* w = static_cast<const W*>(a.w) + begin;
+  const int64_t length = PartLength(a.inner), part = k / length * length;
+  const int64_t part_end = std::min(a.inner, part + length);
+  const bool stretched = IsStretched<W>(a);
+  const int64_t ahead = stretched ? 1 : kPackAhead;
+  for (int64_t position = k; position < k_end; ++position) {
+    const W* from = w + (stretched ? StretchedRow(position, part, part_end) : position) * outer;
+    float* line = to + (position - k) * kColumns;
+    for (int64_t p = 0; p < whole; ++p) {
+      float* own = line + p * kBlockInner * kColumns;
+      for (int64_t i = 0; i < kColumns; i += kLanes) {
+        if (i * sizeof(W) % 64 == 0) {
+          __builtin_prefetch(from + ahead * outer + p * kColumns + i);
+        }
+        Store(own + i, LoadWide(from + p * kColumns + i));
+      }
+    }
+    for (int64_t i = 0; whole < panels && i < kColumns; ++i) {
+      const int64_t n = whole * kColumns + i;
+      line[whole * kBlockInner * kColumns + i] = n < a.end - begin ? Widen(from[n]) : 0.0f;
+    }
+  }
+}
+
 template <typename W>
 void MatmulMany(const MatmulArgs& a) {
-  const auto* w = static_cast<const W*>(a.w);
-  std::vector<float> packed(static_cast<size_t>(a.inner) * kColumns + 16);
-  for (int64_t n = a.begin; n < a.end; n += kColumns) {
-    const int64_t width = std::min(kColumns, a.end - n);
-    for (int64_t k = 0; k < a.inner; ++k) {
-      const W* from = w + k * a.out.outer + n;
-      float* to = packed.data() + k * kColumns;
-      for (int64_t i = 0; i < kColumns; i += 16) {
-        __builtin_prefetch(from + kPackAhead * a.out.outer + i);
-      }
-      if (width == kColumns) {
-        for (int64_t i = 0; i < kColumns; i += kLanes) Store(to + i, LoadWide(from + i));
-      } else {
-        for (int64_t i = 0; i < kColumns; ++i) to[i] = i < width ? Widen(from[i]) : 0.0f;
-      }
-    }
-    TilesOfRows(a.x, a.rows, a.inner, PartLength(a.inner), packed.data(),
-                [&](int64_t row, const F16* sums) {
-                  alignas(64) float line[kColumns];
-                  for (int64_t i = 0; i < kVectors; ++i) Store(line + i * kLanes, sums[i]);
-                  Finish(a.out, row, n, width, line);
-                });
-  }
+  const auto pack = [&](int64_t first, int64_t panels, int64_t k, int64_t k_end, float* to) {
+    PackColumns<W>(a, first, panels, k, k_end, to);
+  };
+  const int64_t panels = (a.end - a.begin + kColumns - 1) / kColumns;
+  MultiplyMany(a.x, a.rows, a.inner, PartLength(a.inner), 0, panels, pack,
+               [&](int64_t row, int64_t panel, const float* sums) {
+                 const int64_t n = a.begin + panel * kColumns;
+                 Finish(a.out, row, n, std::min(kColumns, a.end - n), sums);
+               });
 }
 
 void Matmul(const MatmulArgs& a) {

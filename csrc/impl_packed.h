@@ -441,33 +441,41 @@ struct WideTile {
   }
 };
 
-// Many rows: some panels are widened once and meet every tile of rows.
+// Groups of rows [k, k_end) of some panels, widened; `first` and `count` are pairs of them where a tile
+// has two vectors.
 template <typename Wide>
-void WideMany(const PackedArgs& a) {
+void WidenPanels(const PackedArgs& a, int64_t first, int64_t count, int64_t k, int64_t k_end,
+                 float* to) {
   const int64_t groups = (a.stride + kGroup - 1) / kGroup;
-  std::vector<float> packed(static_cast<size_t>(groups * kGroup) * kColumns + 16, 0.0f);
-  for (int64_t panel = a.begin; panel < a.end; panel += kVectors) {
-    const int64_t count = std::min(kVectors, a.end - panel);
-    for (int64_t p = 0; p < count; ++p) {
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8);
-        F16 w[kGroup];
-        const uint8_t* from = GroupAt<Wide>(a, panel + p, g);
-        Wide::Widen(a, (panel + p) * groups + g, from, quads, w);
-        for (int64_t k = 0; k < quads * 4; ++k) {
-          Store(packed.data() + (g * kGroup + k) * kColumns + p * 16, w[k]);
-        }
+  for (int64_t i = 0; i < count * kVectors; ++i) {
+    const int64_t panel = a.begin + first * kVectors + i;
+    float* own = to + i / kVectors * kBlockInner * kColumns + i % kVectors * kLanes;
+    for (int64_t g = k / kGroup; panel < a.end && g * kGroup < k_end; ++g) {
+      const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8);
+      F16 w[kGroup];
+      Wide::Widen(a, panel * groups + g, GroupAt<Wide>(a, panel, g), quads, w);
+      for (int64_t row = g * kGroup; row < std::min(k_end, (g + 1) * kGroup); ++row) {
+        Store(own + (row - k) * kColumns, w[row - g * kGroup]);
       }
     }
-    TilesOfRows(static_cast<const float*>(a.x), a.rows, a.inner, a.inner, packed.data(),
-                [&](int64_t row, const F16* sums) {
-                  for (int64_t p = 0; p < count; ++p) {
-                    F16 sum = sums[p];
-                    if (!Wide::kGrouped) sum *= OutputScale(a, panel + p);
-                    FinishPanel(a.out, row, panel + p, sum);
-                  }
-                });
   }
+}
+
+template <typename Wide>
+void WideMany(const PackedArgs& a) {
+  const auto pack = [&](int64_t first, int64_t count, int64_t k, int64_t k_end, float* to) {
+    WidenPanels<Wide>(a, first, count, k, k_end, to);
+  };
+  const int64_t all = a.end - a.begin;
+  MultiplyMany(static_cast<const float*>(a.x), a.rows, a.inner, std::max<int64_t>(1, a.inner), 0,
+               (all + kVectors - 1) / kVectors, pack,
+               [&](int64_t row, int64_t first, const float* sums) {
+                 for (int64_t i = first * kVectors; i < std::min(all, (first + 1) * kVectors); ++i) {
+                   F16 sum = Load<F16>(sums + i % kVectors * kLanes);
+                   if (!Wide::kGrouped) sum *= OutputScale(a, a.begin + i);
+                   FinishPanel(a.out, row, a.begin + i, sum);
+                 }
+               });
 }
 
 template <typename Wide>

@@ -28,10 +28,10 @@ namespace {
 
 }  // namespace
 
-const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   kRowOffset,     Matmul, MatmulPart,
-                          AddParts,         Unembed,     RunBefore,      QuantizeRow,
-                          QuantizeGroups,   Narrow,      Bytes,          Packed,
-                          Attend,           Argmax,      Above,          RandomBits};
+const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,  kRowOffset,     kShortRow, OrderInputs,
+                          Matmul,           MatmulPart, AddParts,       Unembed,   RunBefore,
+                          QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
+                          Attend,           Argmax,     Above,          RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

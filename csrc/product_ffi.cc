@@ -34,6 +34,7 @@ struct Inputs {
 struct Product {
   Layout layout;
   bool bytes;  // activations as int8
+  bool ordered;  // inputs in the order in which a matrix is read
   BeforeArgs before;
   Width width = Width::kFloat32;
   int64_t rows, x_width, inner, stride, outer, groups;
@@ -89,6 +90,8 @@ void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
   Fits(Dim(in.w, axis + (table ? 1 : 0)) == p.inner, why, "inputs of w");
   Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");
   Fits(!p.bytes, why, "activations in bytes");
+  const int64_t row_bytes = p.outer * (p.width == Width::kFloat32 ? 4 : 2);
+  p.ordered = !table && row_bytes < ChosenKernels().short_row;
   p.stride = p.inner;
   p.groups = 0;
   p.units = p.outer;
@@ -181,8 +184,15 @@ void PrepareRow(const Inputs& in, const Product& p, const BeforeArgs& before, in
   const Kernels& kernels = ChosenKernels();
   const float* x = in.x.typed_data() + out.order[i] * p.x_width;
   if (!out.wide.empty()) {
+    static thread_local std::vector<float> own;
     float* wide = out.wide.data() + i * p.inner;
-    kernels.before(before, x, wide);
+    if (p.ordered) own.resize(static_cast<size_t>(p.inner));
+    float* to = p.ordered ? own.data() : wide;
+    if (!p.ordered || before.kind != Before::kNone) {
+      kernels.before(before, x, to);
+      x = to;
+    }
+    if (p.ordered) kernels.order_inputs(x, p.inner, wide);
     x = wide;
   }
   if (!p.bytes) return;
@@ -343,7 +353,7 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
   const std::vector<Run> runs = RunsOf(in, p, rows.order);
   const bool moved = runs.size() > 1;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
-  const bool wide = p.before.kind != Before::kNone || (moved && !p.bytes);
+  const bool wide = p.before.kind != Before::kNone || p.ordered || (moved && !p.bytes);
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
   rows.bytes.resize(p.bytes ? size(p.rows * p.stride) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);

@@ -107,14 +107,18 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   }
   const void* weights = narrow ? static_cast<const void*>(half.data()) : w.data();
   const auto width = narrow ? rooflax::Width::kBfloat16 : rooflax::Width::kFloat32;
-  std::vector<float> y(static_cast<size_t>(rows * outer)), table_y(y);
+  std::vector<float> y(static_cast<size_t>(rows * outer)), table_y(y), ordered(x);
+  const rooflax::Kernels& kernels = rooflax::ChosenKernels();
+  for (int64_t m = 0; m < rows && outer * (narrow ? 2 : 4) < kernels.short_row; ++m) {
+    kernels.order_inputs(x.data() + m * inner, inner, ordered.data() + m * inner);
+  }
   const int64_t piece = outer < 200 ? 32 : outer;  // a wide matrix as a whole
   Share((outer + piece - 1) / piece, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * piece);
     const rooflax::MatmulArgs args = {
-        x.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner, i * piece,
-        end, width, nullptr, 0, 0, 0, 0};
-    rooflax::ChosenKernels().matmul(args);
+        ordered.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner,
+        i * piece, end, width, nullptr, 0, 0, 0, 0};
+    kernels.matmul(args);
     if (rows > rooflax::kFewRows) return;
     CheckParts(args, y);
   });
@@ -378,7 +382,9 @@ int main() {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
       }
-      if (rows == 30) TestMatmul(rows, 530, 75, false);  // parts longer than a tile's
+      if (rows == 30) TestMatmul(rows, 1060, 331, false);  // several blocks of inputs and columns
+      if (rows == 30) TestMatmul(520, 37, 19, true);       // and of rows
+      if (rows == 2 || rows == 30) TestMatmul(rows, 37, 2100, false);  // rows too long to order
       if (rows == 1 || rows == 3) TestMatmul(rows, 37, 331, rows == 3);
       const int64_t packed = rows <= 2 ? 203 : 75;  // few rows take panels far from each other
       for (bool bytes : {false, true}) {

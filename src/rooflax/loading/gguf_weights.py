@@ -32,9 +32,9 @@ from rooflax.loading.gguf_blocks import (
 from rooflax.loading.gguf_config import ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import Put
 from rooflax.nn.storage import is_head, is_product, product_shape
 from rooflax.nn.weights import Slot, slots
+from rooflax.ops.host_arrays import Put
 from rooflax.ops.quantization import QuantizedArray, pack
 
 Shape = tuple[int, ...]

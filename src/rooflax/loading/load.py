@@ -38,12 +38,12 @@ from rooflax.models.streaming import (
     plan_streaming,
 )
 from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.host_arrays import Arena
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops.formats import resolve_format
+from rooflax.ops.host_arrays import Arena
 
 EMBEDDED_NAME = "rooflax-python-5m"
 """The embedded default, and the name of its folder in assets/."""

@@ -17,10 +17,10 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import Put
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot, slots
 from rooflax.ops.formats import GROUP
+from rooflax.ops.host_arrays import Put
 from rooflax.ops.quantization import E2M1_VALUES, QuantizedArray, pack
 
 E2M1 = E2M1_VALUES

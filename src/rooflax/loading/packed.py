@@ -20,10 +20,10 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import Put, aligned_put
 from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
 from rooflax.ops.formats import FORMATS
+from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.matrix_packing import as_panels
 from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed, unpack
 

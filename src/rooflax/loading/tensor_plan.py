@@ -18,9 +18,9 @@ from rooflax.loading import mxfp4
 from rooflax.loading.safetensors import DTYPES
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
-from rooflax.nn.host_arrays import aligned_empty
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, Where, slots
+from rooflax.ops.host_arrays import aligned_empty
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""

@@ -19,12 +19,12 @@ from rooflax.loading.finite import check_finite, check_scales
 from rooflax.loading.kept import Kept, KeptParts
 from rooflax.loading.source import Source
 from rooflax.loading.tensor_plan import TensorPlan
-from rooflax.nn.host_arrays import ALIGNMENT, Arena, Put, arena_bytes
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, Where, assemble
+from rooflax.ops.host_arrays import ALIGNMENT, Arena, Put, arena_bytes
 
 DEFAULT_STORAGE = Storage()
 READERS = 2

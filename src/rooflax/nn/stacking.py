@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.nn.host_arrays import aligned_empty
 from rooflax.nn.weights import Slot
 from rooflax.ops import accelerator
+from rooflax.ops.host_arrays import aligned_empty
 
 
 class Stacks:

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from rooflax.ops import accelerator
 from rooflax.ops.formats import FORMATS, GROUP, PANEL
+from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.matrix_packing import as_matrix
 
 CHUNK = 1 << 12
@@ -254,7 +255,7 @@ def _packed(
     """Chunks of (codes, scales) of outputs, matrix after matrix, in arrays made once."""
     inner, outer, count = math.prod(in_shape), math.prod(out_shape), math.prod(stack)
     code, wanted = FORMATS[format].code, packed_arrays(format, inner, outer, stack)
-    arrays = [np.zeros(array.shape, array.dtype) for array in wanted]
+    arrays = [aligned_zeros(array.shape, array.dtype) for array in wanted]
     panels = count * -(-outer // PANEL)
     values, scales = (array.reshape(panels, -1) for array in arrays[:2])
     sums = arrays[2].reshape(-1, PANEL)

@@ -17,9 +17,23 @@ Put = Callable[[np.ndarray], Any]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-contiguous array whose data begins at a multiple of ALIGNMENT."""
+    """An uninitialised C-contiguous array whose data begins at a multiple of ALIGNMENT.
+
+    NumPy asks for huge pages for large ones, which a device's own copy would not have.
+    """
+    return _aligned(np.empty, shape, dtype)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `aligned_empty`, of zeros."""
+    return _aligned(np.zeros, shape, dtype)
+
+
+def _aligned(
+    make: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    raw = make(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 

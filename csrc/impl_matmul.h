@@ -233,7 +233,7 @@ int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
-// Few rows: one part's sums of columns [begin, end). w is read as it lies, row after row.
+// Few rows: one part's sums of columns [begin, end).
 template <int64_t M, typename W>
 void MatmulFew(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
@@ -308,7 +308,7 @@ struct BlockMemory {
   Lines packed, done, current;
 };
 
-// Rows [begin, end) of w in one part, the first of it or the last of it or neither.
+// Rows [begin, end) of w: whether their part is the first, and whether it begins and ends with them.
 struct PartBlock {
   int64_t begin, end;
   bool first_part, first, last;

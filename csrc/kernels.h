@@ -24,8 +24,8 @@ struct Output {
 };
 
 // A product with a matrix is summed in at most four parts of its inputs, each in one order of k, and
-// the parts one after the other: so threads can share a matrix by its rows, and each reads its part
-// from end to end.
+// the parts one after the other: so threads can share a matrix by its rows, each with a part of
+// its own.
 inline int64_t PartLength(int64_t inner) {
   const int64_t quarter = ((inner + 3) / 4 + 15) / 16 * 16;
   return quarter < 64 ? 64 : quarter;
@@ -38,7 +38,7 @@ constexpr int64_t kFewRows = 16;  // the most that `matmul_part` takes
 
 // sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
-  const float* x;  // [rows, inner]; of `matmul` and `matmul_part` in order: see Kernels
+  const float* x;  // [rows, inner]; where rows of w are short, as `order_inputs` leaves them
   const void* w;  // [inner, outer]; for `unembed` [outer, inner]
   Output out;
   int64_t rows, inner, begin, end;
@@ -148,8 +148,8 @@ struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
   int32_t row_offset;  // what `quantize_row` adds to a byte
-  int64_t short_row;  // bytes of a row of w below which `matmul` and `matmul_part` take ordered x
-  void (*order_inputs)(const float* x, int64_t inner, float* out);  // a row of it
+  int64_t short_row;  // bytes; rows of w below it are short for `matmul` and `matmul_part`
+  void (*order_inputs)(const float* x, int64_t inner, float* out);  // one row's
   void (*matmul)(const MatmulArgs&);  // any number of rows
   void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
   void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums

@@ -19,22 +19,21 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 }
 
 // What fits into registers.
-//   kTile x kVectors       rows of x and vectors of columns in a tile of many rows
 //   kDepth, kFewTile       rows of w that few rows meet at a time, and those that meet them together
 //   kAhead                 columns ahead that few rows fetch, at most to the next rows of w
 //   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
 //   kTableSums, kTableRows sums of a table's rows, and rows of x in them
 #if defined(__AVX512F__)
-constexpr int64_t kTile = 12, kVectors = 2, kDepth = 8, kFewTile = 1, kAhead = 4096, kWideStripe = 12;
+constexpr int64_t kDepth = 8, kFewTile = 1, kAhead = 4096, kWideStripe = 12;
 constexpr int64_t kTableSums = 16, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
-constexpr int64_t kTile = 6, kVectors = 1, kDepth = 8, kFewTile = 2, kAhead = 128, kWideStripe = 0;
+constexpr int64_t kDepth = 8, kFewTile = 2, kAhead = 128, kWideStripe = 0;
 constexpr int64_t kTableSums = 6, kTableRows = 3;
 constexpr bool kOneFetches = true;
 #else
-constexpr int64_t kTile = 3, kVectors = 1, kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
+constexpr int64_t kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
 constexpr int64_t kTableSums = 2, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #endif
@@ -44,13 +43,13 @@ constexpr int64_t Evenly(int64_t rows, int64_t most) {
   return (rows + turns - 1) / turns;
 }
 
-constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kPair = 2 * kLanes;
 
 // ---- In which order w is read ----
 
-// kDepth rows of a part are read together: neighbours, or where rows are short and memory is read from
-// several places, one of each of kDepth stretches of the part, and x is put into that order before.
+// kDepth rows of a part are read together. They are neighbours, unless rows are short and memory is read
+// from several places: then the part has kDepth stretches, and they are a row of each. Inputs are put
+// into that order beforehand.
 constexpr int64_t kShortRow = kFarApart ? 8192 : 0;  // bytes
 
 template <typename W>
@@ -58,10 +57,10 @@ inline bool IsStretched(const MatmulArgs& a) {
   return a.out.outer * static_cast<int64_t>(sizeof(W)) < kShortRow;
 }
 
-// Rows in a stretch of a part, an odd number, as stretches that begin a multiple of 4096 bytes apart
-// would share a cache's sets. What is left of the part comes after them, row by row.
-constexpr int64_t StretchLength(int64_t part) {
-  return part < kDepth ? 0 : (part / kDepth - 1) | 1;
+// Rows in a stretch of a part, an odd number: stretches that begin a multiple of 4096 bytes apart share a
+// cache's sets, as an even number of 512 bytes soon is. What is left of the part comes after them.
+constexpr int64_t StretchLength(int64_t part_length) {
+  return part_length < kDepth ? 0 : (part_length / kDepth - 1) | 1;
 }
 
 // The row of w that comes at `position`, in the part [begin, end).
@@ -71,10 +70,13 @@ inline int64_t StretchedRow(int64_t position, int64_t begin, int64_t end) {
 }
 
 void OrderInputs(const float* x, int64_t inner, float* out) {
-  const int64_t part = PartLength(inner);
-  for (int64_t begin = 0; begin < inner; begin += part) {
-    const int64_t end = std::min(inner, begin + part);
-    for (int64_t k = begin; k < end; ++k) out[k] = x[StretchedRow(k, begin, end)];
+  for (int64_t begin = 0, end; begin < inner; begin = end) {
+    end = std::min(inner, begin + PartLength(inner));
+    const int64_t length = StretchLength(end - begin), rest = begin + length * kDepth;
+    for (int64_t i = 0; i < length; ++i) {
+      for (int64_t d = 0; d < kDepth; ++d) out[begin + i * kDepth + d] = x[begin + d * length + i];
+    }
+    std::copy(x + rest, x + end, out + rest);
   }
 }
 
@@ -144,25 +146,26 @@ ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const PairOf& pair_o
   }
 }
 
-// sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns.
+// sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns. What
+// is fetched last is the next rows': D further on, or of stretches the next of each.
 template <int64_t M, int64_t D, typename W>
 void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int64_t width,
              float* sums) {
-  const int64_t outer = apart * a.out.outer, whole = width / kPair * kPair, far = std::min(kAhead, whole);
-  const int64_t next = (apart > 1 ? 1 : D) * a.out.outer;
+  const int64_t step = apart * a.out.outer, next = (apart > 1 ? 1 : D) * a.out.outer;
+  const int64_t whole = width / kPair * kPair, far = std::min(kAhead, whole);
   for (int64_t n = 0; n < whole; n += kPair) {
     const W* line = w + n;
     const W* ahead = n + far < whole ? line + far : line + far - whole + next;
     const auto fetch = [&](int64_t d) {
       if constexpr (M > 1 || kOneFetches) {
-        __builtin_prefetch(ahead + d * outer);
-        if constexpr (sizeof(W) == 4) __builtin_prefetch(ahead + d * outer + kLanes);
+        __builtin_prefetch(ahead + d * step);
+        if constexpr (sizeof(W) == 4) __builtin_prefetch(ahead + d * step + kLanes);
       }
     };
     if constexpr (M == 1) {
       const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
         fetch(d);
-        LoadPair(line + d * outer, pair);
+        LoadPair(line + d * step, pair);
       };
       AddTile<1, D>(x, a.inner, pair_of, sums + n, 0);
     } else {
@@ -170,7 +173,7 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
       ROOFLAX_WHOLE
       for (int64_t d = 0; d < D; ++d) {
         fetch(d);
-        LoadPair(line + d * outer, wide[d]);
+        LoadPair(line + d * step, wide[d]);
       }
       const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
         pair[0] = wide[d][0];
@@ -182,7 +185,7 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t n = whole; n < width; ++n) {
       float sum = sums[m * a.parts_stride + n];
-      for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * outer + n]);
+      for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * step + n]);
       sums[m * a.parts_stride + n] = sum;
     }
   }
@@ -289,168 +292,42 @@ void AddParts(const MatmulArgs& a) {
   }
 }
 
-// Products of many rows go block by block: so many rows of w and panels of kColumns columns are packed
-// at a time, and a panel, which stays in the first cache, meets rows of x that stay in the second.
-constexpr int64_t kBlockInner = 256, kBlockPanels = 256 / kColumns, kBlockRows = 512, kNearRows = 96;
-
-// Memory that begins at a multiple of a cache line.
-struct Lines {
-  std::vector<float> all;
-  float* Of(int64_t count) {
-    all.resize(static_cast<size_t>(count + kLanes));
-    const auto at = reinterpret_cast<uintptr_t>(all.data()) / sizeof(float);
-    return all.data() + (kLanes - at % kLanes) % kLanes;
-  }
-};
-
-// A block of w, and the sums of its panels and rows: of the parts that are done, and of that under way.
-struct BlockMemory {
-  Lines packed, done, current;
-};
-
-// Rows [begin, end) of w: whether their part is the first, and whether it begins and ends with them.
-struct PartBlock {
-  int64_t begin, end;
-  bool first_part, first, last;
-};
-
-// A tile's vectors of sums: taken on from where the block before left them, and left for the next.
-template <int64_t M>
-void BlockTile(const float* x, int64_t inner, const PartBlock& block, const float* packed,
-               float* current, float* done) {
-  F16 sums[M][kVectors];
-  ROOFLAX_WHOLE
-  for (int64_t m = 0; m < M; ++m) {
-    ROOFLAX_WHOLE
-    for (int64_t i = 0; i < kVectors; ++i) {
-      sums[m][i] = block.first ? F16{} : Load<F16>(current + m * kColumns + i * kLanes);
-    }
-  }
-  for (int64_t k = 0; k < block.end - block.begin; ++k) {
-    F16 w[kVectors];
-    ROOFLAX_WHOLE
-    for (int64_t i = 0; i < kVectors; ++i) w[i] = Load<F16>(packed + k * kColumns + i * kLanes);
-    ROOFLAX_WHOLE
-    for (int64_t m = 0; m < M; ++m) {
-      const float value = x[m * inner + k];
-      ROOFLAX_WHOLE
-      for (int64_t i = 0; i < kVectors; ++i) sums[m][i] += value * w[i];
-    }
-  }
-  float* to = block.last ? done : current;
-  ROOFLAX_WHOLE
-  for (int64_t m = 0; m < M; ++m) {
-    ROOFLAX_WHOLE
-    for (int64_t i = 0; i < kVectors; ++i) {
-      const int64_t at = m * kColumns + i * kLanes;
-      if (block.last && !block.first_part) sums[m][i] = Load<F16>(done + at) + sums[m][i];
-      Store(to + at, sums[m][i]);
-    }
-  }
-}
-
-// At most a tile of rows, of which `count` are there.
-template <int64_t M = kTile>
-void BlockTileOf(int64_t count, const float* x, int64_t inner, const PartBlock& block,
-                 const float* packed, float* current, float* done) {
-  if constexpr (M > 1) {
-    if (count < M) return BlockTileOf<M - 1>(count, x, inner, block, packed, current, done);
-  }
-  BlockTile<M>(x, inner, block, packed, current, done);
-}
-
-// Rows of x times rows [begin, end) of w, which are packed.
-inline void MultiplyBlock(const float* x, int64_t rows, int64_t inner, const PartBlock& block,
-                          int64_t panels, const float* packed, float* current, float* done) {
-  for (int64_t near = 0; near < rows; near += kNearRows) {
-    const int64_t near_end = std::min(rows, near + kNearRows);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      for (int64_t row = near; row < near_end; row += kTile) {
-        const int64_t at = (panel * rows + row) * kColumns;
-        BlockTileOf(std::min(kTile, near_end - row), x + row * inner + block.begin, inner, block,
-                    packed + panel * kBlockInner * kColumns, current + at, done + at);
-      }
-    }
-  }
-}
-
-// x [rows, inner] times panels [begin, begin + panels) of w, no more than a block of both.
-template <typename Pack, typename Emit>
-void MultiplyBlocks(const float* x, int64_t rows, int64_t inner, int64_t part, int64_t begin,
-                    int64_t panels, const Pack& pack, const Emit& emit) {
-  static thread_local BlockMemory memory;
-  float* packed = memory.packed.Of(panels * kBlockInner * kColumns);
-  float* done = memory.done.Of(rows * panels * kColumns);
-  float* current = memory.current.Of(rows * panels * kColumns);
-  int64_t k = 0, k_end;
-  do {  // once where there are no inputs
-    const int64_t part_begin = k / part * part, part_end = std::min(inner, part_begin + part);
-    k_end = std::min(part_end, k + kBlockInner);
-    pack(begin, panels, k, k_end, packed);
-    const PartBlock block{k, k_end, part_begin == 0, k == part_begin, k_end == part_end};
-    MultiplyBlock(x, rows, inner, block, panels, packed, current, done);
-    k = k_end;
-  } while (k < inner);
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      emit(row, begin + panel, done + (panel * rows + row) * kColumns);
-    }
-  }
-}
-
-// x [rows, inner] times panels [begin, end) of w, summed in parts of the inputs. pack(panel, panels, k,
-// k_end, to) gives those rows of w, of each panel as [kBlockInner, kColumns]; emit(row, panel, sums)
-// takes a row's kColumns sums.
-template <typename Pack, typename Emit>
-void MultiplyMany(const float* x, int64_t rows, int64_t inner, int64_t part, int64_t begin,
-                  int64_t end, const Pack& pack, const Emit& emit) {
-  for (int64_t row = 0; row < rows; row += kBlockRows) {
-    const auto emit_row = [&](int64_t r, int64_t panel, const float* sums) {
-      emit(row + r, panel, sums);
-    };
-    for (int64_t panel = begin; panel < end; panel += kBlockPanels) {
-      MultiplyBlocks(x + row * inner, std::min(kBlockRows, rows - row), inner, part, panel,
-                     std::min(kBlockPanels, end - panel), pack, emit_row);
-    }
-  }
-}
+// ---- Many rows of x ----
 
 constexpr int64_t kPackAhead = 4;  // rows
 
-// Columns of the rows at positions [k, k_end) of w by panels, the last filled up with zeros.
+// Panels of columns of the rows at positions [k, k_end), the last panel filled up with zeros.
 template <typename W>
-void PackColumns(const MatmulArgs& a, int64_t first, int64_t panels, int64_t k, int64_t k_end,
+void PackColumns(const MatmulArgs& a, int64_t first_panel, int64_t panels, int64_t k, int64_t k_end,
                  float* to) {
-  const int64_t outer = a.out.outer, begin = a.begin + first * kColumns;
+  const int64_t outer = a.out.outer, begin = a.begin + first_panel * kColumns;
   const int64_t whole = std::min(panels, (a.end - begin) / kColumns);
   const W* w = static_cast<const W*>(a.w) + begin;
-  const int64_t length = PartLength(a.inner), part = k / length * length;
-  const int64_t part_end = std::min(a.inner, part + length);
+  const int64_t part_begin = k / PartLength(a.inner) * PartLength(a.inner);
+  const int64_t part_end = std::min(a.inner, part_begin + PartLength(a.inner));
   const bool stretched = IsStretched<W>(a);
-  const int64_t ahead = stretched ? 1 : kPackAhead;
-  for (int64_t position = k; position < k_end; ++position) {
-    const W* from = w + (stretched ? StretchedRow(position, part, part_end) : position) * outer;
-    float* line = to + (position - k) * kColumns;
-    for (int64_t p = 0; p < whole; ++p) {
-      float* own = line + p * kBlockInner * kColumns;
+  const int64_t ahead = (stretched ? 1 : kPackAhead) * outer;
+  for (int64_t at = k; at < k_end; ++at) {
+    const W* from = w + (stretched ? StretchedRow(at, part_begin, part_end) : at) * outer;
+    float* line = to + (at - k) * kColumns;
+    for (int64_t p = 0; p < whole; ++p, line += kBlockInner * kColumns) {
       for (int64_t i = 0; i < kColumns; i += kLanes) {
-        if (i * sizeof(W) % 64 == 0) {
-          __builtin_prefetch(from + ahead * outer + p * kColumns + i);
-        }
-        Store(own + i, LoadWide(from + p * kColumns + i));
+        const W* some = from + p * kColumns + i;
+        if (i * sizeof(W) % 64 == 0) __builtin_prefetch(some + ahead);
+        Store(line + i, LoadWide(some));
       }
     }
     for (int64_t i = 0; whole < panels && i < kColumns; ++i) {
       const int64_t n = whole * kColumns + i;
-      line[whole * kBlockInner * kColumns + i] = n < a.end - begin ? Widen(from[n]) : 0.0f;
+      line[i] = n < a.end - begin ? Widen(from[n]) : 0.0f;
     }
   }
 }
 
 template <typename W>
 void MatmulMany(const MatmulArgs& a) {
-  const auto pack = [&](int64_t first, int64_t panels, int64_t k, int64_t k_end, float* to) {
-    PackColumns<W>(a, first, panels, k, k_end, to);
+  const auto pack = [&](int64_t first_panel, int64_t panels, int64_t k, int64_t k_end, float* to) {
+    PackColumns<W>(a, first_panel, panels, k, k_end, to);
   };
   const int64_t panels = (a.end - a.begin + kColumns - 1) / kColumns;
   MultiplyMany(a.x, a.rows, a.inner, PartLength(a.inner), 0, panels, pack,

@@ -441,8 +441,7 @@ struct WideTile {
   }
 };
 
-// Groups of rows [k, k_end) of some panels, widened; `first` and `count` are pairs of them where a tile
-// has two vectors.
+// Inputs [k, k_end) of panels as floats; `first` and `count` are in units of kVectors panels.
 template <typename Wide>
 void WidenPanels(const PackedArgs& a, int64_t first, int64_t count, int64_t k, int64_t k_end,
                  float* to) {
@@ -461,6 +460,7 @@ void WidenPanels(const PackedArgs& a, int64_t first, int64_t count, int64_t k, i
   }
 }
 
+// Many rows. All inputs are one part.
 template <typename Wide>
 void WideMany(const PackedArgs& a) {
   const auto pack = [&](int64_t first, int64_t count, int64_t k, int64_t k_end, float* to) {

@@ -22,16 +22,17 @@ namespace {
 #include "impl_wide.h"
 #include "impl_vectors.h"
 #include "impl_rows.h"
+#include "impl_many.h"
 #include "impl_matmul.h"
 #include "impl_packed.h"
 #include "impl_attention.h"
 
 }  // namespace
 
-const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,  kRowOffset,     kShortRow, OrderInputs,
-                          Matmul,           MatmulPart, AddParts,       Unembed,   RunBefore,
+const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRow, OrderInputs,
+                          Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
                           QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
-                          Attend,           Argmax,     Above,          RandomBits};
+                          Attend,           Argmax,         Above,      RandomBits};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

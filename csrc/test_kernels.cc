@@ -382,8 +382,11 @@ int main() {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
       }
-      if (rows == 30) TestMatmul(rows, 1060, 331, false);  // several blocks of inputs and columns
-      if (rows == 30) TestMatmul(520, 37, 19, true);       // and of rows
+      for (int64_t inner : {0, 3, 132}) {  // parts too short for stretches
+        if (rows == 2 || rows == 30) TestMatmul(rows, inner, 43, inner == 132);
+      }
+      if (rows == 3 || rows == 16) TestMatmul(rows, 1060, 331, rows == 3);  // blocks of a part
+      if (rows == 30) TestMatmul(520, 37, 19, true);  // and of rows
       if (rows == 2 || rows == 30) TestMatmul(rows, 37, 2100, false);  // rows too long to order
       if (rows == 1 || rows == 3) TestMatmul(rows, 37, 331, rows == 3);
       const int64_t packed = rows <= 2 ? 203 : 75;  // few rows take panels far from each other
@@ -394,6 +397,11 @@ int main() {
         TestPacked(Code::kMxfp4, rows, 96, packed, bytes);
       }
       TestPacked(Code::kFp8, rows, 67, 75, false);
+      if (rows != 30) continue;
+      for (Code code : {Code::kInt8, Code::kFp8}) TestPacked(code, rows, 531, 75, false);
+      for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {
+        TestPacked(code, rows, 544, 330, false);
+      }
     }
     for (int kind = 1; kind <= 7; ++kind) {
       for (bool gated : {false, true}) TestBefore(static_cast<rooflax::Before>(kind), gated, 37);

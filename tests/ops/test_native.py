@@ -187,11 +187,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
             np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nor_does_it_where_a_matrix_is_wide(instruction_set, dtype):
-    """So wide that its columns are summed in several stretches."""
-    x, w, bias = inputs(17, 544, 2300)
-    call, weight = jax.jit(cpu.matmul), jnp.asarray(w, dtype)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"])
+def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
+    """So wide that a thread takes its columns in several turns, and inputs that many rows take in
+    several blocks."""
+    x, w, bias = inputs(17, 1088, 2300)
+    weight = quantize(w, dtype, (1088,), (2300,)) if dtype in FORMATS else jnp.asarray(w, dtype)
+    call = jax.jit(cpu.matmul)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(17)])
     for rows in (9, 16, 17):
         np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])

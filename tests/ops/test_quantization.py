@@ -12,6 +12,7 @@ import pytest
 import rooflax
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.ops.formats import FORMATS, format_of, resolve_format
+from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.quantization import (
     GROUP,
     dequantize,
@@ -116,6 +117,19 @@ def test_a_stack_is_its_members(format):
     for member in range(3):
         alone = dequantize(quantize(w[member], format, (64,), (37,)))
         np.testing.assert_array_equal(np.asarray(dequantize(packed))[member], np.asarray(alone))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_arrays_begin_where_a_cpu_takes_them_over(format):
+    begins = []
+
+    def put(array):
+        begins.append(array.ctypes.data % ALIGNMENT)
+        return array
+
+    quantize(weight(64, 48), format, (64,), (48,), put=put)
+    assert len(begins) >= 2
+    assert not any(begins)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -37,29 +37,29 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
   F16 sums[kLanes] = {};
-  float scales[kKeys];
+  float scales[kKeys] = {};
   int64_t slots[kKeys], waiting = 0, next = 0;
   const auto flush = [&] {
-    if (N == 1 && waiting == kLanes && whole == a.head_dim) {
-      const F16 each = sizeof(W) == 1 ? Load<F16>(scales) * a.scale : Broadcast(a.scale);
-      Store(a.scores + next, SumEach(sums) * each);
-      next += waiting;
-      waiting = 0;
-      return;
+    float total[kLanes], scale[kLanes] = {};
+    for (int64_t i = 0; i < kKeys * N; ++i) {
+      scale[i] = sizeof(W) == 1 ? a.scale * scales[i / N] : a.scale;
     }
-    float total[kLanes];
     Store(total, SumEach(sums));
-    for (int64_t j = 0; j < waiting; ++j, ++next) {
-      float scale = a.scale;
-      if constexpr (sizeof(W) == 1) scale *= scales[j];
-      for (int64_t n = 0; n < N; ++n) {
-        float score = total[j * N + n];
-        for (int64_t d = whole; d < a.head_dim; ++d) {
-          score += a.queries[n].q[d] * Widen(k[slots[j] + d]);
-        }
-        a.scores[n * a.span + next] = score * scale;
+    for (int64_t i = 0; whole < a.head_dim && i < waiting * N; ++i) {
+      float sum = total[i];
+      for (int64_t d = whole; d < a.head_dim; ++d) {
+        sum += a.queries[i % N].q[d] * Widen(k[slots[i / N] + d]);
       }
+      total[i] = sum;
     }
+    Store(total, Load<F16>(total) * Load<F16>(scale));
+    if (waiting == kKeys) {
+      ROOFLAX_WHOLE
+      for (int64_t i = 0; i < kKeys * N; ++i) a.scores[i % N * a.span + next + i / N] = total[i];
+    } else {
+      for (int64_t i = 0; i < waiting * N; ++i) a.scores[i % N * a.span + next + i / N] = total[i];
+    }
+    next += waiting;
     waiting = 0;
   };
   EachSlot(a, k, static_cast<const W*>(a.v), begin, end,

@@ -19,21 +19,22 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 }
 
 // What fits into registers.
-//   kDepth, kFewTile       rows of w that few rows meet at a time, and those that meet them together
+//   kDepth                 rows of w that few rows of x meet at a time
+//   kFewTile, kFewVectors  rows of x and vectors of columns that meet them together
 //   kAhead                 columns ahead that few rows fetch, at most to the next rows of w
 //   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
 //   kTableSums, kTableRows sums of a table's rows, and rows of x in them
 #if defined(__AVX512F__)
-constexpr int64_t kDepth = 8, kFewTile = 1, kAhead = 4096, kWideStripe = 12;
+constexpr int64_t kDepth = 8, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 12;
 constexpr int64_t kTableSums = 16, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
-constexpr int64_t kDepth = 8, kFewTile = 2, kAhead = 128, kWideStripe = 0;
+constexpr int64_t kDepth = 8, kFewTile = 4, kFewVectors = 1, kAhead = 128, kWideStripe = 0;
 constexpr int64_t kTableSums = 6, kTableRows = 3;
 constexpr bool kOneFetches = true;
 #else
-constexpr int64_t kDepth = 1, kFewTile = 1, kAhead = 4096, kWideStripe = 0;
+constexpr int64_t kDepth = 1, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 0;
 constexpr int64_t kTableSums = 2, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #endif
@@ -107,43 +108,69 @@ inline void Unpair(const uint16_t*, float* sums, int64_t count) {
   }
 }
 
-// sums[r, n] += x[r, d] * w[d, n] for R rows of x, D of w and a pair of vectors; pair_of(d, pair)
-// gives those of w.
-template <int64_t R, int64_t D, typename PairOf>
-ROOFLAX_INLINE void AddTile(const float* x, int64_t inner, const PairOf& pair_of, float* sums,
+// sums[r, n] += x[r, d] * w[d, n] for R rows of x, D of w and V vectors; load(d, vectors) gives those of w.
+template <int64_t R, int64_t V, int64_t D, typename LoadRow>
+ROOFLAX_INLINE void AddTile(const float* x, int64_t inner, const LoadRow& load, float* sums,
                             int64_t stride) {
-  F16 own[R][2];
+  F16 own[R][V];
   ROOFLAX_WHOLE
   for (int64_t r = 0; r < R; ++r) {
-    own[r][0] = Load<F16>(sums + r * stride);
-    own[r][1] = Load<F16>(sums + r * stride + kLanes);
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < V; ++i) own[r][i] = Load<F16>(sums + r * stride + i * kLanes);
   }
   ROOFLAX_WHOLE
   for (int64_t d = 0; d < D; ++d) {
-    F16 pair[2];
-    pair_of(d, pair);
+    F16 wide[V];
+    load(d, wide);
     ROOFLAX_WHOLE
     for (int64_t r = 0; r < R; ++r) {
-      own[r][0] += x[r * inner + d] * pair[0];
-      own[r][1] += x[r * inner + d] * pair[1];
+      ROOFLAX_WHOLE
+      for (int64_t i = 0; i < V; ++i) own[r][i] += x[r * inner + d] * wide[i];
     }
   }
   ROOFLAX_WHOLE
   for (int64_t r = 0; r < R; ++r) {
-    Store(sums + r * stride, own[r][0]);
-    Store(sums + r * stride + kLanes, own[r][1]);
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < V; ++i) Store(sums + r * stride + i * kLanes, own[r][i]);
   }
 }
 
-// The same of M rows, a tile at a time.
-template <int64_t M, int64_t D, typename PairOf>
-ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const PairOf& pair_of, float* sums,
+// The same of M rows and a pair of vectors, a tile at a time; vector_of(d, i) is vector i of row d.
+template <int64_t M, int64_t D, typename VectorOf>
+ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const VectorOf& vector_of, float* sums,
                              int64_t stride) {
   constexpr int64_t kFirst = Evenly(M, kFewTile);
-  AddTile<kFirst, D>(x, inner, pair_of, sums, stride);
-  if constexpr (M > kFirst) {
-    AddTiles<M - kFirst, D>(x + kFirst * inner, inner, pair_of, sums + kFirst * stride, stride);
+  ROOFLAX_WHOLE
+  for (int64_t first = 0; first < 2; first += kFewVectors) {
+    const auto load = [&](int64_t d, F16 (&vectors)[kFewVectors]) {
+      ROOFLAX_WHOLE
+      for (int64_t i = 0; i < kFewVectors; ++i) vectors[i] = vector_of(d, first + i);
+    };
+    const float* from = x;
+    if constexpr (kFewTile > 1) Hide(from);
+    AddTile<kFirst, kFewVectors, D>(from, inner, load, sums + first * kLanes, stride);
   }
+  if constexpr (M > kFirst) {
+    AddTiles<M - kFirst, D>(x + kFirst * inner, inner, vector_of, sums + kFirst * stride, stride);
+  }
+}
+
+// The same with rows of w that begin `step` numbers from each other.
+template <int64_t M, int64_t D, typename W>
+ROOFLAX_INLINE void AddPair(const float* x, int64_t inner, const W* w, int64_t step, float* sums,
+                            int64_t stride) {
+  if constexpr (kFewTile > 1 && sizeof(W) == sizeof(float)) {
+    const auto vector_of = [&](int64_t d, int64_t i) {
+      return Load<F16>(w + d * step + i * kLanes);
+    };
+    return AddTiles<M, D>(x, inner, vector_of, sums, stride);
+  }
+  F16 wide[D][2];
+  ROOFLAX_WHOLE
+  for (int64_t d = 0; d < D; ++d) LoadPair(w + d * step, wide[d]);
+  const F16(*from)[2] = wide;
+  if constexpr (kFewTile > 1 && M > 2) Hide(from);
+  AddTiles<M, D>(x, inner, [&](int64_t d, int64_t i) { return from[d][i]; }, sums, stride);
 }
 
 // sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns. What
@@ -153,6 +180,13 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
              float* sums) {
   const int64_t step = apart * a.out.outer, next = (apart > 1 ? 1 : D) * a.out.outer;
   const int64_t whole = width / kPair * kPair, far = std::min(kAhead, whole);
+  float copies[M * D];
+  const float* near = x;
+  if constexpr (M > 1 && kFewTile > 1) {  // so that a tile's addresses need no registers of their own
+    for (int64_t m = 0; m < M; ++m) std::copy(x + m * a.inner, x + m * a.inner + D, copies + m * D);
+    near = copies;
+  }
+  const int64_t stride = near == x ? a.inner : D;
   for (int64_t n = 0; n < whole; n += kPair) {
     const W* line = w + n;
     const W* ahead = n + far < whole ? line + far : line + far - whole + next;
@@ -163,23 +197,15 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
       }
     };
     if constexpr (M == 1) {
-      const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
+      const auto load = [&](int64_t d, F16 (&pair)[2]) {
         fetch(d);
         LoadPair(line + d * step, pair);
       };
-      AddTile<1, D>(x, a.inner, pair_of, sums + n, 0);
+      AddTile<1, 2, D>(x, a.inner, load, sums + n, 0);
     } else {
-      F16 wide[D][2];
       ROOFLAX_WHOLE
-      for (int64_t d = 0; d < D; ++d) {
-        fetch(d);
-        LoadPair(line + d * step, wide[d]);
-      }
-      const auto pair_of = [&](int64_t d, F16 (&pair)[2]) {
-        pair[0] = wide[d][0];
-        pair[1] = wide[d][1];
-      };
-      AddTiles<M, D>(x, a.inner, pair_of, sums + n, a.parts_stride);
+      for (int64_t d = 0; d < D; ++d) fetch(d);
+      AddPair<M, D>(near, stride, line, step, sums + n, a.parts_stride);
     }
   }
   for (int64_t m = 0; m < M; ++m) {

@@ -229,6 +229,13 @@ ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
   return I16{} + bits;
 }
 
+// From here on the compiler knows nothing of what `pointer` points to: it loads that where it is needed,
+// and does not keep on the stack what it has loaded before.
+template <typename T>
+ROOFLAX_INLINE void Hide(T*& pointer) {
+  asm("" : "+r"(pointer));
+}
+
 // Here and now in registers: not read again by every instruction that uses it, nor put off until more
 // numbers are under way than there are registers.
 template <typename V>

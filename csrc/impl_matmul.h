@@ -1,7 +1,4 @@
-// Products with float32 and bfloat16 weights: a matrix [inner, outer], or a table [outer, inner].
-// Part of kernels_impl.h.
-
-// ---- Products with a matrix as it is, [inner, outer] ----
+// Products with a matrix of float32 or bfloat16 as it is, [inner, outer]. Part of kernels_impl.h.
 
 // Writes `count` sums of a row from column n on.
 inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, const float* sums) {
@@ -24,18 +21,14 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 //   kAhead                 columns ahead that few rows fetch, at most to the next rows of w
 //   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
-//   kTableSums, kTableRows sums of a table's rows, and rows of x in them
 #if defined(__AVX512F__)
 constexpr int64_t kDepth = 8, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 12;
-constexpr int64_t kTableSums = 16, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #elif defined(__AVX2__)
 constexpr int64_t kDepth = 8, kFewTile = 4, kFewVectors = 1, kAhead = 128, kWideStripe = 0;
-constexpr int64_t kTableSums = 6, kTableRows = 3;
 constexpr bool kOneFetches = true;
 #else
 constexpr int64_t kDepth = 1, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 0;
-constexpr int64_t kTableSums = 2, kTableRows = 8;
 constexpr bool kOneFetches = false;
 #endif
 // Rows in the first of as few turns as `most` at a time allows, all of about the same length.
@@ -365,152 +358,4 @@ void MatmulMany(const MatmulArgs& a) {
 
 void Matmul(const MatmulArgs& a) {
   a.width == Width::kFloat32 ? MatmulMany<float>(a) : MatmulMany<uint16_t>(a);
-}
-
-// ---- Products with a table, [outer, inner] ----
-
-// Sixteen numbers of a table; of bfloat16 AVX2 has them cheapest in an order of their own, in which
-// `Mixed` puts other vectors, and out of which it takes them.
-template <typename W>
-ROOFLAX_INLINE F16 LoadMixed(const W* from) {
-  return LoadWide(from);
-}
-template <typename W>
-ROOFLAX_INLINE F16 Mixed(F16 x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (sizeof(W) == 2) {
-    const F16 own = x;
-    x.at[0] = _mm256_permute2f128_ps(own.at[0], own.at[1], 0x20);
-    x.at[1] = _mm256_permute2f128_ps(own.at[0], own.at[1], 0x31);
-  }
-#endif
-  return x;
-}
-#if defined(__AVX2__) && !defined(__AVX512F__)
-ROOFLAX_INLINE F16 LoadMixed(const uint16_t* from) {
-  const auto all = Load<__m256i>(from);
-  F16 out;
-  out.at[0] = (F16::Piece)_mm256_unpacklo_epi16(__m256i{}, all);
-  out.at[1] = (F16::Piece)_mm256_unpackhi_epi16(__m256i{}, all);
-  return out;
-}
-#endif
-
-// Sums of M rows of x with R of the table, `apart` numbers from each other: sums[m * row + r * stride].
-// `ahead` is how far ahead they are fetched.
-template <int64_t M, int64_t R, typename W>
-void UnembedSums(const float* x, int64_t inner, const W* table, int64_t apart, int64_t ahead,
-                 F16* sums, int64_t row, int64_t stride) {
-  F16 own[M][R];
-  ROOFLAX_WHOLE
-  for (auto& line : own) {
-    ROOFLAX_WHOLE
-    for (auto& sum : line) sum = F16{};
-  }
-  for (int64_t k = 0; k + kLanes <= inner; k += kLanes) {
-    F16 values[M];
-    ROOFLAX_WHOLE
-    for (int64_t m = 0; m < M; ++m) values[m] = Mixed<W>(Load<F16>(x + m * inner + k));
-    ROOFLAX_WHOLE
-    for (int64_t r = 0; r < R; ++r) {
-      const W* line = table + r * apart + k;
-      if (k * sizeof(W) % 64 == 0) __builtin_prefetch(line + ahead);
-      const F16 wide = LoadMixed(line);
-      ROOFLAX_WHOLE
-      for (int64_t m = 0; m < M; ++m) own[m][r] += values[m] * wide;
-    }
-  }
-  ROOFLAX_WHOLE
-  for (int64_t m = 0; m < M; ++m) {
-    ROOFLAX_WHOLE
-    for (int64_t r = 0; r < R; ++r) sums[m * row + r * stride] = Mixed<W>(own[m][r]);
-  }
-}
-
-// Rows of the table, of r, that have their sums in registers together.
-constexpr int64_t TableHeld(int64_t m, int64_t r) {
-  int64_t held = std::clamp<int64_t>(kTableSums / Evenly(m, kTableRows), 1, r);
-  while (r % held != 0) --held;
-  return held;
-}
-
-// The same of any number of rows of x.
-template <int64_t M, int64_t R, typename W>
-void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t apart, int64_t ahead,
-                   F16* sums, int64_t row, int64_t stride) {
-  constexpr int64_t kFirst = Evenly(M, kTableRows);
-  UnembedSums<kFirst, R>(x, inner, table, apart, ahead, sums, row, stride);
-  if constexpr (M > kFirst) {
-    UnembedRowsOf<M - kFirst, R>(x + kFirst * inner, inner, table, apart, ahead,
-                                 sums + kFirst * row, row, stride);
-  }
-}
-
-// At most sixteen sums, so that their lanes are added up together: of runs of kRun rows of the table,
-// which begin `apart` rows from each other and are read at once, each a row at a time.
-template <int64_t M, int64_t R, typename W>
-void UnembedTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart, int64_t ahead) {
-  static_assert(M * R <= kLanes);
-  constexpr int64_t kHeld = TableHeld(M, R), kRun = R / kHeld;
-  const W* table = static_cast<const W*>(a.w) + first * a.inner;
-  const float* x = a.x + row * a.inner;
-  const int64_t whole = a.inner / kLanes * kLanes;
-  F16 sums[kLanes] = {};
-  for (int64_t i = 0; i < kRun; ++i) {
-    UnembedRowsOf<M, kHeld>(x, a.inner, table + i * a.inner, apart * a.inner, ahead, sums + i, R,
-                            kRun);
-  }
-  float total[kLanes];
-  Store(total, SumEach(sums));
-  for (int64_t m = 0; m < M; ++m) {
-    for (int64_t h = 0; h < kHeld; ++h) {
-      float* run = total + m * R + h * kRun;
-      for (int64_t i = 0; i < kRun; ++i) {
-        const W* line = table + (h * apart + i) * a.inner;
-        for (int64_t t = whole; t < a.inner; ++t) run[i] += x[m * a.inner + t] * Widen(line[t]);
-      }
-      Finish(a.out, row + m, first + h * apart, kRun, run);
-    }
-  }
-}
-
-// Rows [begin, end) of the table.
-template <int64_t M, int64_t R, typename W>
-void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
-  constexpr int64_t kHeld = TableHeld(M, R), kRun = R / kHeld;
-  constexpr bool kFar = kFarApart && kHeld > 1;
-  const int64_t tiles = (end - begin) / R, apart = kFar ? tiles * kRun : kRun;
-  const int64_t next = kFar ? kRun : R, ahead = kFar ? kStreamAhead / sizeof(W) : kHeld * a.inner;
-  for (int64_t t = 0; t < tiles; ++t) UnembedTile<M, R, W>(a, row, begin + t * next, apart, ahead);
-  for (int64_t v = begin + tiles * R; v < end; ++v) UnembedTile<M, 1, W>(a, row, v, 1, a.inner);
-}
-
-template <typename W>
-void UnembedLast(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
-  switch (a.rows - row) {
-    case 1: return UnembedRows<1, 16, W>(a, row, begin, end);
-    case 2: return UnembedRows<2, 8, W>(a, row, begin, end);
-    case 3: return UnembedRows<3, 5, W>(a, row, begin, end);
-    case 4: return UnembedRows<4, 4, W>(a, row, begin, end);
-    case 5: return UnembedRows<5, 3, W>(a, row, begin, end);
-    case 6: return UnembedRows<6, 2, W>(a, row, begin, end);
-    case 7: return UnembedRows<7, 2, W>(a, row, begin, end);
-    default: return;
-  }
-}
-
-// A few rows of the table, which stay in the first cache, meet all rows of x.
-template <typename W>
-void UnembedWidth(const MatmulArgs& a) {
-  const int64_t step = a.rows <= 8 ? a.end - a.begin : 8;
-  for (int64_t begin = a.begin; begin < a.end; begin += step) {
-    const int64_t end = std::min(a.end, begin + step);
-    int64_t row = 0;
-    for (; row + 8 <= a.rows; row += 8) UnembedRows<8, 2, W>(a, row, begin, end);
-    UnembedLast<W>(a, row, begin, end);
-  }
-}
-
-void Unembed(const MatmulArgs& a) {
-  a.width == Width::kFloat32 ? UnembedWidth<float>(a) : UnembedWidth<uint16_t>(a);
 }

@@ -24,6 +24,7 @@ namespace {
 #include "impl_rows.h"
 #include "impl_many.h"
 #include "impl_matmul.h"
+#include "impl_table.h"
 #include "impl_packed.h"
 #include "impl_attention.h"
 

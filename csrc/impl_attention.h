@@ -29,6 +29,28 @@ inline void EachSlot(const AttendArgs& a, const W* pool, const W* then, int64_t 
   }
 }
 
+// Queries whose sums with a key registers hold.
+constexpr int64_t kKeyQueries = kRegisters < 32 ? kRegisters / 2 : 8;
+
+// sums[n] = q[n, :count] * key[:count], lane by lane, for N queries; `count` is whole vectors.
+template <int64_t N, typename W>
+ROOFLAX_INLINE void MultiplyKey(const Query* queries, const W* key, int64_t count, F16* sums) {
+  constexpr int64_t kFirst = Evenly(N, kKeyQueries);
+  F16 own[kFirst];
+  ROOFLAX_WHOLE
+  for (auto& sum : own) sum = F16{};
+  for (int64_t d = 0; d < count; d += kLanes) {
+    const F16 wide = LoadWide(key + d);
+    ROOFLAX_WHOLE
+    for (int64_t n = 0; n < kFirst; ++n) own[n] += Load<F16>(queries[n].q + d) * wide;
+  }
+  ROOFLAX_WHOLE
+  for (int64_t n = 0; n < kFirst; ++n) sums[n] = own[n];
+  if constexpr (N > kFirst) {
+    MultiplyKey<N - kFirst>(queries + kFirst, key, count, sums + kFirst);
+  }
+}
+
 // Scores of N queries over every slot that one of them sees. The sums of some keys wait until they
 // are sixteen, so that their lanes are added up together.
 template <int64_t N, typename W>
@@ -37,45 +59,33 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
   F16 sums[kLanes] = {};
-  float scales[kKeys] = {};
+  float key_scales[kKeys] = {};
   int64_t slots[kKeys], waiting = 0, next = 0;
   const auto flush = [&] {
-    float total[kLanes], scale[kLanes] = {};
+    float total[kLanes], factors[kLanes] = {};
     for (int64_t i = 0; i < kKeys * N; ++i) {
-      scale[i] = sizeof(W) == 1 ? a.scale * scales[i / N] : a.scale;
+      factors[i] = sizeof(W) == 1 ? a.scale * key_scales[i / N] : a.scale;
     }
     Store(total, SumEach(sums));
     for (int64_t i = 0; whole < a.head_dim && i < waiting * N; ++i) {
-      float sum = total[i];
-      for (int64_t d = whole; d < a.head_dim; ++d) {
-        sum += a.queries[i % N].q[d] * Widen(k[slots[i / N] + d]);
-      }
-      total[i] = sum;
+      total[i] = AddTail(total[i], a.queries[i % N].q, k + slots[i / N], whole, a.head_dim);
     }
-    Store(total, Load<F16>(total) * Load<F16>(scale));
-    if (waiting == kKeys) {
+    Store(total, Load<F16>(total) * Load<F16>(factors));
+    const auto store = [&](int64_t i) { a.scores[i % N * a.span + next + i / N] = total[i]; };
+    if (waiting == kKeys) {  // as it mostly is: a length that the compiler knows
       ROOFLAX_WHOLE
-      for (int64_t i = 0; i < kKeys * N; ++i) a.scores[i % N * a.span + next + i / N] = total[i];
+      for (int64_t i = 0; i < kKeys * N; ++i) store(i);
     } else {
-      for (int64_t i = 0; i < waiting * N; ++i) a.scores[i % N * a.span + next + i / N] = total[i];
+      for (int64_t i = 0; i < waiting * N; ++i) store(i);
     }
     next += waiting;
     waiting = 0;
   };
   EachSlot(a, k, static_cast<const W*>(a.v), begin, end,
            [&](int64_t, int64_t slot, int64_t token) {
-    F16 mine[N];
-    ROOFLAX_WHOLE
-    for (auto& sum : mine) sum = F16{};
-    for (int64_t d = 0; d < whole; d += kLanes) {
-      const F16 wide = LoadWide(k + slot + d);
-      ROOFLAX_WHOLE
-      for (int64_t n = 0; n < N; ++n) mine[n] += Load<F16>(a.queries[n].q + d) * wide;
-    }
-    ROOFLAX_WHOLE
-    for (int64_t n = 0; n < N; ++n) sums[waiting * N + n] = mine[n];
+    MultiplyKey<N>(a.queries, k + slot, whole, sums + waiting * N);
     slots[waiting] = slot;
-    if constexpr (sizeof(W) == 1) scales[waiting] = a.k_scale[token];
+    if constexpr (sizeof(W) == 1) key_scales[waiting] = a.k_scale[token];
     if (++waiting == kKeys) flush();
   });
   flush();

@@ -110,7 +110,7 @@ void BlockOfOutputs(const float* x, int64_t rows, int64_t inner, int64_t part_le
   do {  // once where there are no inputs
     const int64_t part = k / part_length * part_length, part_end = std::min(inner, part + part_length);
     k_end = std::min(part_end, k + kBlockInner);
-    pack(begin, panels, k, k_end, packed);
+    if (k < k_end) pack(begin, panels, k, k_end, packed);
     const PartBlock block{k, k_end, k == part, k_end == part_end, part == 0};
     TilesOfBlock(x, rows, inner, block, panels, packed, current, done);
     k = k_end;

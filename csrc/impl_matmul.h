@@ -51,8 +51,8 @@ inline bool IsStretched(const MatmulArgs& a) {
   return a.out.outer * static_cast<int64_t>(sizeof(W)) < kShortRow;
 }
 
-// Rows in a stretch of a part, an odd number: stretches that begin a multiple of 4096 bytes apart share a
-// cache's sets, as an even number of 512 bytes soon is. What is left of the part comes after them.
+// Rows in a stretch of a part, an odd number: rows are often a multiple of 512 bytes, and stretches that
+// begin a multiple of 4096 bytes apart share a cache's sets. What is left of the part comes after them.
 constexpr int64_t StretchLength(int64_t part_length) {
   return part_length < kDepth ? 0 : (part_length / kDepth - 1) | 1;
 }
@@ -132,6 +132,7 @@ ROOFLAX_INLINE void AddTile(const float* x, int64_t inner, const LoadRow& load, 
 template <int64_t M, int64_t D, typename VectorOf>
 ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const VectorOf& vector_of, float* sums,
                              int64_t stride) {
+  static_assert(2 % kFewVectors == 0);
   constexpr int64_t kFirst = Evenly(M, kFewTile);
   ROOFLAX_WHOLE
   for (int64_t first = 0; first < 2; first += kFewVectors) {
@@ -140,7 +141,7 @@ ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const VectorOf& vect
       for (int64_t i = 0; i < kFewVectors; ++i) vectors[i] = vector_of(d, first + i);
     };
     const float* from = x;
-    if constexpr (kFewTile > 1) Hide(from);
+    if constexpr (kFewTile > 1) Hide(from);  // else x is kept on the stack, each number as a whole vector
     AddTile<kFirst, kFewVectors, D>(from, inner, load, sums + first * kLanes, stride);
   }
   if constexpr (M > kFirst) {
@@ -156,14 +157,15 @@ ROOFLAX_INLINE void AddPair(const float* x, int64_t inner, const W* w, int64_t s
     const auto vector_of = [&](int64_t d, int64_t i) {
       return Load<F16>(w + d * step + i * kLanes);
     };
-    return AddTiles<M, D>(x, inner, vector_of, sums, stride);
+    AddTiles<M, D>(x, inner, vector_of, sums, stride);
+  } else {
+    F16 wide[D][2];
+    ROOFLAX_WHOLE
+    for (int64_t d = 0; d < D; ++d) LoadPair(w + d * step, wide[d]);
+    const F16(*from)[2] = wide;
+    if constexpr (kFewTile > 1 && M > 2) Hide(from);  // else each row of a tile reads it from the stack
+    AddTiles<M, D>(x, inner, [&](int64_t d, int64_t i) { return from[d][i]; }, sums, stride);
   }
-  F16 wide[D][2];
-  ROOFLAX_WHOLE
-  for (int64_t d = 0; d < D; ++d) LoadPair(w + d * step, wide[d]);
-  const F16(*from)[2] = wide;
-  if constexpr (kFewTile > 1 && M > 2) Hide(from);
-  AddTiles<M, D>(x, inner, [&](int64_t d, int64_t i) { return from[d][i]; }, sums, stride);
 }
 
 // sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns. What
@@ -173,13 +175,11 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
              float* sums) {
   const int64_t step = apart * a.out.outer, next = (apart > 1 ? 1 : D) * a.out.outer;
   const int64_t whole = width / kPair * kPair, far = std::min(kAhead, whole);
-  float copies[M * D];
-  const float* near = x;
-  if constexpr (M > 1 && kFewTile > 1) {  // so that a tile's addresses need no registers of their own
-    for (int64_t m = 0; m < M; ++m) std::copy(x + m * a.inner, x + m * a.inner + D, copies + m * D);
-    near = copies;
+  constexpr bool kCopies = M > 1 && kFewTile > 1;  // so that no address of x needs a register of its own
+  float copies[kCopies ? M * D : 1];
+  for (int64_t m = 0; kCopies && m < M; ++m) {
+    std::copy(x + m * a.inner, x + m * a.inner + D, copies + m * D);
   }
-  const int64_t stride = near == x ? a.inner : D;
   for (int64_t n = 0; n < whole; n += kPair) {
     const W* line = w + n;
     const W* ahead = n + far < whole ? line + far : line + far - whole + next;
@@ -198,7 +198,8 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
     } else {
       ROOFLAX_WHOLE
       for (int64_t d = 0; d < D; ++d) fetch(d);
-      AddPair<M, D>(near, stride, line, step, sums + n, a.parts_stride);
+      AddPair<M, D>(kCopies ? copies : x, kCopies ? D : a.inner, line, step, sums + n,
+                    a.parts_stride);
     }
   }
   for (int64_t m = 0; m < M; ++m) {

@@ -2,14 +2,13 @@
 
 // What fits into registers, and into the first cache.
 //   kTableSums, kTableRows  sums of a table's rows, and rows of x in them
-//   kTableFew               rows of x that meet rows of the table whole; more of them do so in blocks
 //   kTableNear              rows of the table that all rows of x meet, before the next ones
 #if defined(__AVX512F__)
-constexpr int64_t kTableSums = 16, kTableRows = 8, kTableFew = 8, kTableNear = 8;
+constexpr int64_t kTableSums = 16, kTableRows = 8, kTableNear = 8;
 #elif defined(__AVX2__)
-constexpr int64_t kTableSums = 6, kTableRows = 3, kTableFew = 4, kTableNear = 16;
+constexpr int64_t kTableSums = 4, kTableRows = 3, kTableNear = 16;
 #else
-constexpr int64_t kTableSums = 2, kTableRows = 8, kTableFew = 8, kTableNear = 8;
+constexpr int64_t kTableSums = 2, kTableRows = 8, kTableNear = 8;
 #endif
 
 // Sixteen numbers of a table; of bfloat16 AVX2 has them cheapest in an order of their own, in which
@@ -89,6 +88,14 @@ void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t apart,
   }
 }
 
+// sum + x[begin, end) * w[begin, end), compiled once: whether a product is rounded before it is added is
+// the compiler's choice, and all rows and tiles have to have the same.
+template <typename W>
+[[gnu::noinline]] float AddTail(float sum, const float* x, const W* w, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) sum += x[k] * Widen(w[k]);
+  return sum;
+}
+
 // Sums of M rows of x with R of the table, at most sixteen, so that their lanes are added up together:
 // the table's rows are runs of kRun, which begin `apart` rows from each other.
 template <int64_t M, int64_t R, int64_t kRun, typename W>
@@ -96,6 +103,7 @@ void FinishTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart, 
   static_assert(M * R <= kLanes);
   const W* table = static_cast<const W*>(a.w) + first * a.inner;
   const float* x = a.x + row * a.inner;
+  const int64_t whole = a.inner / kLanes * kLanes;
   float total[kLanes];
   Store(total, SumEach(sums));
   for (int64_t m = 0; m < M; ++m) {
@@ -103,9 +111,7 @@ void FinishTile(const MatmulArgs& a, int64_t row, int64_t first, int64_t apart, 
       float* run = total + m * R + h * kRun;
       for (int64_t i = 0; i < kRun; ++i) {
         const W* line = table + (h * apart + i) * a.inner;
-        for (int64_t t = a.inner / kLanes * kLanes; t < a.inner; ++t) {
-          run[i] += x[m * a.inner + t] * Widen(line[t]);
-        }
+        if (whole < a.inner) run[i] = AddTail(run[i], x + m * a.inner, line, whole, a.inner);
       }
       Finish(a.out, row + m, first + h * apart, kRun, run);
     }
@@ -139,16 +145,17 @@ void UnembedRows(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
 // ---- In blocks: rows of x that the first cache would not hold whole ----
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int64_t kTableFew = 4;  // the most rows of x that do without blocks
 constexpr int64_t kTableInner = 256, kTablePairs = kTableNear / 2;  // inputs, and pairs of the table's rows
 
-// Sums of R rows of x with two of the table over `count` inputs, from where they were left:
+// Sums of M rows of x with two of the table over `count` inputs, from where they were left:
 // sums[m * 2 + r]. With kFetch the table's next pair is fetched.
-template <int64_t R, bool kFetch>
-ROOFLAX_INLINE void TablePair(const float* x, int64_t inner, const float* one, const float* two,
-                              int64_t count, bool first, F16* sums) {
-  F16 own[R][2];
+template <int64_t M, bool kFetch>
+ROOFLAX_INLINE void PairWithTile(const float* x, int64_t inner, const float* one, const float* two,
+                                 int64_t count, bool first, F16* sums) {
+  F16 own[M][2];
   ROOFLAX_WHOLE
-  for (int64_t m = 0; m < R; ++m) {
+  for (int64_t m = 0; m < M; ++m) {
     ROOFLAX_WHOLE
     for (int64_t r = 0; r < 2; ++r) own[m][r] = first ? F16{} : sums[m * 2 + r];
   }
@@ -161,7 +168,7 @@ ROOFLAX_INLINE void TablePair(const float* x, int64_t inner, const float* one, c
       const int64_t at = k + i * kPieceLanes;
       const auto w_one = Load<F16::Piece>(one + at), w_two = Load<F16::Piece>(two + at);
       ROOFLAX_WHOLE
-      for (int64_t m = 0; m < R; ++m) {
+      for (int64_t m = 0; m < M; ++m) {
         auto value = Load<F16::Piece>(x + m * inner + at);
         asm("" : "+x"(value));  // loaded once, not by each of the two instructions that use it
         own[m][0].at[i] += value * w_one;
@@ -170,7 +177,7 @@ ROOFLAX_INLINE void TablePair(const float* x, int64_t inner, const float* one, c
     }
   }
   ROOFLAX_WHOLE
-  for (int64_t m = 0; m < R; ++m) {
+  for (int64_t m = 0; m < M; ++m) {
     ROOFLAX_WHOLE
     for (int64_t r = 0; r < 2; ++r) sums[m * 2 + r] = own[m][r];
   }
@@ -178,24 +185,25 @@ ROOFLAX_INLINE void TablePair(const float* x, int64_t inner, const float* one, c
 
 // The same of any number of rows of x.
 template <int64_t M, bool kFetch>
-void TablePairs(const float* x, int64_t inner, const float* one, const float* two, int64_t count,
-                bool first, F16* sums) {
+void PairWithRows(const float* x, int64_t inner, const float* one, const float* two, int64_t count,
+                  bool first, F16* sums) {
   constexpr int64_t kFirst = Evenly(M, kTableRows);
-  TablePair<kFirst, kFetch>(x, inner, one, two, count, first, sums);
+  PairWithTile<kFirst, kFetch>(x, inner, one, two, count, first, sums);
   if constexpr (M > kFirst) {
-    TablePairs<M - kFirst, false>(x + kFirst * inner, inner, one, two, count, first,
-                                  sums + 2 * kFirst);
+    PairWithRows<M - kFirst, false>(x + kFirst * inner, inner, one, two, count, first,
+                                    sums + 2 * kFirst);
   }
 }
 
-// The same with a pair of the table's rows of any width, which lie one after the other.
+// The same with a pair of the table's rows as they are, one after the other: of bfloat16 they are widened
+// once for all rows of x.
 template <int64_t M>
-void TablePairsOf(const float* x, int64_t inner, const float* pair, int64_t count, bool first,
+void MultiplyPair(const float* x, int64_t inner, const float* pair, int64_t count, bool first,
                   F16* sums) {
-  TablePairs<M, true>(x, inner, pair, pair + inner, count, first, sums);
+  PairWithRows<M, true>(x, inner, pair, pair + inner, count, first, sums);
 }
 template <int64_t M>
-void TablePairsOf(const float* x, int64_t inner, const uint16_t* pair, int64_t count, bool first,
+void MultiplyPair(const float* x, int64_t inner, const uint16_t* pair, int64_t count, bool first,
                   F16* sums) {
   alignas(64) float wide[2 * kTableInner];
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -206,7 +214,7 @@ void TablePairsOf(const float* x, int64_t inner, const uint16_t* pair, int64_t c
     Store(wide + k, LoadWide(pair + k));
     Store(wide + kTableInner + k, LoadWide(pair + inner + k));
   }
-  TablePairs<M, false>(x, inner, wide, wide + kTableInner, count, first, sums);
+  PairWithRows<M, false>(x, inner, wide, wide + kTableInner, count, first, sums);
 }
 
 // Some pairs of the table's rows, from `begin` on.
@@ -220,7 +228,7 @@ void UnembedBlock(const MatmulArgs& a, int64_t row, int64_t begin, int64_t pairs
   for (int64_t k = 0; k < whole; k += kTableInner) {
     const int64_t count = std::min(kTableInner, whole - k);
     for (int64_t p = 0; p < pairs; ++p) {
-      TablePairsOf<M>(x + k, a.inner, table + 2 * p * a.inner + k, count, k == 0, sums[p]);
+      MultiplyPair<M>(x + k, a.inner, table + 2 * p * a.inner + k, count, k == 0, sums[p]);
     }
   }
   for (int64_t p = 0; p < pairs; ++p) {
@@ -239,13 +247,18 @@ void UnembedBlocks(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end)
 }
 #endif
 
-// M rows of x, with tiles of R rows of the table or in blocks.
+// M rows of x, with tiles of R rows of the table; more than few of them in blocks, if there are such.
 template <int64_t M, int64_t R, typename W>
 void UnembedSome(const MatmulArgs& a, int64_t row, int64_t begin, int64_t end) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (M > kTableFew) return UnembedBlocks<M, W>(a, row, begin, end);
-#endif
+  if constexpr (M > kTableFew) {
+    UnembedBlocks<M, W>(a, row, begin, end);
+  } else {
+    UnembedRows<M, R, W>(a, row, begin, end);
+  }
+#else
   UnembedRows<M, R, W>(a, row, begin, end);
+#endif
 }
 
 template <typename W>

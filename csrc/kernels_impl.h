@@ -2,7 +2,7 @@
 //
 // Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
 // instruction sets is what has an instruction of its own, as products of bytes and table look-ups,
-// and how many sums fit into registers.
+// how many sums fit into registers, and, with AVX2, a table that several rows meet in blocks.
 
 #include <algorithm>
 #include <cmath>

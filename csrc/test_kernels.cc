@@ -386,6 +386,7 @@ int main() {
         if (rows == 2 || rows == 30) TestMatmul(rows, inner, 43, inner == 132);
       }
       if (rows == 3 || rows == 16) TestMatmul(rows, 1060, 331, rows == 3);  // blocks of a part
+      if (rows == 7) TestMatmul(rows, 1060, 83, true);  // and of a table
       if (rows == 30) TestMatmul(520, 37, 19, true);  // and of rows
       if (rows == 2 || rows == 30) TestMatmul(rows, 37, 2100, false);  // rows too long to order
       if (rows == 1 || rows == 3) TestMatmul(rows, 37, 331, rows == 3);

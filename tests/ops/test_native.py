@@ -187,6 +187,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
             np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nor_does_it_where_a_table_has_several_blocks_and_tails(instruction_set, dtype):
+    x, w, _ = inputs(23, 555, 203)
+    call, table = jax.jit(cpu.unembed), jnp.asarray(w.T, dtype)
+    alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(23)])
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 23):
+        np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"])
 def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
     """So wide that a thread takes its columns in several turns, and inputs that many rows take in
@@ -273,8 +282,10 @@ def test_every_code_of_e4m3_is_read(instruction_set):
         np.testing.assert_array_equal(found, np.asarray(pool[1, 0, slot], np.float32))
 
 
-def test_attention_does_not_depend_on_batch_or_chunk(instruction_set):
-    case = attention_case(seq=7)
+@pytest.mark.parametrize("head_dim", [20, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim):
+    case = attention_case(seq=7, dtype=dtype, head_dim=head_dim)
     whole = np.asarray(attention_cpu.paged_attention(**case))
     batched = ("q", "block_tables", "first_positions", "positions", "context_lens")
     alone = attention_cpu.paged_attention(**case | {n: case[n][1:2] for n in batched})

@@ -54,6 +54,25 @@ def test_readme_shell_commands_exist() -> None:
         assert parse(shlex.split(line, comments=True)[1:]) is not None
 
 
+def test_readme_speeds_are_those_of_the_comparison() -> None:
+    """Each line of the README's table is a line of the document that `compare.py` writes."""
+    document = (ROOT / "docs/peers-avx2.md").read_text(encoding="utf-8")
+    (section,) = [part for part in document.split("\n## ") if part.startswith("qwen2.5-0.5b")]
+    measured = {tuple(row[:2]): row for row in table_rows(section)}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [row for row in table_rows(readme) if row[0].startswith(("decode", "prefill"))]
+    assert len(rows) >= 5
+    for row in rows:
+        test, width, rooflax, llama, *_, ratio = measured[row[0], row[1]][:8]
+        assert row == [test, width, rooflax, llama, ratio]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of every table row, without emphasis."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_readme_tree_names_what_exists() -> None:
     (block,) = [s for s in snippets("README.md", "") if "\nsrc/rooflax/" in s.code]
     inside = [line.split()[0] for line in block.code.splitlines() if line.startswith("  ")]

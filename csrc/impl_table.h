@@ -88,14 +88,6 @@ void UnembedRowsOf(const float* x, int64_t inner, const W* table, int64_t apart,
   }
 }
 
-// sum + x[begin, end) * w[begin, end), compiled once: whether a product is rounded before it is added is
-// the compiler's choice, and all rows and tiles have to have the same.
-template <typename W>
-[[gnu::noinline]] float AddTail(float sum, const float* x, const W* w, int64_t begin, int64_t end) {
-  for (int64_t k = begin; k < end; ++k) sum += x[k] * Widen(w[k]);
-  return sum;
-}
-
 // Sums of M rows of x with R of the table, at most sixteen, so that their lanes are added up together:
 // the table's rows are runs of kRun, which begin `apart` rows from each other.
 template <int64_t M, int64_t R, int64_t kRun, typename W>

@@ -353,3 +353,11 @@ ROOFLAX_INLINE F16 Exp(F16 x) {
   const F16 power = As<F16>((whole + 127) << 23);
   return As<F16>(As<I16>(p * power) & visible);
 }
+
+// sum + x[begin, end) * w[begin, end), compiled once: whether a product is rounded before it is added is
+// the compiler's choice, and all rows and tiles have to have the same.
+template <typename W>
+[[gnu::noinline]] float AddTail(float sum, const float* x, const W* w, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) sum += x[k] * Widen(w[k]);
+  return sum;
+}

@@ -297,10 +297,16 @@ void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Ru
   kernels.bytes(args);
 }
 
-// Columns per piece of work: pieces for every thread several times over, none too narrow to stream.
-int64_t PieceSize(const Product& p, int64_t threads) {
-  const int64_t wanted = p.units / (threads * 4);
-  return std::max(p.least, (wanted + p.unit - 1) / p.unit * p.unit);
+// Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each is a part of
+// what is left, so that long ones stream and short ones at the end let threads finish together.
+std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t parts) {
+  std::vector<int64_t> ends;
+  for (int64_t begin = 0; begin < units; begin = ends.back()) {
+    const int64_t wanted = (units - begin + parts - 1) / parts;
+    const int64_t end = begin + std::max(least, (wanted + unit - 1) / unit * unit);
+    ends.push_back(end + least > units ? units : end);
+  }
+  return ends;
 }
 
 // Rows up to which reading a matrix takes longer than multiplying with it.
@@ -381,10 +387,11 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
   if (IsStreamed(p, runs)) {
     Stream(in, p, ready, runs, to, threads, parallel);
   } else {
-    const int64_t piece = PieceSize(p, threads), pieces = (p.units + piece - 1) / piece;
-    parallel(static_cast<int64_t>(runs.size()) * pieces, [&](int64_t item) {
-      const int64_t begin = item % pieces * piece;
-      Multiply(in, p, ready, runs[item / pieces], to, begin, std::min(p.units, begin + piece));
+    const std::vector<int64_t> ends = Pieces(p.units, p.unit, p.least, 2 * threads);
+    const auto count = static_cast<int64_t>(runs.size());
+    parallel(static_cast<int64_t>(ends.size()) * count, [&](int64_t item) {
+      const int64_t piece = item / count, begin = piece == 0 ? 0 : ends[piece - 1];
+      Multiply(in, p, ready, runs[item % count], to, begin, ends[piece]);
     });
   }
   for (int64_t i = 0; moved && i < p.rows; ++i) {

@@ -226,8 +226,6 @@ struct GroupTile {
                            I16 (&sums)[M]) {
     constexpr int64_t kTogether = Group::kTogether;
     ROOFLAX_WHOLE
-    for (int64_t m = 0; m < M; ++m) sums[m] = BroadcastBytes(x_start + m);
-    ROOFLAX_WHOLE
     for (int64_t part = 0; part < Group::kParts; part += kTogether) {
       I16 pairs[M];
       ROOFLAX_WHOLE
@@ -235,22 +233,22 @@ struct GroupTile {
       ROOFLAX_WHOLE
       for (int64_t line = 0; line < Group::kLines; ++line) {
         const U16 codes = Load<U16>(w + line * 64);
-        I16 quads[kTogether];
-        ROOFLAX_WHOLE
-        for (int64_t i = 0; i < kTogether; ++i) quads[i] = Group::Unsigned(codes, part + i);
         const int8_t* from = x + (part * Group::kLines + line) * 4;
         ROOFLAX_WHOLE
-        for (int64_t m = 0; m < M; ++m) {
+        for (int64_t i = 0; i < kTogether; ++i) {
+          const I16 quad = Group::Unsigned(codes, part + i);
           ROOFLAX_WHOLE
-          for (int64_t i = 0; i < kTogether; ++i) {
+          for (int64_t m = 0; m < M; ++m) {
             const I16 value = BroadcastBytes(from + m * kGroup + i * Group::kLines * 4);
-            pairs[m] = AddPairs(pairs[m], quads[i], value);
+            pairs[m] = AddPairs(pairs[m], quad, value);
+            KeepInRegister(pairs[m]);
           }
-          KeepInRegister(pairs[m]);
         }
       }
       ROOFLAX_WHOLE
-      for (int64_t m = 0; m < M; ++m) sums[m] = AddBoth(sums[m], pairs[m]);
+      for (int64_t m = 0; m < M; ++m) {
+        sums[m] = AddBoth(part == 0 ? BroadcastBytes(x_start + m) : sums[m], pairs[m]);
+      }
     }
   }
 #else

@@ -297,12 +297,12 @@ void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Ru
   kernels.bytes(args);
 }
 
-// Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each is a part of
-// what is left, so that long ones stream and short ones at the end let threads finish together.
-std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t parts) {
+// Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each takes one
+// `share`-th of what is left, so that long ones stream and short ones at the end let threads finish together.
+std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t share) {
   std::vector<int64_t> ends;
   for (int64_t begin = 0; begin < units; begin = ends.back()) {
-    const int64_t wanted = (units - begin + parts - 1) / parts;
+    const int64_t wanted = (units - begin + share - 1) / share;
     const int64_t end = begin + std::max(least, (wanted + unit - 1) / unit * unit);
     ends.push_back(end + least > units ? units : end);
   }

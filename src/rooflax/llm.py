@@ -28,7 +28,6 @@ from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.speculation import Speculation, check_speculate
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
-from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.load import Description, describe, load, load_streamed, plan_of
 from rooflax.models.memory import check_fits, estimate
@@ -262,6 +261,8 @@ class LLM:
         Raises:
             RequestError: the checkpoint has no chat template, or it refuses the messages.
         """
+        from rooflax.loading.chat_template import encode_chat  # with jinja2: 0.1 s
+
         return encode_chat(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
 
     def generate(
@@ -356,12 +357,19 @@ class LLM:
         engine = self.engine_for(sequences)
         compiled, self._compiled = self._compiled, CompileCounts()
         with count_compilations(compiled):
-            engine.warm_up(sequences)
+            engine.warm_up_prefill(sequences)
+            is_cold = compiled.compilations > 0  # who waits anyway waits once, before any text
+            is_warm = is_cold or jax.process_count() > 1  # all processes must run alike
+            if is_warm:
+                engine.warm_up_decode()
         by_sequence = {id(sample.sequence): sample for sample in samples}
         engine.add(sequences)
         try:
             while engine.has_unfinished:
                 with count_compilations(compiled):
+                    if not is_warm and any(m.output_tokens for s in sequences for m in s.members):
+                        is_warm = True
+                        _run_untimed(engine.warm_up_decode, samples)
                     stepped = engine.step()
                 for output in stepped:
                     sample = by_sequence.get(id(output.sequence))
@@ -461,6 +469,14 @@ class LLM:
         run = getattr(step_functions(self.model, self.options, self.mesh, max_steps=1), function)
         found, _ = run(self.model, (None, ()), padded, lengths, *more)
         return np.asarray(found)[0, : len(ids)]
+
+
+def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:
+    """Does something between two steps that is not in the samples' times."""
+    started = time.perf_counter()
+    work()
+    for sample in samples:
+        sample.pause(time.perf_counter() - started)
 
 
 def _check_processes(mesh: object, speculate: object, options: ExecutionOptions) -> None:

@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
                 return tokens[:index]
         return tokens
 
-    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int) -> None:
         if self.engine.options.jit and not self.engine.runner.is_sealed:
             self.seal(lambda _: None, num_tokens)
 

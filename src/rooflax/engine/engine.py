@@ -95,7 +95,7 @@ class Engine:
         self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
         self._budget["token_budget"] = token_budget or num_slots * chunk
         self.scheduler = self._new_scheduler()
-        self._set_pace(0.0)
+        self._set_pace(BURST_S)
         self.metrics = Metrics()
 
     def _new_scheduler(self) -> Scheduler:
@@ -160,11 +160,20 @@ class Engine:
 
     def warm_up(self, sequences: Seq[Sequence]) -> None:
         """Compiles everything these sequences will need."""
-        if self.speculation is not None:
-            self.speculation.drafter.warm_up(sequences, self.speculation.longest)
+        self.warm_up_prefill(sequences)
+        self.warm_up_decode()
+
+    def warm_up_prefill(self, sequences: Seq[Sequence]) -> None:
+        """Compiles what these sequences need up to their first tokens."""
         blocks = self.scheduler.blocks
         sequences = [sequence for sequence in sequences if not sequence.is_dormant]
-        self.runner.warm_up(sequences, [blocks.num_cached(s) for s in sequences])
+        self.runner.warm_up_prefill(sequences, [blocks.num_cached(s) for s in sequences])
+
+    def warm_up_decode(self) -> None:
+        """Compiles the rest of what the sequences of `warm_up_prefill` need."""
+        self.runner.warm_up_decode()
+        if self.speculation is not None:
+            self.speculation.drafter.warm_up(self.speculation.longest)
 
     def seal(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
         """Compiles everything that any request can need; what is missing then is an error.
@@ -191,7 +200,7 @@ class Engine:
         """Lets go of every sequence that waits or runs, and says which."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._new_scheduler()
-        self._set_pace(0.0)
+        self._set_pace(BURST_S)
         return lost
 
     def reset(self) -> None:

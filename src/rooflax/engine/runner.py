@@ -98,6 +98,7 @@ class Runner:
         self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens)
         self.is_sealed = False
         self._warm: set[Shape] = set()
+        self._wanted: set[Shape] = set()
         self._plain = True  # until a sequence wants more than the most likely token
         self.reset()
 
@@ -353,8 +354,11 @@ class Runner:
         self._dispatch(Call([], [], shape))
         give_back_freed()
 
-    def warm_up(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
-        """Compiles the shapes that these sequences will need.
+    def warm_up_prefill(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
+        """Compiles what these sequences need up to their first tokens.
+
+        What comes after waits for `warm_up_decode`: even a program that the persistent cache has is
+        traced, to know its name there, which takes a third of a second.
 
         Args:
             num_cached: per sequence, how many of its tokens are in the prefix cache.
@@ -363,14 +367,18 @@ class Runner:
         if self._plain and not all(s.params.is_plain for s in sequences):
             self._plain = False
             self._warm.clear()
+        self._wanted = set()
         if not self.options.jit or not sequences or self.is_sealed:
             return
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         seq = min(bucket(max(new), SMALLEST_PREFILL), self.longest_prefill)
         self._add_prefills({(n, seq) for n in ({1, self.num_slots} if len(new) > 1 else {1})})
-        rows = self._prefill_rows(sequences, new)
-        for shape in sorted(self._shapes_of(sequences, rows, seq) - self._warm):
-            self._warm_shape(shape)
+        long = [(s, n) for s, n in zip(sequences, new, strict=True) if n > 1]
+        rows = self._prefill_rows(*zip(*long, strict=True)) if long else set()
+        self._wanted = self._shapes_of(sequences, rows, seq)
+        self._warm_wanted("prefill")
+        if len(long) < len(new):  # a lone token is decoded at once
+            self.warm_up_decode()
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
@@ -379,7 +387,16 @@ class Runner:
         if any(s.group is not None for s in sequences):
             self.copy([])
 
-    def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
+    def warm_up_decode(self) -> None:
+        """Compiles the rest of what the sequences of `warm_up_prefill` need."""
+        self._warm_wanted("decode", "verify")
+
+    def _warm_wanted(self, *kinds: str) -> None:
+        for shape in sorted(self._wanted - self._warm):
+            if shape.kind in kinds:
+                self._warm_shape(shape)
+
+    def _prefill_rows(self, sequences: tuple[Sequence, ...], new: tuple[int, ...]) -> set[int]:
         """Rows of the prefills to come; those that begin alike do not run together."""
         if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
             return {rows for rows, _ in self.buckets.prefills}

@@ -37,8 +37,8 @@ class Drafter:
         """At most `num_tokens` guesses for each sequence."""
         raise NotImplementedError
 
-    def warm_up(self, sequences: Seq[Sequence], num_tokens: int) -> None:
-        """Compiles what drafting for these sequences will need."""
+    def warm_up(self, num_tokens: int) -> None:
+        """Compiles what drafting will need."""
 
     def seal(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
         """Compiles what drafting for any sequence can need; the lines of a manifest."""

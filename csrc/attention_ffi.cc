@@ -136,7 +136,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                     .Attr<float>("scale").Attr<int64_t>("window"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 5; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 6; }
 
 extern "C" __attribute__((visibility("default"))) int rooflax_ffi_version() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;

@@ -278,16 +278,23 @@ ROOFLAX_INLINE U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
   return x0;
 }
 
-void RandomBits(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
-                uint32_t* bits) {
+// u lies in the middle of its 2^23rd of (0, 1).
+[[gnu::flatten]] void AddNoise(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
+                               float* x) {
   const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Store(bits + i, Threefry(keys, x0, Load<U16>(ids + i)));
-  }
-  if (i == count) return;
-  uint32_t lane[kLanes] = {};
-  for (int64_t k = 0; i + k < count; ++k) lane[k] = static_cast<uint32_t>(ids[i + k]);
-  Store(lane, Threefry(keys, x0, Load<U16>(lane)));
-  for (int64_t k = 0; i + k < count; ++k) bits[i + k] = lane[k];
+  EachVector(count, [&](int64_t i, int64_t n) {
+    uint32_t lane[kLanes] = {};
+    for (int64_t k = 0; k < n; ++k) lane[k] = static_cast<uint32_t>(ids == nullptr ? i + k : ids[i + k]);
+    const U16 bits = Threefry(keys, x0, Load<U16>(lane));
+    const F16 uniform = (ToFloat(As<I16>(bits >> 9)) + 0.5f) * 0x1p-23f;
+    StoreSome(x + i, LoadSome(x + i, n) - Log(-Log(uniform)), n);
+  });
+}
+
+[[gnu::flatten]] float ExpTotal(const float* x, int64_t count, float largest) {
+  F16 total = F16{};
+  EachVector(count, [&](int64_t i, int64_t n) {
+    total += Exp((n == kLanes ? Load<F16>(x + i) : LoadPadded(x + i, n, -INFINITY)) - largest);
+  });
+  return Sum(total);
 }

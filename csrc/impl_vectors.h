@@ -354,6 +354,26 @@ ROOFLAX_INLINE F16 Exp(F16 x) {
   return As<F16>(As<I16>(p * power) & visible);
 }
 
+// The natural logarithm of a positive normal number, to 2 units in the last place.
+ROOFLAX_INLINE F16 Log(F16 x) {
+  const I16 bits = As<I16>(x);
+  F16 m = As<F16>((bits & 0x007fffff) | 0x3f000000);  // x = m * 2^e, m in [0.5, 1)
+  const I16 small = m < Broadcast(0.707106781f);
+  const F16 e = ToFloat((bits >> 23) - 126 + small);  // `small` is -1 where it holds
+  m = Select(small, m + m, m) - 1.0f;
+  const F16 z = m * m;
+  F16 p = Broadcast(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  return m + (m * z * p - e * 2.12194440e-4f - z * 0.5f) + e * 0.693359375f;
+}
+
 // sum + x[begin, end) * w[begin, end), compiled once: whether a product is rounded before it is added is
 // the compiler's choice, and all rows and tiles have to have the same.
 template <typename W>

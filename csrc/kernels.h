@@ -168,9 +168,11 @@ struct Kernels {
   // in `begin` where to go on.
   int64_t (*above)(const float* x, int64_t* begin, int64_t end, float least, int32_t* found,
                    int64_t room);
-  // First words of threefry2x32-20 with this key and counters (x0, ids[i]).
-  void (*random_bits)(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
-                      uint32_t* bits);
+  // x[i] += -log(-log(u)), where u is 23 bits of the first word of threefry2x32-20 with this key and
+  // the counters (x0, ids[i]), or (x0, i) without ids.
+  void (*add_noise)(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count, float* x);
+  // sum of exp(x[i] - largest).
+  float (*exp_total)(const float* x, int64_t count, float largest);
 };
 
 namespace generic { extern const Kernels kKernels; }

@@ -33,7 +33,8 @@ namespace {
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRow, OrderInputs,
                           Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
                           QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
-                          Attend,           Argmax,         Above,      RandomBits};
+                          Attend,           Argmax,         Above,      AddNoise,
+                          ExpTotal};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

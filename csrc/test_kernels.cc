@@ -13,6 +13,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "sample.h"
 
 extern "C" const char* rooflax_instruction_set();
 extern "C" int rooflax_force_instruction_set(const char* name);
@@ -358,18 +359,61 @@ void TestAbove(int64_t count, int64_t room) {
   Check("above, number", static_cast<float>(all.size()), static_cast<float>(next), 0);
 }
 
-// The bits of an id do not depend on where it stands.
-void TestRandomBits(int64_t count) {
+// The noise of an id does not depend on where it stands, and has the logarithms of the library.
+void TestNoise(int64_t count) {
   std::vector<int32_t> ids(static_cast<size_t>(count));
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(7 * i);
-  std::vector<uint32_t> bits(ids.size());
+  std::vector<float> noise(ids.size(), 0.0f), iota(7 * ids.size(), 0.0f);
+  const auto& kernels = rooflax::ChosenKernels();
   const uint32_t key[2] = {3, 4};
-  rooflax::ChosenKernels().random_bits(key, 5, ids.data(), count, bits.data());
+  kernels.add_noise(key, 5, ids.data(), count, noise.data());
+  kernels.add_noise(key, 5, nullptr, static_cast<int64_t>(iota.size()), iota.data());
+  double total = 0;
   for (size_t i = 0; i < ids.size(); ++i) {
-    uint32_t alone;
-    rooflax::ChosenKernels().random_bits(key, 5, &ids[i], 1, &alone);
-    Check("random bits", bits[i] == alone ? 1 : 0, 1, 0);
+    float alone = 0;
+    kernels.add_noise(key, 5, &ids[i], 1, &alone);
+    Check("noise", noise[i] == alone && iota[7 * i] == alone ? 1 : 0, 1, 0);
+    total += std::exp(static_cast<double>(noise[i] - 20));
   }
+  const float found = kernels.exp_total(noise.data(), count, 20);
+  Check("sum of exponentials", found, static_cast<float>(total), 1e-5f * found);
+}
+
+// One row of the sampler, with everything that a sequence can want at once; -1 is nobody's id.
+void TestSample(int64_t vocab, float temperature, bool filters) {
+  auto logits = Random(vocab, 9);
+  rooflax::Wishes w{};
+  w.temperature = temperature;
+  w.top_p = filters ? 0.9f : 1.0f;
+  w.top_k = filters ? 300 : 0;
+  w.repetition_penalty = 1.5f;
+  w.presence_penalty = w.frequency_penalty = 0.5f;
+  w.num_logprobs = 2;
+  w.min_position = 9;
+  w.num_beams = temperature > 0 ? 1 : 2;
+  w.is_guided = 1;
+  std::fill(w.allowed, std::end(w.allowed), -1);
+  std::fill(w.stop, std::end(w.stop), -1);
+  const auto last = static_cast<int32_t>(vocab - 1);
+  w.bias_ids[0] = 2;
+  w.bias_values[0] = 50;
+  w.stop[0] = 2;  // too early for it
+  w.bias_ids[1] = last;
+  w.bias_values[1] = 40;
+  w.stop[1] = last + 1;
+  const std::vector<char> in_prompt(static_cast<size_t>(vocab), 1);
+  const std::vector<int32_t> generated(static_cast<size_t>(vocab), 1), mask(
+      static_cast<size_t>((vocab + 31) / 32), ~0);
+  const int32_t pending[3] = {last, -1, last};
+  std::vector<float> scratch(static_cast<size_t>(2 * vocab)), values(3);
+  std::vector<int32_t> ids(3);
+  const auto found = rooflax::SampleRow(
+      {w, logits.data(), vocab, 4, reinterpret_cast<const bool*>(in_prompt.data()), generated.data(),
+       mask.data(), pending, 3, scratch.data(), scratch.data() + vocab},
+      3, ids.data(), values.data());
+  Check("sample", static_cast<float>(found.token), static_cast<float>(last), 0);
+  Check("sample, finite", found.is_finite && found.is_allowed ? 1 : 0, 1, 0);
+  for (size_t i = 1; i < 3; ++i) Check("sample, order", values[i - 1] >= values[i] ? 1 : 0, 1, 0);
 }
 
 }  // namespace
@@ -419,7 +463,11 @@ int main() {
     }
     for (int64_t count : {1, 40, 1000}) {
       for (int64_t room : {1, 30, 2000}) TestAbove(count, room);
-      TestRandomBits(count);
+      TestNoise(count);
+      if (count < 40) continue;
+      for (float temperature : {0.0f, 0.7f}) {
+        for (bool filters : {false, true}) TestSample(count, temperature, filters);
+      }
     }
     std::printf("%s: %s\n", name, failures == 0 ? "passed" : "FAILED");
   }

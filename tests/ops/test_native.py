@@ -21,7 +21,6 @@ from rooflax.ops.quantization import (
     tokens_as_fp8,
     tokens_as_int8,
 )
-from rooflax.ops.sampling import _native_top_k
 from rooflax.ops.stacked import Stacked
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -331,27 +330,6 @@ def test_the_first_of_the_largest(instruction_set, size):
     x[1] = -np.inf
     x[2, size // 2] = np.nan
     np.testing.assert_array_equal(np.asarray(call(x)), np.argmax(x, axis=1))
-
-
-@pytest.mark.parametrize(("size", "k"), [(1, 1), (15, 15), (300, 7), (300, 256), (50257, 256)])
-@pytest.mark.parametrize("kind", ["normal", "equals", "ascending", "descending", "banned"])
-def test_the_largest_in_order(instruction_set, size, k, kind):
-    """As lax.top_k: largest first, the first of equals first, -inf where nothing else is left."""
-    x = {
-        "normal": RNG.standard_normal((3, size)),
-        "equals": RNG.integers(0, 3, (3, size)),
-        "ascending": np.arange(3 * size).reshape(3, size),
-        "descending": -np.arange(3 * size).reshape(3, size),
-        "banned": np.where(RNG.random((3, size)) < 0.99, -np.inf, 1.0),
-    }[kind].astype(np.float32)
-    found = jax.jit(lambda x: _native_top_k(x, k))(x)
-    for mine, wanted in zip(found, jax.lax.top_k(x, k), strict=True):
-        np.testing.assert_array_equal(mine, wanted)
-
-
-def test_the_largest_of_what_is_not_a_number_stays_within_the_row(instruction_set):
-    _, ids = jax.jit(lambda x: _native_top_k(x, 9))(np.full((2, 20), np.nan, np.float32))
-    assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 20)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rooflax.ops import sampling as lib
-from rooflax.ops.native import is_ready
+from rooflax.ops import sampling_columns
+from rooflax.ops.native import INSTRUCTION_SETS, force_instruction_set, is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
@@ -42,7 +43,7 @@ def settings(rows, bias=None, allowed=(), stop=(), **values):
     ids, added = np.zeros((rows, 4), np.int32), np.zeros((rows, 4), np.float32)
     for column, (token, value) in enumerate((bias or {}).items()):
         ids[:, column], added[:, column] = token, value
-    limits = [np.full((rows, 4), lib.NO_ID, np.int32) for _ in range(2)]
+    limits = [np.full((rows, 4), sampling_columns.NO_ID, np.int32) for _ in range(2)]
     for columns, given in zip(limits, (allowed, stop), strict=True):
         columns[:, : len(given)] = list(given)
     return Sampling(
@@ -54,27 +55,70 @@ def settings(rows, bias=None, allowed=(), stop=(), **values):
     )
 
 
+def params_of(given, slots, num_slots):
+    """The rows of all slots."""
+    params = sampling_columns.empty(num_slots)
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    rows = {name: np.asarray(values).tolist() for name, values in fields.items()}
+    for row, slot in enumerate(slots):
+        wanted = {name: values[row] for name, values in rows.items()}
+        pairs = zip(wanted["bias_ids"], wanted["bias_values"], strict=True)
+        bias = {token: value for token, value in pairs if value != 0}
+        lists = wanted["allowed_ids"], wanted["stop_ids"]
+        sampling_columns.write(params[slot], wanted, bias, *lists)
+    return jnp.asarray(params)
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "reference",
+        pytest.param(
+            "native",
+            marks=pytest.mark.skipif(not is_ready(), reason="the native library was not built"),
+        ),
+    ],
+)
+def implementation(request):
+    """Every test is of both, unless it says otherwise."""
+    CHOSEN["implementation"] = request.param
+    return request.param
+
+
+CHOSEN: dict[str, str] = {}
+REFERENCE = pytest.mark.parametrize("implementation", ["reference"], indirect=True)
+
+
 def no_counts(rows, vocab=VOCAB):
     shape = (rows + 1, vocab)
     return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
 
 
 @functools.cache
-def compiled():
-    return jax.jit(sample)
+def compiled(implementation):
+    run = functools.partial(sample, implementation=implementation)
+    return jax.jit(run, static_argnames="plain")
 
 
-def draw(logits, given, positions=None, counts=None, slots=None):
+def arguments(logits, given, positions=None, counts=None, slots=None, masks=None, pending=None):
+    """All of `sample`; by default a row's slot and position are its number."""
     rows, vocab = logits.shape
-    if positions is None:
-        positions = np.arange(rows)
-    return compiled()(
-        jnp.asarray(logits),
-        given,
-        jnp.asarray(np.asarray(positions, np.int32)),
-        no_counts(rows, vocab) if counts is None else counts,
-        jnp.asarray(np.arange(rows) if slots is None else slots, jnp.int32),
-    )
+    slots = np.arange(rows) if slots is None else np.asarray(slots)
+    counts = no_counts(rows, vocab) if counts is None else counts
+    num_slots = len(counts.generated)
+    if masks is not None:
+        masks = jnp.asarray(np.pad(masks, ((0, num_slots - len(masks)), (0, 0))))
+    positions = np.arange(rows) if positions is None else np.asarray(positions)
+    named = {} if pending is None else {"pending": jnp.asarray(pending, jnp.int32)}
+    return (
+        jnp.asarray(logits), params_of(given, slots, num_slots), jnp.asarray(positions, jnp.int32),
+        counts, jnp.asarray(slots, jnp.int32), masks,
+    ), named  # fmt: skip
+
+
+def draw(*given, plain=False, **more):
+    values, named = arguments(*given, **more)
+    return compiled(CHOSEN["implementation"])(*values, plain=plain, **named)
 
 
 def kept_by_hand(logits, temperature, top_k, top_p, min_p):
@@ -210,18 +254,15 @@ def test_another_seed_index_or_position_draws_anew(field):
     assert len(set(tokens)) > rows / 2
 
 
+@REFERENCE
 def test_the_path_of_candidates_and_the_full_sort_agree_exactly(monkeypatch):
     logits = normal(32, VOCAB) * 3
     for given in ({"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.9}):
         full = settings(32, seed=np.arange(32), **given)
         quick = draw(logits, full).tokens.tolist()
         monkeypatch.setattr(lib, "NUM_CANDIDATES", 1)
-        slow = jax.jit(lambda *a: sample(*a))(
-            jnp.asarray(logits),
-            full,
-            jnp.arange(32, dtype=jnp.int32),
-            no_counts(32),
-            jnp.arange(32, dtype=jnp.int32),
+        slow = jax.jit(lambda *a: sample(*a, implementation="reference"))(
+            *arguments(logits, full)[0]
         )
         monkeypatch.undo()
         assert slow.tokens.tolist() == quick
@@ -247,6 +288,7 @@ def test_draws_come_as_often_as_their_probability_says():
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
+@REFERENCE
 def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     """Mean 0.5772 and variance pi^2 / 6; 200,000 values, bounds of five standard errors."""
     rows, width = 400, 500
@@ -268,19 +310,6 @@ def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     assert abs(rank) < 5 / math.sqrt(size)
 
 
-BITS = pytest.mark.parametrize(
-    "bits",
-    [
-        lib._threefry2x32,
-        pytest.param(
-            lib._native_threefry2x32,
-            marks=pytest.mark.skipif(not is_ready(), reason="the native library was not built"),
-        ),
-    ],
-    ids=["xla", "native"],
-)
-
-
 @pytest.mark.parametrize(
     ("key", "counter", "word"),
     [
@@ -289,16 +318,16 @@ BITS = pytest.mark.parametrize(
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), 0xC4923A9C),
     ],
 )
-@BITS
-def test_threefry_gives_its_authors_test_vectors(bits, key, counter, word):
+@REFERENCE
+def test_threefry_gives_its_authors_test_vectors(key, counter, word):
     """Random123's kat_vectors for threefry2x32 with 20 rounds."""
     k0, k1 = (jnp.full(1, n, jnp.uint32) for n in key)
     x0, x1 = (jnp.full(1, n, jnp.uint32).view(jnp.int32) for n in counter)
-    assert int(jax.jit(bits)(k0, k1, x0, x1[None])[0, 0]) == word
+    assert int(lib._threefry2x32(k0, k1, x0, x1[None])[0, 0]) == word
 
 
-@BITS
-def test_threefry_equals_jax(bits):
+@REFERENCE
+def test_threefry_equals_jax():
     from jax.extend.random import threefry_2x32
 
     key = jnp.asarray([123, 456], jnp.uint32)
@@ -306,9 +335,9 @@ def test_threefry_equals_jax(bits):
     wanted = threefry_2x32(key, counters.reshape(-1))[:50]
     k0, k1 = jnp.full(50, 123, jnp.uint32), jnp.full(50, 456, jnp.uint32)
     x0, x1 = counters.view(jnp.int32)
-    np.testing.assert_array_equal(jax.jit(bits)(k0, k1, x0, x1[:, None])[:, 0], wanted)
-    row = jax.jit(bits)(k0[:1], k1[:1], x0[:1], x1[None])[0]
-    each = jax.jit(bits)(k0, k1, x0[:1].repeat(50), x1[:, None])[:, 0]
+    np.testing.assert_array_equal(lib._threefry2x32(k0, k1, x0, x1[:, None])[:, 0], wanted)
+    row = lib._threefry2x32(k0[:1], k1[:1], x0[:1], x1[None])[0]
+    each = lib._threefry2x32(k0, k1, x0[:1].repeat(50), x1[:, None])[:, 0]
     np.testing.assert_array_equal(row, each)
 
 
@@ -416,12 +445,13 @@ def test_logprobs_are_those_of_the_raw_logits():
     )
     out = draw(logits, given)
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
-    rows = np.arange(3)
-    np.testing.assert_allclose(out.logprobs, exact[rows, out.tokens], rtol=1e-5, atol=1e-5)
+    rows = np.array([0, 2])  # those that ask
+    chosen = exact[rows, out.tokens[rows]]
+    np.testing.assert_allclose(out.logprobs[rows], chosen, rtol=1e-5, atol=1e-5)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_LOGPROBS]
-    np.testing.assert_array_equal(out.top_tokens, order)
+    np.testing.assert_array_equal(out.top_tokens[rows], order[rows])
     wanted = np.take_along_axis(exact, order, axis=1)
-    np.testing.assert_allclose(out.top_logprobs, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.top_logprobs[rows], wanted[rows], rtol=1e-5, atol=1e-5)
 
 
 def test_a_vocabulary_smaller_than_the_candidates_and_the_logprobs():
@@ -471,8 +501,8 @@ def test_a_row_that_is_not_finite_says_so_alone(temperature, bad):
     got = draw(logits, settings(3, temperature=temperature, top_p=0.9))
     assert got.is_finite.tolist() == [True, False, True]
     assert [got.tokens.tolist()[i] for i in (0, 2)] == [wanted[0], wanted[2]]
-    plain = dataclasses.replace(settings(3, temperature=0.0), plain=True)
-    assert draw(logits, plain).is_finite.tolist() == [True, False, True]
+    plain = draw(logits, settings(3, temperature=0.0), plain=True)
+    assert plain.is_finite.tolist() == [True, False, True]
     assert got.is_allowed.tolist() == [True, True, True]
     nothing_left = settings(3, temperature=temperature, allowed=[4], bias={4: -np.inf})
     got = draw(normal(3, VOCAB), nothing_left)
@@ -496,35 +526,26 @@ def primitives(jaxpr, inside=False):
 COSTLY = {"sort", "top_k", "approx_top_k", "cumsum", "exp", "log", "shift_left"}
 
 
+@REFERENCE
 def test_greedy_pays_nothing_for_sampling():
     """Sorting, softmax, noise and penalties lie in branches that greedy rows do not take."""
-    arguments = (
-        jnp.zeros((3, VOCAB)),
-        settings(3),
-        jnp.zeros(3, jnp.int32),
-        no_counts(3),
-        jnp.zeros(3, jnp.int32),
-    )
-    found = list(primitives(jax.make_jaxpr(sample)(*arguments).jaxpr))
+    given, _ = arguments(jnp.zeros((3, VOCAB)), settings(3))
+    found = list(primitives(jax.make_jaxpr(lib._sample)(*given, None).jaxpr))
     assert {name for name, inside in found if inside} >= {"top_k", "sort", "cumsum"}
     assert not {name for name, inside in found if not inside} & COSTLY
 
 
+@REFERENCE
 def test_branches_survive_compilation():
     """XLA's own program keeps the sort inside a conditional."""
-    arguments = (
-        jnp.zeros((3, VOCAB)),
-        settings(3),
-        jnp.zeros(3, jnp.int32),
-        no_counts(3),
-        jnp.zeros(3, jnp.int32),
-    )
-    text = compiled().lower(*arguments).compile().as_text()
+    given, _ = arguments(jnp.zeros((3, VOCAB)), settings(3))
+    text = compiled("reference").lower(*given).compile().as_text()
     entry = text[text.index("ENTRY") :]
     assert "conditional(" in entry
     assert "sort(" in text and not re.search(r"\b(sort|topk)\(", entry, re.I)
 
 
+@REFERENCE
 def test_bits_are_read_from_the_lowest_of_each_word_on():
     words = np.random.RandomState(0).randint(-(2**31), 2**31, (3, 10)).astype(np.int32)
     wanted = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
@@ -548,15 +569,104 @@ def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given)
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
     banned = np.where(allowed[slots, :VOCAB] | (is_guided == 0)[:, None], logits, -np.inf)
     wanted = draw(banned.astype(np.float32), settings(rows, **given))
-    got = compiled()(
-        jnp.asarray(logits),
-        settings(rows, is_guided=is_guided, **given),
-        jnp.arange(rows, dtype=jnp.int32),
-        no_counts(rows),
-        jnp.asarray(slots, jnp.int32),
-        jnp.asarray(masks),
-    )
+    got = draw(logits, settings(rows, is_guided=is_guided, **given), slots=slots, masks=masks)
     tokens = np.asarray(got.tokens)
     np.testing.assert_array_equal(tokens, np.asarray(wanted.tokens))
     assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_guided[r])
     assert np.asarray(got.is_allowed).all()
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("vocab", [11, VOCAB, 5003])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@REFERENCE
+def test_the_native_sampler_is_the_reference(instruction_set, vocab):
+    """Rows that want anything at all, each something else: equal tokens, equal answers."""
+    if not force_instruction_set(instruction_set):
+        pytest.skip(f"this processor has no {instruction_set}")
+    rows, state = 96, rng(vocab)
+    slots = state.permutation(rows)
+
+    def some(values, off):
+        return np.where(state.rand(rows) < 0.5, state.choice(values, rows), off)
+
+    given = settings(
+        rows,
+        seed=state.randint(0, 2**31, rows),
+        sample_index=some([1, 2], 0),
+        temperature=some([0.5, 1.0, 1.7], 0.0),
+        top_k=some([1, 5, 300, 2000], 0),
+        top_p=some([0.3, 0.9, 0.999], 1.0),
+        min_p=some([0.01, 0.2], 0.0),
+        repetition_penalty=some([0.7, 1.3], 1.0),
+        presence_penalty=some([-0.5, 0.8], 0.0),
+        frequency_penalty=some([-0.2, 0.4], 0.0),
+        num_logprobs=some([0, 7], -1),
+        min_position=some([50], 0),
+        num_beams=some([3], 1),
+        is_guided=some([1], 0),
+        bias={1: 2.0, 3: -np.inf, 8: -1.5},
+        stop=[2, 5],
+    )
+    limits = np.asarray(given.allowed_ids).copy()
+    limits[::5] = [0, 4, 9, 10]
+    given = dataclasses.replace(given, allowed_ids=jnp.asarray(limits))
+    logits = (state.randn(rows, vocab) * state.choice([0.2, 3.0], (rows, 1))).astype(np.float32)
+    logits[:, 6] = -np.inf
+    logits[90, 5], logits[91, 7], logits[92] = np.nan, np.inf, -np.inf
+    counts = TokenCounts(
+        jnp.asarray(state.rand(rows + 1, vocab) < 0.1),
+        jnp.asarray(state.poisson(0.1, (rows + 1, vocab)), jnp.int32),
+    )
+    named = {
+        "counts": counts, "slots": slots, "positions": state.randint(0, 100, rows),
+        "masks": state.randint(-(2**31), 2**31, (rows, -(-vocab // 32))).astype(np.int32),
+        "pending": state.randint(-1, vocab, (rows, 3)),
+    }  # fmt: skip
+    values, pending = arguments(logits, given, **named)
+    try:
+        found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
+    finally:
+        force_instruction_set("")
+    sane = np.asarray(wanted.is_finite & wanted.is_allowed)
+    assert sane.sum() > 60
+    for name in ("is_finite", "is_allowed"):
+        np.testing.assert_array_equal(getattr(found, name)[:90], getattr(wanted, name)[:90])
+    assert not np.asarray(found.is_finite)[90:93].any()
+    np.testing.assert_array_equal(found.tokens[sane], wanted.tokens[sane])
+    asks = sane & (np.asarray(given.num_logprobs) >= 0)
+    np.testing.assert_array_equal(found.top_tokens[asks], wanted.top_tokens[asks])
+    for name in ("logprobs", "top_logprobs"):
+        mine, theirs = (getattr(sampled, name)[asks] for sampled in (found, wanted))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("size", [1, 15, 300, 50257])
+@pytest.mark.parametrize("kind", ["normal", "equals", "ascending", "descending", "banned"])
+@pytest.mark.parametrize("implementation", ["native"], indirect=True)
+def test_the_largest_come_in_order(implementation, size, kind):
+    """As lax.top_k: largest first, the first of equals first."""
+    state = rng(size)
+    x = {
+        "normal": state.standard_normal((3, size)),
+        "equals": state.randint(0, 3, (3, size)),
+        "ascending": np.arange(3 * size).reshape(3, size) / size,
+        "descending": -np.arange(3 * size).reshape(3, size) / size,
+        "banned": np.where(state.rand(3, size) < 0.99, -np.inf, 1.0),
+    }[kind].astype(np.float32)
+    x[:, 0] = 1.0
+    x = jnp.asarray(x)
+    found = draw(x, settings(3, temperature=0.0, num_logprobs=0))
+    values, ids = jax.lax.top_k(lib._logprobs(x, x.max(1)[:, None]), min(20, size))
+    np.testing.assert_allclose(found.top_logprobs, values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found.top_tokens, ids)
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@REFERENCE
+def test_what_does_not_fit_the_native_sampler_is_refused():
+    values, _ = arguments(normal(2, VOCAB), settings(2))
+    for index, wrong in {1: values[1][:, :-1], 4: values[4] + 2}.items():
+        with pytest.raises(Exception, match="rooflax sample: "):
+            jax.block_until_ready(compiled("native")(*values[:index], wrong, *values[index + 1 :]))

@@ -17,13 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.engine.sequence import Sequence, TokenLogprobs
 from rooflax.nn.batch import Batch
-from rooflax.ops.sampling import NO_ID, Sampled, Sampling
-from rooflax.ops.sampling_limits import (
-    MAX_ALLOWED_IDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_IDS,
-)
+from rooflax.ops import sampling_columns as columns
+from rooflax.ops.sampling import Sampled
+from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
 SLOT, START, QUERY_LEN, SAMPLES, NUM_STEPS, NEXT, FIRST = range(7)
 """Columns of a row; from FIRST on: first positions, block tables, tokens. NEXT is the token after
@@ -32,19 +28,6 @@ TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
 """Bits of STATE."""
-
-_FLOATS = (
-    "temperature", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-_UNSIGNED = ("seed", "sample_index")
-_INTS = ("top_k", "num_logprobs", "min_position", "num_beams", "is_guided")
-_SCALARS = (*_FLOATS, *_UNSIGNED, *_INTS)
-_WIDTHS = (
-    len(_FLOATS), len(_UNSIGNED), len(_INTS),
-    MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_ALLOWED_IDS, MAX_STOP_IDS,
-)  # fmt: skip
-PARAMS_WIDTH = sum(_WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +88,7 @@ class Layout:
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
     """What a sequence wants of the sampler, in the columns of one slot."""
     params = sequence.params
-    given: dict[str, Any] = {name: getattr(params, name, None) for name in _SCALARS}
+    given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
     given["sample_index"] = sequence.sample_index
     given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
     if sequence.group is not None:
@@ -113,48 +96,8 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
     given["is_guided"] = sequence.guide is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
-    floats, unsigned, ints, ids, values, allowed, stop = _split(row)
-    floats.view(np.float32)[:] = [given[name] for name in _FLOATS]
-    unsigned.view(np.uint32)[:] = [given[name] for name in _UNSIGNED]
-    ints[:] = [given[name] for name in _INTS]
-    ids[:], values[:], allowed[:], stop[:] = 0, 0, NO_ID, NO_ID
-    ids[: len(bias)] = list(bias)
-    values.view(np.float32)[: len(bias)] = list(bias.values())
-    allowed[: len(params.allowed_token_ids)] = params.allowed_token_ids
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
-    stop[: len(known)] = known
-
-
-def empty_params(slots: int) -> np.ndarray:
-    """Nobody's wishes: greedy, and every filter off."""
-    packed = np.zeros((slots, PARAMS_WIDTH), np.int32)
-    for name, value in {"top_p": 1.0, "repetition_penalty": 1.0}.items():
-        packed[:, _FLOATS.index(name)] = np.float32(value).view(np.int32)
-    packed[:, _SCALARS.index("num_logprobs")] = -1
-    packed[:, -MAX_ALLOWED_IDS - MAX_STOP_IDS :] = NO_ID
-    return packed
-
-
-def sampling_of(rows: Int[Array, "B width"], *, plain: bool) -> Sampling:
-    """The columns that `write_params` wrote; inside the jitted step."""
-    floats, unsigned, ints, ids, values, allowed, stop = _split(rows)
-    columns = {name: _bits(floats[:, i], jnp.float32) for i, name in enumerate(_FLOATS)}
-    columns |= {name: _bits(unsigned[:, i], jnp.uint32) for i, name in enumerate(_UNSIGNED)}
-    columns |= {name: ints[:, i] for i, name in enumerate(_INTS)}
-    return Sampling(
-        **columns,
-        bias_ids=ids,
-        bias_values=_bits(values, jnp.float32),
-        allowed_ids=allowed,
-        stop_ids=stop,
-        plain=plain,
-    )
-
-
-def _split(columns: Any) -> list[Any]:
-    """A NumPy or JAX array's last axis, by what it holds."""
-    ends = np.cumsum(_WIDTHS)
-    return [columns[..., end - n : end] for end, n in zip(ends, _WIDTHS, strict=True)]
+    columns.write(row, given, bias, params.allowed_token_ids, known)
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -176,10 +119,10 @@ def pack_sampled(
     state = RAN + FINITE * is_finite.astype(jnp.int32)
     state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
     state = state if ran is None else jnp.where(ran, state, 0)
-    columns = [sampled.tokens[:, None], state[:, None]]
+    parts = [sampled.tokens[:, None], state[:, None]]
     if not plain:
-        columns.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
-    return jnp.concatenate(columns, axis=1)
+        parts.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
+    return jnp.concatenate(parts, axis=1)
 
 
 def sampled_width(vocab_size: int, *, plain: bool) -> int:

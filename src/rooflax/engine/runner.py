@@ -33,6 +33,7 @@ from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
 from rooflax.nn.shards import Shards
+from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts
@@ -109,7 +110,7 @@ class Runner:
         shape = (self.num_slots + 1, self.model.config.vocab_size)
         self.counts = self._put(TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32)))  # type: ignore[arg-type]
         self._seated: list[Sequence | None] = [None] * self.num_slots
-        self._params = packing.empty_params(self.num_slots + 1)
+        self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
         self._masks = np.full((self.num_slots + 1, words), -1, np.int32)

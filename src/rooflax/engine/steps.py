@@ -23,8 +23,10 @@ from rooflax.nn.kv_cache import KVCache, copy_blocks
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
 from rooflax.nn.shards import Shards
+from rooflax.ops import sampling_columns
 from rooflax.ops.control import while_loop
-from rooflax.ops.sampling import NO_ID, Sampling, TokenCounts, logprobs_of, sample
+from rooflax.ops.sampling import TokenCounts, logprobs_of, sample
+from rooflax.ops.sampling_columns import NO_ID
 
 
 @jax.tree_util.register_dataclass
@@ -36,12 +38,13 @@ class StepInput:
         rows: a row per sequence, in the columns of `layout`.
         params: a row per slot: what its request wants of the sampler. Stays on the device.
         masks: a row per slot: bits of the tokens that a row with a guide may choose; None if plain.
-        plain: `Sampling.plain`.
+        plain: every row takes the most likely token and asks for nothing else: a program of its
+            own, without what would only have to be compiled.
         hidden: what came out of the layers, where these ran one by one before.
     """
 
     rows: Int[Array, "B width"]
-    params: Int[Array, "slots params_width"]
+    params: Int[Array, "slots width"]
     masks: Int[Array, "slots words"] | None
     layout: Layout = field(metadata={"static": True})
     plain: bool = field(default=False, metadata={"static": True})
@@ -61,8 +64,8 @@ class StepInput:
         return self.rows[:, packing.SAMPLES] > 0
 
     @property
-    def sampling(self) -> Sampling:
-        return packing.sampling_of(self.params[self.slots], plain=self.plain)
+    def stop_ids(self) -> Int[Array, "B num_stop"]:
+        return sampling_columns.split(self.params)[-1][self.slots]
 
 
 Carry = tuple[KVCache | None, TokenCounts]
@@ -162,7 +165,7 @@ def decode(
         index, _, batch, carry, out = state
         packed, carry = run(batch, carry)
         tokens = packed[:, packing.TOKEN]
-        stops = jnp.any(tokens[:, None] == step.sampling.stop_ids, axis=1)
+        stops = jnp.any(tokens[:, None] == step.stop_ids, axis=1)
         stopped = jnp.any(stops & step.samples)
         return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
 
@@ -190,11 +193,12 @@ def verify(
     every_slot = jnp.repeat(step.slots, seq)
     sampled = sample(
         model.logits(flat, options=options, shards=shards),
-        packing.sampling_of(step.params[every_slot], plain=step.plain),
+        step.params,
         batch.positions.reshape(-1) + 1,
         counts,
         every_slot,
         step.masks,
+        plain=step.plain,
         pending=_drafts_before(batch.tokens).reshape(rows * seq, seq),
         implementation=options.kernels,
     )
@@ -317,11 +321,12 @@ def _choose(
     )
     sampled = sample(
         logits,
-        step.sampling,
+        step.params,
         batch.context_lens,
         counts,
         step.slots,
         step.masks,
+        plain=step.plain,
         implementation=options.kernels,
     )
     if not step.plain:

@@ -7,21 +7,23 @@ slot of any batch. All rows go through one function of fixed shape; greedy rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rooflax.ops import parts
+from rooflax.ops import sampling_columns as columns
 from rooflax.ops.control import cond
 from rooflax.ops.dispatch import choose
+from rooflax.ops.sampling_columns import NO_ID
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
 NUM_CANDIDATES = 256
 """Rows whose filters keep no more than this many tokens are sampled without a full sort."""
 
-NO_ID = -1
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -45,11 +47,10 @@ class Sampling:
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
         is_guided: 1 where the row may only choose what its mask allows, else 0.
-        num_logprobs: how many log-probabilities the row wants; -1 is none.
+        num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
+            it then means nothing.
         num_beams: above 1 the row is a beam: adjustments act on its log-probabilities, and those
             are what comes back.
-        plain: the caller's word that every row takes the most likely token and nothing else is
-            asked for: a program of its own, without what would only have to be compiled.
     """
 
     temperature: Float[Array, " B"]
@@ -69,7 +70,25 @@ class Sampling:
     is_guided: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
     num_beams: Int[Array, " B"]
-    plain: bool = field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of(cls, rows: Int[Array, "B width"]) -> Sampling:
+        """From columns as `sampling_columns` writes them."""
+        floats, unsigned, ints, ids, values, allowed, stop = columns.split(rows)
+        found = {name: _as(floats[:, i], jnp.float32) for i, name in enumerate(columns.FLOATS)}
+        found |= {name: _as(unsigned[:, i], jnp.uint32) for i, name in enumerate(columns.UNSIGNED)}
+        found |= {name: ints[:, i] for i, name in enumerate(columns.INTS)}
+        return cls(
+            **found,
+            bias_ids=ids,
+            bias_values=_as(values, jnp.float32),
+            allowed_ids=allowed,
+            stop_ids=stop,
+        )
+
+
+def _as(x: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -120,12 +139,13 @@ class Sampled:
 @parts.sampling
 def sample(
     logits: Float[Array, "B V"],
-    sampling: Sampling,
+    params: Int[Array, "slots width"],
     positions: Int[Array, " B"],
     counts: TokenCounts,
     slots: Int[Array, " B"],
     masks: Int[Array, "slots words"] | None = None,
     *,
+    plain: bool = False,
     pending: Int[Array, "B P"] | None = None,
     implementation: str | None = None,
 ) -> Sampled:
@@ -136,19 +156,65 @@ def sample(
 
     Args:
         logits: float32.
+        params: what each slot's request wants, a `Sampling` in columns.
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.
         masks: of each slot, bit i % 32 of word i // 32 is whether a guided row may choose token i.
+        plain: the caller's word that every row takes the most likely token and nothing else is
+            asked for.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
-        implementation: of finding the largest; None for the platform's best.
+        implementation: one of IMPLEMENTATIONS; None for the platform's best.
     """
-    argmax = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)
-    best = argmax(logits)  # the first NaN, if there is one
+    if plain:
+        best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits)
+        largest = jnp.take_along_axis(logits, best[:, None], axis=1)
+        return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
+    run = choose("sample", IMPLEMENTATIONS, implementation)
+    return run(logits, params, positions, counts, slots, masks, pending)
+
+
+def _native_sample(
+    logits: Float[Array, "B V"],
+    params: Int[Array, "slots width"],
+    positions: Int[Array, " B"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
+    masks: Int[Array, "slots words"] | None,
+    pending: Int[Array, "B P"] | None,
+) -> Sampled:
+    """All of it in one call; XLA takes four times as long to compile a step with the operations of
+    `_sample`, and three times as long to trace it."""
+    rows, vocab = logits.shape
+    top, nothing = min(MAX_LOGPROBS, vocab), jnp.zeros((0, 0), jnp.int32)
+    each = [jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, bool, bool, jnp.float32)]
+    best = [jax.ShapeDtypeStruct((rows, top), t) for t in (jnp.int32, jnp.float32)]
+    found = jax.ffi.ffi_call("rooflax_sample", each + best)(
+        logits,
+        params,
+        positions,
+        counts.in_prompt,
+        counts.generated,
+        slots,
+        nothing if masks is None else masks,
+        nothing if pending is None else pending,
+    )
+    return Sampled(*found)
+
+
+def _sample(
+    logits: Float[Array, "B V"],
+    params: Int[Array, "slots width"],
+    positions: Int[Array, " B"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
+    masks: Int[Array, "slots words"] | None,
+    pending: Int[Array, "B P"] | None,
+) -> Sampled:
+    sampling = Sampling.of(params[slots])
+    best = _argmax(logits)  # the first NaN, if there is one
     largest = jnp.take_along_axis(logits, best[:, None], axis=1)
     is_finite = jnp.isfinite(largest[:, 0])
-    if sampling.plain:
-        return _without_logprobs(best, is_finite, logits.shape[1])
     too_early = positions < sampling.min_position
     is_beam = sampling.num_beams > 1
     asks = (
@@ -170,8 +236,8 @@ def sample(
     adjusted = cond(adjusts, adjust, lambda: logits)
     tokens = cond(
         jnp.any(sampling.temperature > 0),
-        lambda: _draw(adjusted, sampling, positions, implementation),
-        lambda: cond(adjusts, lambda: argmax(adjusted), lambda: best),
+        lambda: _draw(adjusted, sampling, positions),
+        lambda: cond(adjusts, lambda: _argmax(adjusted), lambda: best),
     )
     chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
     is_allowed = ~jnp.isneginf(chosen)
@@ -190,31 +256,20 @@ def sample(
     return Sampled(tokens, is_finite, is_allowed, logprobs, top_tokens, top_logprobs)
 
 
+IMPLEMENTATIONS = {"reference": _sample, "xla": _sample, "native": _native_sample}
+
+
 def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
 def _native_argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """XLA's on CPU is a scalar loop, 0.2 ms over GPT-2's vocabulary, and draws what it compares
-    into the loop: 1.5 ms with the noise."""
+    """XLA's on CPU is a scalar loop, 0.2 ms over GPT-2's vocabulary."""
     out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)
     return jax.ffi.ffi_call("rooflax_argmax", out)(x)
 
 
 ARGMAX_IMPLEMENTATIONS = {"reference": _argmax, "xla": _argmax, "native": _native_argmax}
-
-
-def _native_top_k(x: Float[Array, "B V"], k: int) -> tuple[jax.Array, jax.Array]:
-    """Half of what XLA's takes on CPU, 0.05 ms for 256 of GPT-2's vocabulary."""
-    shape = (x.shape[0], k)
-    out = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32))
-    values, ids = jax.ffi.ffi_call("rooflax_top", out)(x)
-    return values, ids
-
-
-TOP_K_IMPLEMENTATIONS = {
-    "reference": jax.lax.top_k, "xla": jax.lax.top_k, "native": _native_top_k
-}  # fmt: skip
 
 
 def _with_pending(
@@ -280,14 +335,12 @@ def _draw(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     positions: Int[Array, " B"],
-    implementation: str | None,
 ) -> Int[Array, " B"]:
     """argmax of filtered logits / T + noise; greedy rows take the argmax."""
     vocab = logits.shape[1]
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     scaled = logits / temperature[:, None]
-    top_k = choose("top_k", TOP_K_IMPLEMENTATIONS, implementation)
-    values, ids = top_k(scaled, min(NUM_CANDIDATES, vocab))
+    values, ids = jax.lax.top_k(scaled, min(NUM_CANDIDATES, vocab))
     total = _total(scaled, values[:, :1])
     keep = _keep(values, total, sampling)
 
@@ -308,11 +361,11 @@ def _draw(
 
     def from_all() -> jax.Array:
         values, ids, keep = cond(jnp.any(filtered), sort_all, keep_all)
-        among_all = _pick(values, ids, keep, sampling, positions, implementation)
+        among_all = _pick(values, ids, keep, sampling, positions)
         return jnp.where(within, drawn, among_all)
 
     # A row takes the same path whatever its neighbours take.
-    drawn = _pick(values, ids, keep, sampling, positions, implementation)
+    drawn = _pick(values, ids, keep, sampling, positions)
     drawn = cond(jnp.all(within), lambda: drawn, from_all)
     return jnp.where(sampling.temperature > 0, drawn, ids[:, 0])
 
@@ -354,13 +407,9 @@ def _pick(
     keep: Bool[Array, "B C"],
     sampling: Sampling,
     positions: Int[Array, " B"],
-    implementation: str | None,
 ) -> Int[Array, " B"]:
-    argmax = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)
-    noise = gumbel(
-        sampling.seed, sampling.sample_index, positions, ids, implementation=implementation
-    )
-    best = argmax(jnp.where(keep, values + noise, LOWEST))
+    noise = gumbel(sampling.seed, sampling.sample_index, positions, ids)
+    best = _argmax(jnp.where(keep, values + noise, LOWEST))
     return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
 
 
@@ -369,16 +418,13 @@ def gumbel(
     sample_index: UInt32[Array, " B"],
     positions: Int[Array, " B"],
     ids: Int[Array, "B C"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B C"]:
     """Standard Gumbel noise of each (seed, sample index, position, token id).
 
     -log(-log(u)), where u is 23 bits of threefry2x32 with key (seed, sample index) and counter
     (position, token id).
     """
-    random_bits = choose("random_bits", RANDOM_BITS_IMPLEMENTATIONS, implementation)
-    bits = random_bits(seed, sample_index, positions, ids)
+    bits = _threefry2x32(seed, sample_index, positions, ids)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
@@ -403,23 +449,6 @@ def _threefry2x32(
         x0 = x0 + keys[(block + 1) % 3]
         x1 = x1 + keys[(block + 2) % 3] + jnp.uint32(block + 1)
     return x0
-
-
-def _native_threefry2x32(
-    seed: UInt32[Array, " B"],
-    sample_index: UInt32[Array, " B"],
-    positions: Int[Array, " B"],
-    ids: Int[Array, "B C"],
-) -> UInt32[Array, "B C"]:
-    """XLA's loop on CPU is not vectorised: 0.9 ms over GPT-2's vocabulary, logarithms included."""
-    out = jax.ShapeDtypeStruct(ids.shape, jnp.uint32)
-    call = jax.ffi.ffi_call("rooflax_random_bits", out)
-    return call(seed, sample_index, positions, ids)
-
-
-RANDOM_BITS_IMPLEMENTATIONS = {
-    "reference": _threefry2x32, "xla": _threefry2x32, "native": _native_threefry2x32
-}  # fmt: skip
 
 
 def _without_logprobs(

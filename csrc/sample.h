@@ -1,0 +1,245 @@
+// The next token of one row, as `sample` in ops/sampling.py says it: penalties and bias, what may not be
+// chosen, then temperature, top-k, top-p and min-p, and a draw by noise.
+#ifndef ROOFLAX_SAMPLE_H_
+#define ROOFLAX_SAMPLE_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+
+namespace rooflax {
+
+constexpr float kBanned = -std::numeric_limits<float>::infinity();
+
+// What a slot's sequence wants, laid out as ops/sampling_columns.py says. Lists of ids are padded with
+// -1, those of the bias with a bias of 0.
+struct Wishes {
+  static constexpr int64_t kBias = 300, kAllowed = 1024, kStop = 32;
+  float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+  uint32_t seed, sample_index;
+  int32_t top_k, num_logprobs, min_position, num_beams, is_guided;
+  int32_t bias_ids[kBias];
+  float bias_values[kBias];
+  int32_t allowed[kAllowed], stop[kStop];
+
+  bool penalises() const {
+    return repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
+  }
+  bool filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+  bool has_bias() const {
+    return std::any_of(bias_values, bias_values + kBias, [](float value) { return value != 0; });
+  }
+  bool is_limited() const {
+    return std::any_of(allowed, allowed + kAllowed, [](int32_t id) { return id != -1; });
+  }
+};
+
+// A row on its way: what is known of it, and room for two copies of its logits.
+struct SampledRow {
+  const Wishes& wishes;
+  const float* logits;  // [vocab]
+  int64_t vocab;
+  int32_t position;  // that the new token will have
+  const bool* in_prompt;  // [vocab]
+  const int32_t* generated;  // [vocab], how often
+  const int32_t* mask;  // bits of the tokens that a guided row may choose; or null
+  const int32_t* pending;  // tokens that `generated` does not have yet; -1 is none
+  int64_t num_pending;
+  float *adjusted, *work;  // [vocab], scratch
+
+  bool knows(int32_t id) const { return id >= 0 && id < vocab; }
+  bool adjusts() const {
+    return wishes.num_beams > 1 || wishes.penalises() || wishes.has_bias() || wishes.is_limited() ||
+           wishes.is_guided > 0 || position < wishes.min_position;
+  }
+};
+
+struct SampledToken {
+  int32_t token;
+  bool is_finite, is_allowed;
+  float logprob;
+};
+
+// The largest of a row, largest first and the first of equals first, in expected time O(columns):
+// values above the least of the best so far are gathered until there are twice as many as wanted.
+inline void TopOfRow(const float* x, int64_t columns, int64_t wanted, float* values, int32_t* ids) {
+  static thread_local std::vector<int32_t> best;
+  best.resize(std::max(best.size(), static_cast<size_t>(2 * wanted)));
+  const auto before = [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+  float least = kBanned;
+  int64_t count = 0;
+  for (int64_t at = 0; at < columns;) {
+    count += ChosenKernels().above(x, &at, columns, least, best.data() + count, 2 * wanted - count);
+    if (count > wanted) {
+      std::nth_element(best.begin(), best.begin() + wanted - 1, best.begin() + count, before);
+      count = wanted;
+      least = x[best[static_cast<size_t>(wanted - 1)]];
+    }
+  }
+  std::sort(best.begin(), best.begin() + count, before);
+  for (int64_t i = 0; count < wanted; ++i) {  // the rest is -inf, or not a number
+    if (!(x[i] > kBanned)) best[static_cast<size_t>(count++)] = static_cast<int32_t>(i);
+  }
+  for (int64_t i = 0; i < wanted; ++i) {
+    ids[i] = best[static_cast<size_t>(i)];
+    values[i] = x[ids[i]];
+  }
+}
+
+// out = log softmax of the logits.
+inline void Logprobs(const SampledRow& row, float largest, float* out) {
+  const float total = std::log(ChosenKernels().exp_total(row.logits, row.vocab, largest));
+  for (int64_t v = 0; v < row.vocab; ++v) out[v] = row.logits[v] - largest - total;
+}
+
+// Penalties and the bias, on what `adjusted` holds.
+inline void Penalise(const SampledRow& row) {
+  const Wishes& w = row.wishes;
+  const auto penalised = [&](float x, bool in_prompt, int32_t count) {
+    if (in_prompt || count > 0) x = x > 0 ? x / w.repetition_penalty : x * w.repetition_penalty;
+    if (count > 0) x -= w.presence_penalty;
+    return x - w.frequency_penalty * static_cast<float>(count);
+  };
+  if (w.penalises()) {
+    const int32_t* end = row.pending + row.num_pending;
+    std::vector<float> before;  // of the pending tokens
+    for (const int32_t* id = row.pending; id != end; ++id) {
+      before.push_back(row.knows(*id) ? row.adjusted[*id] : 0);
+    }
+    for (int64_t v = 0; v < row.vocab; ++v) {
+      row.adjusted[v] = penalised(row.adjusted[v], row.in_prompt[v], row.generated[v]);
+    }
+    for (const int32_t* id = row.pending; id != end; ++id) {
+      if (!row.knows(*id)) continue;
+      const auto count = row.generated[*id] + static_cast<int32_t>(std::count(row.pending, end, *id));
+      const float unchanged = before[static_cast<size_t>(id - row.pending)];
+      row.adjusted[*id] = penalised(unchanged, row.in_prompt[*id], count);
+    }
+  }
+  for (int64_t i = 0; i < Wishes::kBias; ++i) {
+    if (w.bias_values[i] != 0 && row.knows(w.bias_ids[i])) {
+      row.adjusted[w.bias_ids[i]] += w.bias_values[i];
+    }
+  }
+}
+
+// -inf in `adjusted` for what the row may not choose.
+inline void Ban(const SampledRow& row) {
+  const Wishes& w = row.wishes;
+  if (w.is_limited()) {
+    float kept[Wishes::kAllowed];
+    for (int64_t i = 0; i < Wishes::kAllowed; ++i) {
+      kept[i] = row.knows(w.allowed[i]) ? row.adjusted[w.allowed[i]] : 0;
+    }
+    std::fill(row.adjusted, row.adjusted + row.vocab, kBanned);
+    for (int64_t i = 0; i < Wishes::kAllowed; ++i) {
+      if (row.knows(w.allowed[i])) row.adjusted[w.allowed[i]] = kept[i];
+    }
+  }
+  if (row.position < w.min_position) {
+    for (int32_t id : w.stop) {
+      if (row.knows(id)) row.adjusted[id] = kBanned;
+    }
+  }
+  if (w.is_guided > 0 && row.mask != nullptr) {
+    for (int64_t v = 0; v < row.vocab; ++v) {
+      const auto word = static_cast<uint32_t>(row.mask[v / 32]);
+      if ((word >> (v % 32) & 1) == 0) row.adjusted[v] = kBanned;
+    }
+  }
+}
+
+// `adjusted` from the logits; of a beam from its log-probabilities.
+inline void Adjust(const SampledRow& row, float largest) {
+  if (row.wishes.num_beams > 1) {
+    Logprobs(row, largest, row.adjusted);
+  } else {
+    std::copy(row.logits, row.logits + row.vocab, row.adjusted);
+  }
+  Penalise(row);
+  Ban(row);
+}
+
+// How many of the most likely tokens survive top-k, top-p and min-p; the first always does.
+inline int64_t NumKept(const Wishes& w, const std::vector<float>& ordered, float total) {
+  const auto count = static_cast<int64_t>(ordered.size());
+  const int64_t most = w.top_k > 0 ? std::min<int64_t>(w.top_k, count) : count;
+  const auto weight = [&](int64_t i) { return std::exp(ordered[static_cast<size_t>(i)] - ordered[0]); };
+  if (w.top_k > 0 && w.top_k <= count && w.top_p < 1) {  // shares of what top-k kept
+    total = 0;
+    for (int64_t i = 0; i < most; ++i) total += weight(i);
+  }
+  float before = 0;
+  for (int64_t i = 0; i < most; ++i) {
+    const float here = weight(i);
+    const bool in_top_p = w.top_p >= 1 || before < w.top_p * total;
+    if (i > 0 && !(in_top_p && here >= w.min_p)) return i;
+    before += here;
+  }
+  return most;
+}
+
+constexpr int64_t kCandidates = 256;
+
+// argmax of what survives of x / temperature, plus noise.
+inline int32_t Draw(const SampledRow& row, const float* x) {
+  const Wishes& w = row.wishes;
+  const Kernels& kernels = ChosenKernels();
+  const uint32_t key[2] = {w.seed, w.sample_index};
+  const auto counter = static_cast<uint32_t>(row.position);
+  for (int64_t v = 0; v < row.vocab; ++v) row.work[v] = x[v] / w.temperature;
+  if (!w.filters()) {
+    kernels.add_noise(key, counter, nullptr, row.vocab, row.work);
+    return static_cast<int32_t>(kernels.argmax(row.work, row.vocab));
+  }
+  static thread_local std::vector<float> values;
+  static thread_local std::vector<int32_t> ids;
+  const float largest = row.work[kernels.argmax(row.work, row.vocab)];
+  const float total = kernels.exp_total(row.work, row.vocab, largest);
+  int64_t wanted = std::min<int64_t>(row.vocab, std::max<int64_t>(w.top_k, kCandidates)), kept = 0;
+  for (bool enough = false; !enough; wanted = std::min(row.vocab, 8 * wanted)) {
+    values.resize(static_cast<size_t>(wanted));
+    ids.resize(values.size());
+    TopOfRow(row.work, row.vocab, wanted, values.data(), ids.data());
+    kept = NumKept(w, values, total);
+    enough = kept < wanted || wanted == row.vocab || w.top_k > 0;
+  }
+  kernels.add_noise(key, counter, ids.data(), kept, values.data());
+  return ids[static_cast<size_t>(kernels.argmax(values.data(), kept))];
+}
+
+// What the row chooses; `count` most likely tokens where it asks for log-probabilities, else zeros.
+inline SampledToken SampleRow(const SampledRow& row, int64_t count, int32_t* top, float* top_logprobs) {
+  const Wishes& w = row.wishes;
+  const Kernels& kernels = ChosenKernels();
+  const int64_t best = kernels.argmax(row.logits, row.vocab);
+  const float largest = row.logits[best];
+  std::fill(top, top + count, 0);
+  std::fill(top_logprobs, top_logprobs + count, 0.0f);
+  SampledToken found{static_cast<int32_t>(best), std::isfinite(largest), true, 0};
+  if (!found.is_finite) return found;
+  const float* x = row.logits;
+  if (row.adjusts()) {
+    Adjust(row, largest);
+    x = row.adjusted;
+  }
+  found.token = w.temperature > 0 ? Draw(row, x) : static_cast<int32_t>(kernels.argmax(x, row.vocab));
+  found.is_allowed = x[found.token] != kBanned;
+  found.is_finite = std::isfinite(x[found.token]) || !found.is_allowed;
+  if (w.num_logprobs < 0) return found;
+  if (w.num_beams <= 1) {
+    Logprobs(row, largest, row.work);
+    x = row.work;
+  }
+  found.logprob = x[found.token];
+  TopOfRow(x, row.vocab, count, top_logprobs, top);
+  return found;
+}
+
+}  // namespace rooflax
+
+#endif  // ROOFLAX_SAMPLE_H_

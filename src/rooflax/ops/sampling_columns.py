@@ -1,0 +1,70 @@
+"""What a sequence wants of the sampler, as one row of int32: its columns, and how to write and read
+them.
+
+Floats are there by their bits. The rows of all slots stay on the device; the native sampler reads
+them as they are (csrc/sample.h, `Wishes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+
+NO_ID = -1
+"""Pads the lists of ids; those of the bias are padded with a bias of 0."""
+FLOATS = (
+    "temperature", "top_p", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+UNSIGNED = ("seed", "sample_index")
+INTS = ("top_k", "num_logprobs", "min_position", "num_beams", "is_guided")
+SCALARS = (*FLOATS, *UNSIGNED, *INTS)
+WIDTHS = (
+    len(FLOATS), len(UNSIGNED), len(INTS),
+    MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_ALLOWED_IDS, MAX_STOP_IDS,
+)  # fmt: skip
+WIDTH = sum(WIDTHS)
+
+
+def split(columns: Any) -> list[Any]:
+    """A NumPy or JAX array's last axis, by what it holds: floats, unsigned, ints, ids and values of
+    the bias, allowed ids, stop ids."""
+    ends = np.cumsum(WIDTHS)
+    return [columns[..., end - n : end] for end, n in zip(ends, WIDTHS, strict=True)]
+
+
+def empty(slots: int) -> np.ndarray:
+    """Nobody's wishes: greedy, and every filter off."""
+    columns = np.zeros((slots, WIDTH), np.int32)
+    for name, value in {"top_p": 1.0, "repetition_penalty": 1.0}.items():
+        columns[:, FLOATS.index(name)] = np.float32(value).view(np.int32)
+    columns[:, SCALARS.index("num_logprobs")] = -1
+    columns[:, -MAX_ALLOWED_IDS - MAX_STOP_IDS :] = NO_ID
+    return columns
+
+
+def write(
+    row: np.ndarray,
+    scalars: Mapping[str, Any],
+    bias: Mapping[int, float],
+    allowed_ids: Iterable[int],
+    stop_ids: Iterable[int],
+) -> None:
+    """Fills one row.
+
+    Args:
+        scalars: a value for each of SCALARS.
+    """
+    floats, unsigned, ints, ids, values, allowed, stop = split(row)
+    floats.view(np.float32)[:] = [scalars[name] for name in FLOATS]
+    unsigned.view(np.uint32)[:] = [scalars[name] for name in UNSIGNED]
+    ints[:] = [scalars[name] for name in INTS]
+    ids[:], values[:], allowed[:], stop[:] = 0, 0, NO_ID, NO_ID
+    ids[: len(bias)] = list(bias)
+    values.view(np.float32)[: len(bias)] = list(bias.values())
+    for columns, given in ((allowed, tuple(allowed_ids)), (stop, tuple(stop_ids))):
+        columns[: len(given)] = given

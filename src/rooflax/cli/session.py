@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
+from rooflax.ops import early_memory
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
+    from rooflax.nn.execution import ExecutionOptions
 
 
 def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
@@ -27,38 +31,58 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     said = options or flags.execution_options(args)
     flags.check_speculation(args, said)
     flags.check_weights_budget(args, said)
-    precision = flags.check_precision(args) if "dtype" not in settings else None
+    precision = flags.check_precision(args)
+    settings = {"dtype": precision.dtype, "kv_dtype": precision.kv_dtype} | settings
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
         parse_mesh(mesh_text)
     platform.check_processes(args)
     where = flags.find_arguments(args)
+    with early_memory.early_memory(_stored_bytes(args)):
+        llm = _loaded(args, options, where, settings)
+    if args.verbose:
+        say_settings(llm)
+    return llm
+
+
+def _stored_bytes(args: argparse.Namespace) -> int:
+    """What the weights of a folder take as they are; 0 where they become something else."""
+    changed = ("quantize", "dtype", "mesh", "weights_budget")
+    if args.model is None or any(getattr(args, name, None) is not None for name in changed):
+        return 0
+    found = sum(path.stat().st_size for path in Path(args.model).glob("*.safetensors"))
+    return found if found < (available_bytes() or 0) // 2 else 0
+
+
+def _loaded(
+    args: argparse.Namespace,
+    options: ExecutionOptions | None,
+    where: dict[str, Any],
+    settings: dict[str, Any],
+) -> LLM:
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
+        if jax.default_backend() != "cpu":
+            early_memory.drop()
         options = options or flags.execution_options(args, jax.default_backend())
         from rooflax.llm import LLM
         from rooflax.loading.load import describe
 
     given = {
         "quantize": getattr(args, "quantize", None),
-        "dtype": precision.dtype if precision else None,
-        "kv_dtype": precision.kv_dtype if precision else None,
         "max_model_len": getattr(args, "max_model_len", None),
         "check": getattr(args, "check", False),
         "speculate": getattr(args, "speculate", None),
         "num_draft_tokens": getattr(args, "num_draft_tokens", None),
-        "mesh": platform.make_mesh(mesh_text),
+        "mesh": platform.make_mesh(getattr(args, "mesh", None)),
         "weights_budget": getattr(args, "weights_budget", None),
-    }
+    } | settings
     about = describe(args.model, **where)
     with (
         terminal.status(f"loading {about.name}", args.quiet or about.folder is not None),
         terminal.byte_progress(f"loading {about.name}", _bytes(about, given), args.quiet) as bar,
     ):
-        llm = LLM(about, options=options, progress=bar.update, **(given | settings))
-    if args.verbose:
-        say_settings(llm)
-    return llm
+        return LLM(about, options=options, progress=bar.update, **given)
 
 
 def _bytes(about: Any, given: dict[str, Any]) -> int:

@@ -387,6 +387,7 @@ class Runner:
             self._seat_counts(self.num_slots, None)
         if any(s.group is not None for s in sequences):
             self.copy([])
+        give_back_freed()
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""

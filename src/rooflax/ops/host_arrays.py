@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-ALIGNMENT = 64
-"""Bytes; XLA's CPU client aliases a NumPy array that begins at a multiple of this."""
+from rooflax.ops.early_memory import ALIGNMENT, private_map, take
+
 Put = Callable[[np.ndarray], Any]
 """A host array to the device."""
 
@@ -21,6 +20,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
     NumPy asks for huge pages for large ones, which a device's own copy would not have.
     """
+    early = take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    if early is not None:
+        return early.view(dtype).reshape(shape)
     return _aligned(np.empty, shape, dtype)
 
 
@@ -52,7 +54,7 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int):
-        self._memory = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)
+        self._memory = np.frombuffer(private_map(max(num_bytes, 1)), np.uint8)
         self._used, self._lock = 0, threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

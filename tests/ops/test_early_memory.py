@@ -1,0 +1,94 @@
+"""Memory made ready while JAX is imported: who gets it, and what becomes of the rest."""
+
+import argparse
+import sys
+
+import numpy as np
+import pytest
+
+from rooflax.cli import session
+from rooflax.nn.host_memory import anonymous_bytes
+from rooflax.ops import early_memory as lib
+from rooflax.ops.host_arrays import aligned_empty
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is none")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What `early_memory` made, in order."""
+    found = []
+
+    class Kept(lib.EarlyMemory):
+        def __init__(self, num_bytes):
+            super().__init__(num_bytes)
+            found.append(self)
+
+    monkeypatch.setattr(lib, "EarlyMemory", Kept)
+    return found
+
+
+def is_in(array, memory):
+    return np.shares_memory(array, memory._memory)
+
+
+def test_large_arrays_lie_in_it_one_after_the_other_and_outlive_it(made):
+    with lib.early_memory(100 * MIB):
+        (memory,) = made
+        one, other = aligned_empty((3, 5), np.dtype("int8")), aligned_empty((MIB,), np.dtype("f4"))
+        assert is_in(one, memory)
+        assert is_in(other, memory)
+        assert not np.shares_memory(one, other)
+        assert one.ctypes.data % lib.ALIGNMENT == other.ctypes.data % lib.ALIGNMENT == 0
+        too_much = aligned_empty((100, MIB), np.dtype("int8"))
+        assert not is_in(too_much, memory)
+        one[...], other[...] = 7, 0.5
+    assert not is_in(aligned_empty((MIB,), np.dtype("f4")), memory)
+    assert (one == 7).all()
+    assert (other == 0.5).all()
+    del memory
+    made.clear()
+    assert (other == 0.5).all()
+
+
+def test_pages_are_there_before_they_are_taken_and_the_rest_is_given_back(made):
+    before = anonymous_bytes()
+    with lib.early_memory(200 * MIB):
+        made[0]._thread.join()
+        touched = anonymous_bytes() - before
+        if touched < 10 * MIB:
+            pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+        assert touched > 190 * MIB
+        kept = aligned_empty((50, MIB), np.dtype("int8"))
+    assert 45 * MIB < anonymous_bytes() - before < 70 * MIB
+    del kept
+    made.clear()
+    assert anonymous_bytes() - before < 20 * MIB
+
+
+def test_what_fails_inside_ends_it_and_small_models_have_none(made):
+    with pytest.raises(ZeroDivisionError), lib.early_memory(100 * MIB):
+        _ = 1 // 0
+    assert lib.take(1) is None
+    with lib.early_memory(lib.SMALLEST - 1):
+        assert lib.take(1) is None
+    assert len(made) == 1
+    with lib.early_memory(100 * MIB):
+        lib.drop()
+        assert lib.take(1) is None
+
+
+def test_folders_whose_weights_stay_as_they_are_have_it(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "b.safetensors").write_bytes(bytes(24))
+    (tmp_path / "c.bin").write_bytes(bytes(24))
+
+    def stored(**given):
+        return session._stored_bytes(argparse.Namespace(model=str(tmp_path), **given))
+
+    assert stored() == stored(quantize=None, dtype=None) == 1024
+    for name, value in {"quantize": "int4", "dtype": "bfloat16", "weights_budget": "1GiB"}.items():
+        assert stored(**{name: value}) == 0
+    for model in (None, "preset:gpt2", "no/such/folder", "model.gguf"):
+        assert session._stored_bytes(argparse.Namespace(model=model)) == 0

@@ -171,8 +171,8 @@ def cells(found: dict[str, Any]) -> tuple[str, ...]:
     """A row of a model's table."""
     engines, best = found["engines"], found["best_peer"]
     speeds = [_speed_cell(engines.get(name), name == best) for name in (OURS, *PEERS)]
-    peer = f"{engines[best]['roofline']:.0%}" if best else ""
-    own = f"{engines[OURS]['roofline']:.0%}"
+    peer = f"{engines[best]['roofline']:.1%}" if best else ""
+    own = f"{engines[OURS]['roofline']:.1%}"
     verdict = (found["target"] or "", met(found["met"]))
     return (test_name(found), found["width"], *speeds, ratio_of(found), own, peer, *verdict)
 
@@ -217,7 +217,7 @@ def short_of_target(document: dict[str, Any]) -> str:
     """The rows that miss, as bullets."""
     missed = [
         f"{found['model']} {found['width']}, {test_name(found)}: {beside(found)}"
-        f"{found['engines'][OURS]['roofline']:.0%} of the roofline; the target is {found['target']}"
+        f"{found['engines'][OURS]['roofline']:.1%} of the roofline; the target is {found['target']}"
         for found in document["rows"]
         if found["met"] is False
     ] + [

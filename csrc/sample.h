@@ -165,7 +165,7 @@ inline void Adjust(const SampledRow& row, float largest) {
 }
 
 // How many of the most likely tokens survive top-k, top-p and min-p; the first always does.
-inline int64_t NumKept(const Wishes& w, const std::vector<float>& ordered, float total) {
+inline int64_t NumKept(const Wishes& w, const std::vector<float>& ordered, double total) {
   const auto count = static_cast<int64_t>(ordered.size());
   const int64_t most = w.top_k > 0 ? std::min<int64_t>(w.top_k, count) : count;
   const auto weight = [&](int64_t i) { return std::exp(ordered[static_cast<size_t>(i)] - ordered[0]); };
@@ -173,7 +173,7 @@ inline int64_t NumKept(const Wishes& w, const std::vector<float>& ordered, float
     total = 0;
     for (int64_t i = 0; i < most; ++i) total += weight(i);
   }
-  float before = 0;
+  double before = 0;
   for (int64_t i = 0; i < most; ++i) {
     const float here = weight(i);
     const bool in_top_p = w.top_p >= 1 || before < w.top_p * total;

@@ -43,7 +43,7 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
                   ffi::Result<F32> logprobs, ffi::Result<S32> top, ffi::Result<F32> top_logprobs) {
   Sizes s;
   if (!Fits(logits, params, positions, in_prompt, generated, slots, masks, pending, s) ||
-      Rank(*top) != 2 || Dim(*top, 1) > s.vocab || !SameShape(*top, *top_logprobs)) {
+      Rank(*top) != 2 || Dim(*top, 1) < 1 || Dim(*top, 1) > s.vocab || !SameShape(*top, *top_logprobs)) {
     return Refuse("sample: shapes");
   }
   for (const size_t count : {tokens->element_count(), is_finite->element_count(),

@@ -359,7 +359,8 @@ void TestAbove(int64_t count, int64_t room) {
   Check("above, number", static_cast<float>(all.size()), static_cast<float>(next), 0);
 }
 
-// The noise of an id does not depend on where it stands, and has the logarithms of the library.
+// The noise of an id does not depend on where it stands, and belongs to the middle of a 2^23rd: near 0
+// and 1, where the steps of u are far apart in the noise, its logarithms have to be right for that.
 void TestNoise(int64_t count) {
   std::vector<int32_t> ids(static_cast<size_t>(count));
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(7 * i);
@@ -374,6 +375,11 @@ void TestNoise(int64_t count) {
     kernels.add_noise(key, 5, &ids[i], 1, &alone);
     Check("noise", noise[i] == alone && iota[7 * i] == alone ? 1 : 0, 1, 0);
     total += std::exp(static_cast<double>(noise[i] - 20));
+  }
+  for (float value : iota) {
+    const double u = std::exp(-std::exp(-static_cast<double>(value))), place = u * 0x1p23 - 0.5;
+    if (u > 0.01 && u < 0.99) continue;
+    Check("noise, place", static_cast<float>(place - std::round(place)), 0, 0.2f);
   }
   const float found = kernels.exp_total(noise.data(), count, 20);
   Check("sum of exponentials", found, static_cast<float>(total), 1e-5f * found);

@@ -96,11 +96,6 @@ class Sample:
         tokens = output.tokens[:new]
         return Delta(sequence.request_id, sequence.sample_index, piece, tokens, completion)
 
-    def pause(self, seconds: float) -> None:
-        """Leaves out of its times what passed between two steps: all before moves up to now."""
-        self.sequence.arrival_s += seconds
-        self.times_s = [time_s + seconds for time_s in self.times_s]
-
     def _stop_position(self) -> int | None:
         params = self.sequence.params
         if len(self.tokens) < params.min_tokens:

@@ -365,9 +365,9 @@ class LLM:
         by_sequence = {id(sample.sequence): sample for sample in samples}
         engine.add(sequences)
         try:
-            while engine.has_unfinished:
+            while not all(s.is_finished for s in sequences):  # then the engine may be another's
                 with count_compilations(compiled):
-                    if not is_warm and any(m.output_tokens for s in sequences for m in s.members):
+                    if not is_warm and engine.decodes_next:
                         is_warm = True
                         _run_untimed(engine.warm_up_decode, samples)
                     stepped = engine.step()
@@ -475,8 +475,12 @@ def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:
     """Does something between two steps that is not in the samples' times."""
     started = time.perf_counter()
     work()
+    seconds = time.perf_counter() - started
+    members = {id(m): m for sample in samples for m in sample.sequence.members}
+    for sequence in members.values():
+        sequence.pause(seconds)
     for sample in samples:
-        sample.pause(time.perf_counter() - started)
+        sample.times_s = [time_s + seconds for time_s in sample.times_s]
 
 
 def _check_processes(mesh: object, speculate: object, options: ExecutionOptions) -> None:

@@ -148,7 +148,7 @@ def test_two_hundred_tokens_across_bucket_edges_compile_nothing_after_warm_up(ti
     """Contexts from 240 to 600 tokens cross the edges at 256 and 512."""
     prompts = [np.random.RandomState(n).randint(0, 4096, n).tolist() for n in (240, 400, 17)]
     many = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    first, later = set(), []
+    first, later = set(), []  # tests/test_late_warm_up.py: what is compiled is so before it runs
     with count_compilations() as counts:
         for delta in tiny.stream(prompts, many):
             if delta.prompt in first:  # the first token may come before decoding is compiled

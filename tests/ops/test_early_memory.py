@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rooflax.cli import session
 from rooflax.nn.host_memory import anonymous_bytes
@@ -79,16 +80,49 @@ def test_what_fails_inside_ends_it_and_small_models_have_none(made):
         assert lib.take(1) is None
 
 
+def test_what_stands_ready_counts_as_free_and_stays_with_who_took_it(made):
+    with lib.early_memory(100 * MIB):
+        made[0]._thread.join()
+        if not made[0]._touched:
+            pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+        assert lib.untaken_bytes() == 100 * MIB
+        kept = lib.take(30 * MIB)
+        assert lib.untaken_bytes() == 70 * MIB
+        memory = made[0]
+    kept[...] = 3
+    assert memory.take(1) is None  # what was given back is nobody's
+    assert lib.untaken_bytes() == 0
+    assert (kept == 3).all()
+
+
+def test_no_memory_for_it_is_no_fault(monkeypatch):
+    def refuses(num_bytes):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(lib, "private_map", refuses)
+    with lib.early_memory(100 * MIB):
+        assert lib.take(1) is None
+
+
 def test_folders_whose_weights_stay_as_they_are_have_it(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
-    (tmp_path / "b.safetensors").write_bytes(bytes(24))
-    (tmp_path / "c.bin").write_bytes(bytes(24))
+    arrays = {"a": np.zeros(100, np.float32), "b": np.zeros((3, 4), np.float16)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    save_file({"a": np.zeros(9)}, tmp_path / "consolidated.safetensors")  # nobody's
 
-    def stored(**given):
-        return session._stored_bytes(argparse.Namespace(model=str(tmp_path), **given))
+    def stored(model=tmp_path, **given):
+        return session._stored_bytes(argparse.Namespace(model=str(model), **given))
 
-    assert stored() == stored(quantize=None, dtype=None) == 1024
-    for name, value in {"quantize": "int4", "dtype": "bfloat16", "weights_budget": "1GiB"}.items():
+    assert stored() == stored(quantize=None, dtype=None) == 424
+    changes = {"quantize": "int4", "dtype": "bfloat16", "weights_budget": "1GiB", "kernels": "xla"}
+    for name, value in changes.items():
         assert stored(**{name: value}) == 0
-    for model in (None, "preset:gpt2", "no/such/folder", "model.gguf"):
-        assert session._stored_bytes(argparse.Namespace(model=model)) == 0
+    save_file({"a": np.zeros(9, np.float16)}, tmp_path / "model.safetensors")
+    assert stored() == 0  # becomes float32
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    assert stored() == 0
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    assert stored() == 0
+    for model in ("", "preset:gpt2", "no/such/folder", "model.gguf", "x" * 300):
+        assert stored(model) == 0
+    assert session._stored_bytes(argparse.Namespace(model=None)) == 0

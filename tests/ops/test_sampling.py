@@ -626,6 +626,7 @@ def test_the_native_sampler_is_the_reference(instruction_set, vocab):
     values, pending = arguments(logits, given, **named)
     try:
         found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
+        jax.block_until_ready((found, wanted))
     finally:
         force_instruction_set("")
     sane = np.asarray(wanted.is_finite & wanted.is_allowed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.errors import CheckpointError
+from rooflax.loading.checkpoint import Checkpoint
 from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
 from rooflax.ops import early_memory
@@ -46,12 +48,21 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def _stored_bytes(args: argparse.Namespace) -> int:
-    """What the weights of a folder take as they are; 0 where they become something else."""
-    changed = ("quantize", "dtype", "mesh", "weights_budget")
-    if args.model is None or any(getattr(args, name, None) is not None for name in changed):
+    """What a folder's weights take in memory if they stay as they are there; 0 where they do not,
+    as far as that is known before JAX is started, and where they will not fit."""
+    changed = ("quantize", "dtype", "mesh", "weights_budget", "kernels")
+    is_changed = any(getattr(args, name, None) is not None for name in changed)
+    if args.model is None or is_changed or not os.path.isdir(args.model):
         return 0
-    found = sum(path.stat().st_size for path in Path(args.model).glob("*.safetensors"))
-    return found if found < (available_bytes() or 0) // 2 else 0
+    try:
+        checkpoint = Checkpoint(args.model)
+    except (CheckpointError, OSError):
+        return 0  # who reads it says why
+    found = [checkpoint.info(name) for name in checkpoint.names()]
+    num_bytes = sum(tensor.nbytes for tensor in found)
+    widened = sum(tensor.nbytes for tensor in found if tensor.dtype == "F16")
+    is_too_much = num_bytes > (available_bytes() or 0) // 2
+    return 0 if is_too_much or 2 * widened > num_bytes else num_bytes
 
 
 def _loaded(

@@ -175,6 +175,14 @@ class Engine:
         if self.speculation is not None:
             self.speculation.drafter.warm_up(self.speculation.longest)
 
+    @property
+    def decodes_next(self) -> bool:
+        """Whether the next step may run a sequence of which one token is left to run."""
+        scheduler = self.scheduler
+        return any(s.num_uncomputed_tokens == 1 for s in scheduler.running) or any(
+            s.num_tokens - scheduler.blocks.num_cached(s) == 1 for s in scheduler.waiting
+        )
+
     def seal(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
         """Compiles everything that any request can need; what is missing then is an error.
 

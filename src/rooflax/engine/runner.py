@@ -374,12 +374,8 @@ class Runner:
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         seq = min(bucket(max(new), SMALLEST_PREFILL), self.longest_prefill)
         self._add_prefills({(n, seq) for n in ({1, self.num_slots} if len(new) > 1 else {1})})
-        long = [(s, n) for s, n in zip(sequences, new, strict=True) if n > 1]
-        rows = self._prefill_rows(*zip(*long, strict=True)) if long else set()
-        self._wanted = self._shapes_of(sequences, rows, seq)
+        self._wanted = self._shapes_of(sequences, self._prefill_rows(sequences, new), seq)
         self._warm_wanted("prefill")
-        if len(long) < len(new):  # a lone token is decoded at once
-            self.warm_up_decode()
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
@@ -398,11 +394,14 @@ class Runner:
             if shape.kind in kinds:
                 self._warm_shape(shape)
 
-    def _prefill_rows(self, sequences: tuple[Sequence, ...], new: tuple[int, ...]) -> set[int]:
-        """Rows of the prefills to come; those that begin alike do not run together."""
+    def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
+        """Rows of the prefills to come; those that begin alike do not run together, and a lone
+        token is decoded."""
+        if max(new) == 1:
+            return set()
         if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
             return {rows for rows, _ in self.buckets.prefills}
-        calls = self._prefill_calls(list(zip(sequences, new, strict=True)))
+        calls = self._prefill_calls([c for c in zip(sequences, new, strict=True) if c[1] > 1])
         beginnings = {tuple(s.tokens[: block_size()]) for s in sequences}
         alone = set() if len(beginnings) == len(sequences) else {1}
         return {call.shape.rows for call in calls} | alone

@@ -136,6 +136,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
 
+    def pause(self, seconds: float) -> None:
+        """Leaves out of its times what passed between two steps: all before moves up to now."""
+        self.arrival_s += seconds
+        self.token_times_s = [time_s + seconds for time_s in self.token_times_s]
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_tokens)

@@ -41,7 +41,8 @@ class EarlyMemory:
         with contextlib.suppress(AttributeError, OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory = np.frombuffer(self._map, np.uint8)
-        self._used, self._lock, self._is_over = 0, threading.Lock(), threading.Event()
+        self._touched = self._used = 0
+        self._lock, self._is_over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._touch, daemon=True)
         self._thread.start()
 
@@ -53,6 +54,12 @@ class EarlyMemory:
             size = min(_STEP, end - begin)
             if self._is_over.is_set() or madvise(start + begin, size, _POPULATE_WRITE) != 0:
                 return
+            self._touched = begin + size
+
+    @property
+    def untaken_bytes(self) -> int:
+        """Ready, and nobody's yet."""
+        return max(0, self._touched - self._used)
 
     def take(self, size: int) -> np.ndarray | None:
         """Bytes that begin at a multiple of ALIGNMENT; None where that many are not left."""
@@ -67,7 +74,9 @@ class EarlyMemory:
         """Gives back what nobody took. The rest lives as long as the arrays in it."""
         self._is_over.set()
         self._thread.join()
-        unused = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            unused = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._used = self._touched = len(self._map)
         if unused < len(self._map):
             self._map.madvise(mmap.MADV_DONTNEED, unused, len(self._map) - unused)
 
@@ -77,12 +86,14 @@ _current: EarlyMemory | None = None
 
 @contextlib.contextmanager
 def early_memory(num_bytes: int) -> Iterator[None]:
-    """While the block runs, `take` has this much memory to give, if it is worth a thread."""
+    """While the block runs, `take` has this much memory to give, if it is worth a thread.
+
+    One block at a time in a process.
+    """
     global _current
-    if num_bytes < SMALLEST or sys.platform != "linux":
-        yield
-        return
-    _current = EarlyMemory(num_bytes)
+    if num_bytes >= SMALLEST and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # none is there: the weights will say so
+            _current = EarlyMemory(num_bytes)
     try:
         yield
     finally:
@@ -101,3 +112,9 @@ def take(size: int) -> np.ndarray | None:
     """Bytes of the memory that is ready, aligned; None where there is none, or not enough."""
     memory = _current
     return None if memory is None else memory.take(size)
+
+
+def untaken_bytes() -> int:
+    """Memory of this process that stands ready for weights; to them it is as good as free."""
+    memory = _current
+    return 0 if memory is None else memory.untaken_bytes

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.errors import CheckpointError
-from rooflax.loading.checkpoint import Checkpoint
 from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
-from rooflax.ops import early_memory
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -40,6 +38,8 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
         parse_mesh(mesh_text)
     platform.check_processes(args)
     where = flags.find_arguments(args)
+    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
+
     with early_memory.early_memory(_stored_bytes(args)):
         llm = _loaded(args, options, where, settings)
     if args.verbose:
@@ -54,6 +54,8 @@ def _stored_bytes(args: argparse.Namespace) -> int:
     is_changed = any(getattr(args, name, None) is not None for name in changed)
     if args.model is None or is_changed or not os.path.isdir(args.model):
         return 0
+    from rooflax.loading.checkpoint import Checkpoint
+
     try:
         checkpoint = Checkpoint(args.model)
     except (CheckpointError, OSError):
@@ -73,11 +75,13 @@ def _loaded(
 ) -> LLM:
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
-        if jax.default_backend() != "cpu":
-            early_memory.drop()
         options = options or flags.execution_options(args, jax.default_backend())
         from rooflax.llm import LLM
         from rooflax.loading.load import describe
+        from rooflax.ops import early_memory
+
+        if jax.default_backend() != "cpu":
+            early_memory.drop()
 
     given = {
         "quantize": getattr(args, "quantize", None),

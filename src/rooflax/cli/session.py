@@ -55,14 +55,15 @@ def _stored_bytes(args: argparse.Namespace) -> int:
     if args.model is None or is_changed or not os.path.isdir(args.model):
         return 0
     from rooflax.loading.checkpoint import Checkpoint
+    from rooflax.ops.early_memory import arena_bytes
 
     try:
         checkpoint = Checkpoint(args.model)
     except (CheckpointError, OSError):
         return 0  # who reads it says why
     found = [checkpoint.info(name) for name in checkpoint.names()]
-    num_bytes = sum(tensor.nbytes for tensor in found)
-    widened = sum(tensor.nbytes for tensor in found if tensor.dtype == "F16")
+    num_bytes = sum(arena_bytes(tensor.nbytes) for tensor in found)
+    widened = sum(arena_bytes(tensor.nbytes) for tensor in found if tensor.dtype == "F16")
     is_too_much = num_bytes > (available_bytes() or 0) // 2
     return 0 if is_too_much or 2 * widened > num_bytes else num_bytes
 

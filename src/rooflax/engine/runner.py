@@ -359,7 +359,7 @@ class Runner:
         """Compiles what these sequences need up to their first tokens.
 
         What comes after waits for `warm_up_decode`: even a program that the persistent cache has is
-        traced, to know its name there, which takes a third of a second.
+        traced, to know its name there, which takes a tenth of a second or more.
 
         Args:
             num_cached: per sequence, how many of its tokens are in the prefix cache.

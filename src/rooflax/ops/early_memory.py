@@ -33,6 +33,11 @@ def private_map(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+def arena_bytes(size: int) -> int:
+    """What an array of `size` bytes takes where arrays lie one after the other, each aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class EarlyMemory:
     """Memory that a thread touches, handed out from its beginning."""
 
@@ -64,7 +69,7 @@ class EarlyMemory:
     def take(self, size: int) -> np.ndarray | None:
         """Bytes that begin at a multiple of ALIGNMENT; None where that many are not left."""
         with self._lock:
-            begin = -(-self._used // ALIGNMENT) * ALIGNMENT
+            begin = arena_bytes(self._used)
             if begin + size > self._memory.size:
                 return None
             self._used = begin + size

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rooflax.ops.early_memory import ALIGNMENT, private_map, take
+from rooflax.ops.early_memory import ALIGNMENT, arena_bytes, private_map, take
 
 Put = Callable[[np.ndarray], Any]
 """A host array to the device."""
@@ -74,8 +74,3 @@ class Arena:
     def clear(self) -> None:
         """All of it is free again."""
         self._used = 0
-
-
-def arena_bytes(size: int) -> int:
-    """What an array of `size` bytes takes of an `Arena`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

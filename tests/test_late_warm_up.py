@@ -98,7 +98,8 @@ def test_what_is_compiled_late_is_in_nobodys_times(llm, slow_decode, length, giv
     for completion in llm.generate([ids(length)], params(**given)):
         times = completion.timings
         assert 0 < times["ttft_s"] < PAUSE_S
-        assert 3 / times["decode_tok_per_s"] < PAUSE_S
+        rate = times["decode_tok_per_s"]  # 0 where one dispatch gave all tokens
+        assert rate == 0 or 3 / rate < PAUSE_S
     assert len(slow_decode) == 1
 
 

@@ -25,8 +25,14 @@ constexpr int64_t kTileRows = 4, kPanelRows = 4;
 constexpr int64_t kTileRows = 2, kPanelRows = 2;
 #endif
 
-// Bytes ahead that are fetched in each of so many panels.
-constexpr int64_t Ahead(int64_t panels) { return kFarApart && panels > 1 ? kStreamAhead : 4096; }
+// Bytes ahead that are fetched in each of P panels, `at` bytes into them. Behind the end of panels that
+// lie beside each other come those that the next tile begins with there.
+template <int64_t P>
+ROOFLAX_INLINE int64_t Ahead(int64_t at, int64_t panel_bytes, int64_t apart) {
+  constexpr int64_t kAheadOf = kFarApart && P > 1 ? kStreamAhead : 4096;
+  const bool within = P == 1 || apart > 1 || at + kAheadOf < panel_bytes;
+  return within ? kAheadOf : kAheadOf + (P - 1) * panel_bytes;
+}
 
 // M rows times the panels [begin, end), P of them at once: beside each other, or where a thread reads
 // faster from several places, each the next of a P-th of the panels.
@@ -75,16 +81,15 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
+  // Two panels share what is loaded of x.
   static constexpr int64_t Panels(int64_t rows) {
-    return rows * 2 <= kStreams ? kStreams / rows : rows <= kPanelRows ? 1 : 2;
+    return rows * 2 <= kStreams ? kStreams / rows : rows > 1 && kRegisters >= 32 ? 2 : 1;
   }
 
   // Quads that take turns among as many sums, so that few rows' sums do not wait for each other.
   // Whole numbers add up alike in any order.
   static constexpr int64_t Turns(int64_t rows) {
-    constexpr int64_t kSums = kPanelRows;
-    if (rows * 2 <= kStreams) return 1;
-    return rows == 1 ? kSums : rows <= kSums * 3 / 8 ? kSums / 2 : rows < kSums && kSums > 4 ? 2 : 1;
+    return std::clamp<int64_t>(kRegisters / 2 / (rows * Panels(rows)), 1, kPanelRows);
   }
 
   template <int64_t M, int64_t P>
@@ -104,9 +109,7 @@ struct Int8Tile {
     }
     const auto add = [&](int64_t quad, I16 (&to)[P][M]) {
       I16 weights[P];
-      // Behind the end of a panel comes the one that the next tile begins with there.
-      const bool within = apart > 1 || P == 1 || quad + 64 < quads;
-      const int64_t ahead = within ? Ahead(P) : Ahead(P) + (P - 1) * quads * 64;
+      const int64_t ahead = Ahead<P>(quad * 64, quads * 64, apart);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * apart * quads + quad) * 64;
@@ -189,16 +192,18 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
-  static constexpr int64_t Panels(int64_t rows) { return rows == 1 ? kStreams : 1; }
+  static constexpr int64_t Panels(int64_t rows) {
+    return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
+  }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
-                   I16 (&sums)[P][M]) {
+                   int64_t ahead, I16 (&sums)[P][M]) {
     ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p, w += per_panel) {
-      Prefetch(w + Ahead(P), Group::kLines);
+      Prefetch(w + ahead, Group::kLines);
       if constexpr (Group::kParts == 1) {
         DotsOfBytes(x, w, sums[p]);
       } else {
@@ -255,7 +260,7 @@ struct GroupTile {
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
-                   I16 (&sums)[P][M]) {
+                   int64_t ahead, I16 (&sums)[P][M]) {
     for (int64_t m = 0; m < M; ++m) {
       for (int64_t p = 0; p < P; ++p) sums[p][m] = BroadcastBytes(x_start + m);
     }
@@ -264,7 +269,7 @@ struct GroupTile {
       U16 codes[P];
       for (int64_t p = 0; p < P; ++p) {
         codes[p] = Load<U16>(w + p * per_panel + line * 64);
-        __builtin_prefetch(w + p * per_panel + line * 64 + 4096);
+        __builtin_prefetch(w + p * per_panel + line * 64 + ahead);
         KeepInRegister(codes[p]);
       }
       for (int64_t part = 0; part < Group::kParts; ++part) {
@@ -281,7 +286,7 @@ struct GroupTile {
 
   template <int64_t M, int64_t P>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
-    const int64_t groups = a.stride / kGroup;
+    const int64_t groups = a.stride / kGroup, panel_bytes = groups * Group::kLines * 64;
     const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
     const float* x_scale = a.x_scale + row * groups;
     const int32_t* x_start = a.x_start + row * groups;
@@ -295,13 +300,14 @@ struct GroupTile {
       const int64_t block = panel * groups + g;
       I16 sums[P][M];
       Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * Group::kLines * 64,
-                 apart * groups * Group::kLines * 64, sums);
+                 apart * panel_bytes, Ahead<P>(g * Group::kLines * 64, panel_bytes, apart), sums);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const F16 scale = Group::Scale(a.w_scale, block + p * apart * groups);
         ROOFLAX_WHOLE
         for (int64_t m = 0; m < M; ++m) {
           totals[p][m] += ToFloat(sums[p][m]) * (scale * x_scale[g * M + m]);
+          if constexpr (kRegisters >= 32 && P * M * 2 > 24) KeepInMemory(totals[p][m]);
         }
       }
     }

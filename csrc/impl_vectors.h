@@ -249,6 +249,12 @@ ROOFLAX_INLINE void KeepInRegister(V& x) {
 #endif
 }
 
+// In memory, as registers are needed for others.
+template <typename V>
+ROOFLAX_INLINE void KeepInMemory(V& x) {
+  asm("" : "+m"(x));
+}
+
 #if defined(__AVX512F__)
 ROOFLAX_INLINE bool AnyLane(I16 x) { return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x),
                                                            reinterpret_cast<__m512i>(x)) != 0; }

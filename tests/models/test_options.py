@@ -13,7 +13,7 @@ import pytest
 
 import rooflax
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache, prefill
-from rooflax.engine.compilation import count_compilations
+from rooflax.engine.compilation import LOOP_EMITTERS, compiler_options, count_compilations
 from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
@@ -359,3 +359,12 @@ def quantized_weights(model, format):
 
     kept = ((slot, storage.keep(slot, np.asarray(leaf(slot)), model.config)) for slot in found)
     return assemble(model.config.num_layers, kept)
+
+
+def test_the_engine_asks_for_older_emitters_where_they_are_and_nobody_else_chose(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    old = jax.__version_info__ < (0, 11) and native.is_ready()
+    assert compiler_options(None) == ({LOOP_EMITTERS: False} if old else None)
+    assert compiler_options("xla") is None
+    monkeypatch.setenv("XLA_FLAGS", f"--{LOOP_EMITTERS}=true")
+    assert compiler_options(None) is None

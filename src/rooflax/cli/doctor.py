@@ -114,6 +114,7 @@ def choices() -> dict[str, str]:
     """What runs here where no flag says otherwise: docs/optimizations.md measures each."""
     import jax
 
+    from rooflax.engine.compilation import compiler_options
     from rooflax.nn.execution import ExecutionOptions
     from rooflax.ops.dot import FLOAT32
 
@@ -125,8 +126,13 @@ def choices() -> dict[str, str]:
         "kernels": options["kernels"] or "the best of each operation, as above",
         "decode_steps": str(options["decode_steps"] or "as many as fit into a moment, at most 32"),
         "float32_products": FLOAT32.name.lower(),
-        "xla_options": os.environ.get("XLA_FLAGS") or "XLA's own; XLA_FLAGS is not set",
+        "xla_options": _xla_options(compiler_options(options["kernels"])),
     }
+
+
+def _xla_options(asked: dict[str, bool] | None) -> str:
+    flags = os.environ.get("XLA_FLAGS") or "XLA's own; XLA_FLAGS is not set"
+    return "; the engine's: ".join([flags, *(f"{name}={on}" for name, on in (asked or {}).items())])
 
 
 def compile_cache() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.engine import packing
+from rooflax.engine.compilation import compiler_options
 from rooflax.engine.packing import Layout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
@@ -402,7 +403,9 @@ def _compiled(function: Callable, jit: bool, mesh: Mesh | None, **static: Any) -
         bound = _named(function, static)
         if mesh is not None:
             bound = _sharded(bound, mesh, static["options"])
-        _JITTED[key] = jax.jit(bound, donate_argnums=1) if jit else _eager(bound)
+        asked = compiler_options(static["options"].kernels)
+        jitted = jax.jit(bound, donate_argnums=1, compiler_options=asked)
+        _JITTED[key] = jitted if jit else _eager(bound)
     return _JITTED[key]
 
 

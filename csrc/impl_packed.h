@@ -16,7 +16,7 @@ inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums)
   Store(out.y + row * out.outer + n, sums);
 }
 
-// Rows whose sums fit into registers: of all tiles, and of those that take one panel at a time.
+// The most rows of a tile, and of the products that are made in one tile.
 #if defined(__AVX512F__)
 constexpr int64_t kTileRows = 12, kPanelRows = 8;
 #elif defined(__AVX2__)
@@ -47,7 +47,7 @@ void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
   }
 }
 
-// At most kPanelRows at once; the more rows, the fewer panels beside each other fit into registers.
+// At most kPanelRows at once, times as many panels as the tile takes of so many rows.
 template <typename Tile, int64_t M = 1>
 void FewRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end) {
   if (count == M) return PanelsOf<Tile, M, Tile::Panels(M)>(a, row, begin, end);
@@ -81,7 +81,7 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
-  // Two panels share what is loaded of x.
+  // As many as memory is read from at once for few rows; for more, two share what is loaded of x.
   static constexpr int64_t Panels(int64_t rows) {
     return rows * 2 <= kStreams ? kStreams / rows : rows > 1 && kRegisters >= 32 ? 2 : 1;
   }
@@ -307,7 +307,8 @@ struct GroupTile {
         ROOFLAX_WHOLE
         for (int64_t m = 0; m < M; ++m) {
           totals[p][m] += ToFloat(sums[p][m]) * (scale * x_scale[g * M + m]);
-          if constexpr (kRegisters >= 32 && P * M * 2 > 24) KeepInMemory(totals[p][m]);
+          // Seven or eight rows by two panels: their sums alone take half of the registers.
+          if constexpr (kRegisters >= 32 && P * M > 12) KeepInMemory(totals[p][m]);
         }
       }
     }

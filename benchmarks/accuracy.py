@@ -62,10 +62,9 @@ CASES = (
 def log_probs(model: Model, cache: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     """[tokens, vocab]: of the token after each."""
     seq = tokens.shape[1]
-    positions = jnp.arange(seq, dtype=jnp.int32)[None]
     table = jnp.arange(1, 1 + -(-seq // BLOCK), dtype=jnp.int32)[None]
     first = jnp.zeros(1, jnp.int32)
-    batch = Batch(tokens, positions, length, length, (table,), (first,))
+    batch = Batch.ragged(tokens[0], first, length, first, (table,), (first,), longest=seq)
     hidden, _ = model.forward(batch, cache, options=ExecutionOptions())
     return jax.nn.log_softmax(model.logits(hidden)[0])
 

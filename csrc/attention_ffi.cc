@@ -10,19 +10,22 @@
 namespace rooflax {
 namespace {
 
+using S32 = ffi::Buffer<ffi::S32>;
+
+// A list of tokens: sequence r's queries are `query_lens[r]` of them from `query_starts[r]` on, the first
+// at position `positions[r]`.
 struct Inputs {
-  F32 q;  // [B, T, N, H]
+  F32 q;  // [T, N, H]
   ffi::AnyBuffer k, v;  // pools [blocks, K, block_size, H]
   F32 k_scale, v_scale;  // of pools of bytes, [blocks, K, block_size]; else empty
-  ffi::Buffer<ffi::S32> tables;  // [B, nb]
-  ffi::Buffer<ffi::S32> first_positions;  // [B]
-  ffi::Buffer<ffi::S32> positions;  // [B, T]
-  ffi::Buffer<ffi::S32> context_lens;  // [B]
+  S32 tables;  // [R, nb]
+  S32 first_positions, query_starts, query_lens, positions, context_lens;  // [R]
   F32 sinks;  // [N] or empty
 };
 
 struct Sizes {
-  int64_t rows, seq, heads, head_dim, kv_heads, block_size, blocks_per_row, group, window;
+  int64_t tokens, heads, head_dim, rows, kv_heads, block_size, blocks_per_row, num_blocks, group,
+      window;
   Width width;
 
   int64_t slots() const { return blocks_per_row * block_size; }
@@ -36,41 +39,76 @@ bool ScalesFit(const F32& scale, const ffi::AnyBuffer& pool, Width width) {
 }
 
 bool Fits(const Inputs& in, const F32& out, int64_t window, Sizes& s) {
-  if (Rank(in.q) != 4 || Rank(in.k) != 4 || Rank(in.tables) != 2 || Rank(in.positions) != 2 ||
-      Rank(in.first_positions) != 1 || Rank(in.context_lens) != 1 || !SameShape(in.k, in.v) ||
-      !SameShape(in.q, out)) {
+  if (Rank(in.q) != 3 || Rank(in.k) != 4 || Rank(in.tables) != 2 || Rank(in.sinks) != 1 ||
+      !SameShape(in.k, in.v) || !SameShape(in.q, out)) {
     return false;
   }
-  s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.q, 3), Dim(in.k, 1), Dim(in.k, 2),
-       Dim(in.tables, 1), 0, window, Width::kFloat32};
-  if (Dim(in.k, 3) != s.head_dim || s.heads % s.kv_heads != 0 ||
-      !WidthOf(in.k.element_type(), s.width) || in.v.element_type() != in.k.element_type()) {
+  s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.tables, 0), Dim(in.k, 1), Dim(in.k, 2),
+       Dim(in.tables, 1), Dim(in.k, 0), 0, window, Width::kFloat32};
+  if (Dim(in.k, 3) != s.head_dim || s.kv_heads < 1 || s.block_size < 1 ||
+      s.heads % s.kv_heads != 0 || !WidthOf(in.k.element_type(), s.width) ||
+      in.v.element_type() != in.k.element_type() || window < 0) {
     return false;
+  }
+  for (const S32* of_row : {&in.first_positions, &in.query_starts, &in.query_lens, &in.positions,
+                            &in.context_lens}) {
+    if (Rank(*of_row) != 1 || Dim(*of_row, 0) != s.rows) return false;
   }
   s.group = s.heads / s.kv_heads;
-  return Dim(in.tables, 0) == s.rows && Dim(in.positions, 0) == s.rows &&
-         Dim(in.positions, 1) == s.seq && Dim(in.first_positions, 0) == s.rows &&
-         Dim(in.context_lens, 0) == s.rows && ScalesFit(in.k_scale, in.k, s.width) &&
-         ScalesFit(in.v_scale, in.v, s.width) &&
+  return ScalesFit(in.k_scale, in.k, s.width) && ScalesFit(in.v_scale, in.v, s.width) &&
          (in.sinks.element_count() == 0 || Dim(in.sinks, 0) == s.heads);
 }
 
+// One sequence's part of the list, and the slots of its table that its queries see.
+struct Row {
+  int64_t start, count, position, first_position, context;
+
+  int64_t Past(int64_t query) const {  // the position behind the last key that it sees
+    return std::min(position + query + 1, context);
+  }
+  int64_t Oldest(int64_t query, int64_t window) const {
+    const int64_t here = position + query + 1;
+    return window > 0 ? std::max(first_position, here - window) : first_position;
+  }
+};
+
+Row RowOf(const Inputs& in, int64_t r) {
+  return {in.query_starts.typed_data()[r], in.query_lens.typed_data()[r],
+          in.positions.typed_data()[r], in.first_positions.typed_data()[r],
+          in.context_lens.typed_data()[r]};
+}
+
+// What is wrong with a row's numbers, or null. A row without queries reads nothing.
+const char* Check(const Inputs& in, const Sizes& s, int64_t r) {
+  const Row row = RowOf(in, r);
+  if (row.count == 0) return nullptr;
+  if (row.count < 0 || row.start < 0 || row.start + row.count > s.tokens) {
+    return "queries outside the list of tokens";
+  }
+  if (row.first_position < 0 || row.position < row.first_position) return "a position";
+  const int64_t past = row.Past(row.count - 1) - row.first_position;
+  if (past > s.slots()) return "a context longer than its block table";
+  const int64_t oldest = row.Oldest(0, s.window) - row.first_position;
+  for (int64_t slot = oldest / s.block_size * s.block_size; slot < past; slot += s.block_size) {
+    const int32_t block = in.tables.typed_data()[r * s.blocks_per_row + slot / s.block_size];
+    if (block < 0 || block >= s.num_blocks) return "a block outside the pool";
+  }
+  return nullptr;
+}
+
 // Queries [begin, end) of one row and K/V head; number i is token i / group, head i % group of it.
-void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64_t row, int64_t kv_head,
+void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64_t r, int64_t kv_head,
                 int64_t begin, int64_t end) {
   static thread_local std::vector<float> scores;
-  const int64_t start = in.first_positions.typed_data()[row];
-  const int64_t length = in.context_lens.typed_data()[row];
+  const Row row = RowOf(in, r);
   const float* sinks = OrNull(in.sinks);
   Query queries[kQueries];
   int64_t low = s.slots(), high = 0;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t token = row * s.seq + i / s.group, head = kv_head * s.group + i % s.group;
-    const int64_t position = in.positions.typed_data()[token];
-    const int64_t past = std::min({position + 1, length, start + s.slots()});
-    const int64_t oldest = s.window > 0 ? std::max(start, position + 1 - s.window) : start;
-    const int64_t first = std::min(oldest - start, s.slots());
-    const int64_t last = std::max(first, past - start), at = (token * s.heads + head) * s.head_dim;
+    const int64_t query = i / s.group, head = kv_head * s.group + i % s.group;
+    const int64_t first = row.Oldest(query, s.window) - row.first_position;
+    const int64_t last = std::max(first, row.Past(query) - row.first_position);
+    const int64_t at = ((row.start + query) * s.heads + head) * s.head_dim;
     queries[i - begin] = {in.q.typed_data() + at, out + at, first, last,
                           sinks == nullptr ? nullptr : sinks + head};
     low = std::min(low, first);
@@ -88,7 +126,7 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
     args.k_scale = in.k_scale.typed_data() + at;
     args.v_scale = in.v_scale.typed_data() + at;
   }
-  args.table = in.tables.typed_data() + row * s.blocks_per_row;
+  args.table = in.tables.typed_data() + r * s.blocks_per_row;
   args.scores = scores.data();
   args.span = span;
   args.block_stride = s.kv_heads * s.block_size * s.head_dim;
@@ -100,27 +138,41 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
-                     F32 v_scale, ffi::Buffer<ffi::S32> tables,
-                     ffi::Buffer<ffi::S32> first_positions, ffi::Buffer<ffi::S32> positions,
-                     ffi::Buffer<ffi::S32> context_lens, F32 sinks, ffi::Result<F32> out,
-                     float scale, int64_t window) {
-  const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, positions, context_lens,
-                  sinks};
+                     F32 v_scale, S32 tables, S32 first_positions, S32 query_starts, S32 query_lens,
+                     S32 positions, S32 context_lens, F32 sinks, ffi::Result<F32> out, float scale,
+                     int64_t window) {
+  const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
+                  positions, context_lens, sinks};
   Sizes s;
   if (!Fits(in, *out, window, s)) return Refuse("attention: shapes or types");
-  const int64_t queries = s.seq * s.group, tiles = (queries + kQueries - 1) / kQueries;
-  const int64_t items = s.rows * s.kv_heads * tiles;
-  int64_t visible = 0;
-  for (int64_t row = 0; row < s.rows; ++row) visible += context_lens.typed_data()[row];
-  const int64_t threads = ThreadsFor(pool, visible * s.seq * s.heads * s.head_dim);
+  static thread_local std::vector<int64_t> first_tile;  // of each row
+  first_tile.assign(1, 0);
+  int64_t work = 0, queries = 0;
+  for (int64_t r = 0; r < s.rows; ++r) {
+    if (const char* why = Check(in, s, r)) {
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax attention: ") + why);
+    }
+    const Row row = RowOf(in, r);
+    first_tile.push_back(first_tile.back() + (row.count * s.group + kQueries - 1) / kQueries);
+    work += row.count * std::max<int64_t>(0, row.context);
+    queries += row.count;
+  }
+  TheComputed().attention_queries.fetch_add(queries, std::memory_order_relaxed);
+  const std::vector<int64_t>& tiles = first_tile;
+  const int64_t items = tiles.back() * s.kv_heads;
+  const int64_t threads = ThreadsFor(pool, work * s.heads * s.head_dim);
   const int64_t piece = std::max<int64_t>(1, items / (threads * 16));
   ParallelFor(
       (items + piece - 1) / piece, threads, [&](auto task) { pool.Schedule(std::move(task)); },
       [&](int64_t number) {
         for (int64_t i = number * piece; i < std::min(items, (number + 1) * piece); ++i) {
-          const int64_t tile = i % tiles, head = i / tiles % s.kv_heads, row = i / tiles / s.kv_heads;
-          AttendTile(in, s, scale, out->typed_data(), row, head, tile * kQueries,
-                     std::min(queries, (tile + 1) * kQueries));
+          // The tiles of a row's K/V head one after the other, then its next head's.
+          const auto above = std::upper_bound(tiles.begin(), tiles.end(), i / s.kv_heads);
+          const int64_t r = above - tiles.begin() - 1, count = tiles[r + 1] - tiles[r];
+          const int64_t own = i - tiles[r] * s.kv_heads, tile = own % count;
+          const int64_t all = in.query_lens.typed_data()[r] * s.group;
+          AttendTile(in, s, scale, out->typed_data(), r, own / count, tile * kQueries,
+                     std::min(all, (tile + 1) * kQueries));
         }
       });
   return ffi::Error::Success();
@@ -130,13 +182,26 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
 
 ROOFLAX_HANDLER(rooflax_attention, Attention,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Ret<F32>()
+                    .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Ret<F32>()
                     .Attr<float>("scale").Attr<int64_t>("window"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 6; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 7; }
+
+Computed& TheComputed() {
+  static Computed computed;
+  return computed;
+}
+
+// Rows of matmuls, queries of attention, tokens written to caches and rows sampled, since the start.
+extern "C" __attribute__((visibility("default"))) void rooflax_computed(int64_t* counts) {
+  const Computed& computed = TheComputed();
+  counts[0] = computed.matmul_rows.load();
+  counts[1] = computed.attention_queries.load();
+  counts[2] = computed.cache_tokens.load();
+  counts[3] = computed.sampled_rows.load();
+}
 
 extern "C" __attribute__((visibility("default"))) int rooflax_ffi_version() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;

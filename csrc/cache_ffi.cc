@@ -11,7 +11,7 @@ namespace rooflax {
 namespace {
 
 // pool[slot / block_size, head, slot % block_size] = x[token, head], narrowed to the pool's type. The
-// result is the pool itself. A slot that is not in the pool is not written.
+// result is the pool itself. Slots from kNoSlot on are padding; others outside the pool are errors.
 ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
                       ffi::Buffer<ffi::S32> slots, ffi::Result<ffi::AnyBuffer> out) {
   Width width;
@@ -24,11 +24,19 @@ ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
   const int64_t heads = Dim(pool, 1), block_size = Dim(pool, 2), head_dim = Dim(pool, 3);
   const int64_t num_slots = Dim(pool, 0) * block_size, tokens = Dim(x, 0);
   const int64_t item = width == Width::kFloat32 ? 4 : 2;
+  int64_t written = 0;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t slot = slots.typed_data()[token];
+    if (slot >= kNoSlot) continue;
+    if (slot < 0 || slot >= num_slots) return Refuse("cache write: a slot outside the pool");
+    ++written;
+  }
+  TheComputed().cache_tokens.fetch_add(written, std::memory_order_relaxed);
   auto* to = static_cast<char*>(out->untyped_data());
   if (to != pool.untyped_data()) std::memcpy(to, pool.untyped_data(), pool.size_bytes());
   const auto write = [&](int64_t token) {
-    const int64_t slot = static_cast<uint32_t>(slots.typed_data()[token]);
-    if (slot >= num_slots) return;
+    const int64_t slot = slots.typed_data()[token];
+    if (slot >= kNoSlot) return;
     const float* from = x.typed_data() + token * heads * head_dim;
     const int64_t first = slot / block_size * heads * block_size + slot % block_size;
     for (int64_t head = 0; head < heads; ++head) {
@@ -38,7 +46,7 @@ ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
   };
   constexpr int64_t kPiece = 16;
   ParallelFor(
-      (tokens + kPiece - 1) / kPiece, ThreadsFor(threads, tokens * heads * head_dim),
+      (tokens + kPiece - 1) / kPiece, ThreadsFor(threads, written * heads * head_dim),
       [&](auto task) { threads.Schedule(std::move(task)); },
       [&](int64_t piece) {
         const int64_t end = std::min(tokens, (piece + 1) * kPiece);

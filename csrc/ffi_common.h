@@ -2,6 +2,7 @@
 #ifndef ROOFLAX_FFI_COMMON_H_
 #define ROOFLAX_FFI_COMMON_H_
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -52,6 +53,26 @@ auto OrNull(const Buffer& buffer) -> decltype(buffer.typed_data()) {
 inline ffi::Error Refuse(const char* what) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax ") + what);
 }
+
+// Of padding in a list of slots; other slots outside the pool are errors. As NO_SLOT in nn/batch.py: more
+// than any pool has, also behind the first block of a layer among stacked ones.
+constexpr int64_t kNoSlot = int64_t{1} << 30;
+
+// How many leading rows of `most` are real: `count` has one element, or none where all of them are.
+// False if that is no number of rows.
+inline bool RealRows(const ffi::Buffer<ffi::S32>& count, int64_t most, int64_t& rows) {
+  rows = most;
+  if (count.element_count() == 0) return true;
+  if (count.element_count() != 1) return false;
+  rows = count.typed_data()[0];
+  return rows >= 0 && rows <= most;
+}
+
+// What the kernels computed since the process began, for tests that count.
+struct Computed {
+  std::atomic<int64_t> matmul_rows{0}, attention_queries{0}, cache_tokens{0}, sampled_rows{0};
+};
+Computed& TheComputed();
 
 inline bool IsBytes(Width width) { return width == Width::kInt8 || width == Width::kFp8; }
 

@@ -6,6 +6,8 @@
 // numbered select[m], or select[0] for all rows. Rows that share weights are run together. A bias
 // with fewer members than w begins again: member i of w has the bias number i % members. A norm may
 // have members too, each for as many of w's that lie together; all rows have the same.
+//
+// `num_rows`, where it is given, says how many leading rows are real. The others are neither read nor written.
 
 #include <algorithm>
 #include <cstring>
@@ -27,7 +29,7 @@ struct Inputs {
   ffi::AnyBuffer w, w_scale;
   ffi::Buffer<ffi::S32> w_sum;
   F32 bias, residual, norm_weight, norm_bias;
-  ffi::Buffer<ffi::S32> select;
+  ffi::Buffer<ffi::S32> select, num_rows;
 };
 
 // What a call multiplies with what, once its shapes are known to fit.
@@ -126,7 +128,15 @@ const char* Check(const Inputs& in, const F32& y, Product& p) {
   Fits(normed ? norms > 0 && norms * p.inner == norm && p.stack % norms == 0 : norm == 0, why,
        "norm");
   Fits(static_cast<int64_t>(in.norm_bias.element_count()) == (layer ? norm : 0), why, "norm");
+  Fits(p.stack > 0 && p.outer > 0, why, "an empty w");
+  int64_t real = 0;
+  Fits(RealRows(in.num_rows, p.rows, real), why, "number of rows");
   if (why != nullptr) return why;
+  p.rows = real;
+  for (int64_t i = 0; i < (selected == 1 ? 1 : selected == 0 ? 0 : real); ++i) {
+    const int32_t number = in.select.typed_data()[i];
+    if (number < 0 || number >= p.stack) return "an index outside the stack of w";
+  }
   p.w_bytes = static_cast<int64_t>(in.w.size_bytes()) / p.stack;
   p.scale_bytes = static_cast<int64_t>(in.w_scale.size_bytes()) / p.stack;
   p.norms = normed ? p.stack / norms : p.stack;
@@ -154,8 +164,7 @@ std::vector<Run> RunsOf(const Inputs& in, const Product& p, std::vector<int64_t>
   const int64_t selected = static_cast<int64_t>(in.select.element_count());
   const auto member = [&](int64_t row) {
     if (selected == 0) return int64_t{0};
-    const int32_t number = in.select.typed_data()[selected == 1 ? 0 : row];
-    return std::clamp<int64_t>(number, 0, p.stack - 1);
+    return int64_t{in.select.typed_data()[selected == 1 ? 0 : row]};
   };
   if (selected > 1) {
     std::stable_sort(order.begin(), order.end(),
@@ -401,14 +410,15 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y
 
 ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_scale,
                 ffi::Buffer<ffi::S32> w_sum, F32 bias, F32 residual, F32 norm_weight,
-                F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Result<F32> y, int64_t layout,
-                int64_t bytes, int64_t before, int64_t gated, float eps, float alpha,
+                F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Buffer<ffi::S32> num_rows,
+                ffi::Result<F32> y, int64_t layout, int64_t bytes, int64_t before, int64_t gated, float eps, float alpha,
                 float limit) {
   if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
     return Refuse("product: attributes");
   }
-  const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select};
+  const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
+                  num_rows};
   Product product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = bytes != 0;
@@ -420,7 +430,8 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
   if (const char* why = Check(in, *y, product)) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax product: ") + why);
   }
-  Compute(pool, in, product, y->typed_data());
+  TheComputed().matmul_rows.fetch_add(product.rows, std::memory_order_relaxed);
+  if (product.rows > 0) Compute(pool, in, product, y->typed_data());
   return ffi::Error::Success();
 }
 
@@ -429,7 +440,8 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
 ROOFLAX_HANDLER(rooflax_product, Call,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<F32>()
-                    .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>().Ret<F32>()
+                    .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>()
+                    .Arg<ffi::Buffer<ffi::S32>>().Ret<F32>()
                     .Attr<int64_t>("layout").Attr<int64_t>("bytes").Attr<int64_t>("before")
                     .Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
                     .Attr<float>("limit"));

@@ -9,16 +9,21 @@
 namespace rooflax {
 namespace {
 
-// y[i] = table[index[i]], widened; an index outside the table takes its nearest row.
-ffi::Error Rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<F32> y) {
+using S32 = ffi::Buffer<ffi::S32>;
+
+// y[i] = table[index[i]], upcast, for the first `num_rows` (all, if that is empty).
+ffi::Error Rows(ffi::AnyBuffer table, S32 index, S32 num_rows, ffi::Result<F32> y) {
   Width width;
-  if (Rank(table) != 2 || Rank(index) != 1 || !WidthOf(table.element_type(), width) ||
-      !IsPlain(width)) {
+  if (Rank(table) != 2 || Rank(index) != 1 || Rank(*y) != 2 || Dim(*y, 0) != Dim(index, 0) ||
+      Dim(*y, 1) != Dim(table, 1) || !WidthOf(table.element_type(), width) || !IsPlain(width)) {
     return Refuse("rows: shapes or types");
   }
   const int64_t outer = Dim(table, 0), inner = Dim(table, 1);
-  for (int64_t i = 0; i < Dim(index, 0); ++i) {
-    const int64_t row = std::clamp<int64_t>(index.typed_data()[i], 0, outer - 1);
+  int64_t count = 0;
+  if (!RealRows(num_rows, Dim(index, 0), count)) return Refuse("rows: number of rows");
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = index.typed_data()[i];
+    if (row < 0 || row >= outer) return Refuse("rows: an index outside the table");
     float* to = y->typed_data() + i * inner;
     if (width == Width::kFloat32) {
       const auto* from = static_cast<const float*>(table.untyped_data()) + row * inner;
@@ -34,10 +39,17 @@ ffi::Error Rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<F
   return ffi::Error::Success();
 }
 
-ffi::Error Argmax(F32 x, ffi::Result<ffi::Buffer<ffi::S32>> y) {
-  if (Rank(x) != 2) return Refuse("argmax: shapes");
+// Of the first `num_rows`; of the others it is 0.
+ffi::Error Argmax(F32 x, S32 num_rows, ffi::Result<S32> y) {
+  if (Rank(x) != 2 || Rank(*y) != 1 || Dim(*y, 0) != Dim(x, 0) || Dim(x, 1) < 1) {
+    return Refuse("argmax: shapes");
+  }
+  int64_t count = 0;
+  if (!RealRows(num_rows, Dim(x, 0), count)) return Refuse("argmax: number of rows");
+  TheComputed().sampled_rows.fetch_add(count, std::memory_order_relaxed);
+  std::fill(y->typed_data() + count, y->typed_data() + Dim(x, 0), 0);
   const Kernels& kernels = ChosenKernels();
-  for (int64_t row = 0; row < Dim(x, 0); ++row) {
+  for (int64_t row = 0; row < count; ++row) {
     const int64_t found = kernels.argmax(x.typed_data() + row * Dim(x, 1), Dim(x, 1));
     y->typed_data()[row] = static_cast<int32_t>(found);
   }
@@ -47,8 +59,8 @@ ffi::Error Argmax(F32 x, ffi::Result<ffi::Buffer<ffi::S32>> y) {
 }  // namespace
 
 ROOFLAX_HANDLER(rooflax_rows, Rows,
-                ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<F32>());
+                ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Ret<F32>());
 ROOFLAX_HANDLER(rooflax_argmax, Argmax,
-                ffi::Ffi::Bind().Arg<F32>().Ret<ffi::Buffer<ffi::S32>>());
+                ffi::Ffi::Bind().Arg<F32>().Arg<S32>().Ret<S32>());
 
 }  // namespace rooflax

@@ -1,5 +1,6 @@
 // The sampler as an XLA custom call.
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -38,8 +39,8 @@ bool Fits(F32 logits, S32 params, S32 positions, Pred in_prompt, S32 generated, 
 }
 
 ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, Pred in_prompt,
-                  S32 generated, S32 slots, S32 masks, S32 pending, ffi::Result<S32> tokens,
-                  ffi::Result<Pred> is_finite, ffi::Result<Pred> is_allowed,
+                  S32 generated, S32 slots, S32 masks, S32 pending, S32 num_rows,
+                  ffi::Result<S32> tokens, ffi::Result<Pred> is_finite, ffi::Result<Pred> is_allowed,
                   ffi::Result<F32> logprobs, ffi::Result<S32> top, ffi::Result<F32> top_logprobs) {
   Sizes s;
   if (!Fits(logits, params, positions, in_prompt, generated, slots, masks, pending, s) ||
@@ -51,7 +52,18 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
                              static_cast<size_t>(Dim(*top, 0))}) {
     if (static_cast<int64_t>(count) != s.rows) return Refuse("sample: shapes");
   }
-  for (int64_t row = 0; row < s.rows; ++row) {
+  int64_t count = 0;
+  if (!RealRows(num_rows, s.rows, count)) return Refuse("sample: number of rows");
+  TheComputed().sampled_rows.fetch_add(count, std::memory_order_relaxed);
+  for (int64_t row = count; row < s.rows; ++row) {  // padding: token 0, and nothing is wrong
+    const int64_t width = Dim(*top, 1);
+    tokens->typed_data()[row] = 0;
+    is_finite->typed_data()[row] = is_allowed->typed_data()[row] = true;
+    logprobs->typed_data()[row] = 0;
+    std::fill_n(top->typed_data() + row * width, width, 0);
+    std::fill_n(top_logprobs->typed_data() + row * width, width, 0.0f);
+  }
+  for (int64_t row = 0; row < count; ++row) {
     const int32_t slot = slots.typed_data()[row];
     if (slot < 0 || slot >= s.slots) return Refuse("sample: a slot that is not there");
   }
@@ -73,7 +85,7 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
     is_allowed->typed_data()[row] = found.is_allowed;
     logprobs->typed_data()[row] = found.logprob;
   };
-  ParallelFor(s.rows, ThreadsFor(pool, s.rows * s.vocab),
+  ParallelFor(count, ThreadsFor(pool, count * s.vocab),
               [&](auto task) { pool.Schedule(std::move(task)); }, sample_row);
   return ffi::Error::Success();
 }
@@ -82,7 +94,7 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
 
 ROOFLAX_HANDLER(rooflax_sample, Sample,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<Pred>()
-                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>().Ret<Pred>().Ret<Pred>()
-                    .Ret<F32>().Ret<S32>().Ret<F32>());
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>()
+                    .Ret<Pred>().Ret<Pred>().Ret<F32>().Ret<S32>().Ret<F32>());
 
 }  // namespace rooflax

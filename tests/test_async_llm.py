@@ -220,7 +220,7 @@ def test_a_shape_that_was_not_warmed_up_is_an_error_that_names_it(server):
     taken = {shape for shape in shapes if shape.kind == "decode"}
     shapes -= taken
     try:
-        with pytest.raises(EngineError, match="decode of 1 x 1 tokens, context 131.*warmed up"):
+        with pytest.raises(EngineError, match="decode of 1 sequences, context 131.*warmed up"):
             asyncio.run(server.generate(PROMPTS[0], GREEDY))
     finally:
         shapes |= taken
@@ -231,7 +231,7 @@ def test_the_manifest_is_short_and_says_what_was_compiled(server):
     assert all(line.seconds >= 0 and line.cache in ("hit", "miss") for line in server.manifest)
     names = [line.name for line in server.manifest]
     assert len(set(names)) == len(names)
-    assert "decode of 1 x 1 tokens, context 131" in names
+    assert "decode of 1 sequences, context 131" in names
 
 
 def test_numbers_for_operators(folder):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.engine.compilation import CompileCounts
-from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, Engine
+from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, STEP_S, Engine
 from rooflax.engine.plan import plan_server
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
@@ -43,7 +43,8 @@ class AsyncLLM:
         model: as for `LLM`.
         max_num_seqs: sequences that run at once.
         max_waiting: sequences that may wait beyond those; more are refused with QueueFull.
-        max_tokens_per_step: prompt tokens and decoding sequences of one step.
+        max_tokens_per_step: prompt tokens and decoding sequences of one step; None is what takes at
+            most 0.3 s, up to 512.
         kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.
         report: is told of each program as warm-up has it.
         arguments: the others of `LLM`.
@@ -58,14 +59,14 @@ class AsyncLLM:
         *,
         max_num_seqs: int = MAX_SLOTS,
         max_waiting: int = DEFAULT_MAX_WAITING,
-        max_tokens_per_step: int = DEFAULT_PREFILL_CHUNK,
+        max_tokens_per_step: int | None = None,
         kv_blocks: tuple[int, ...] | None = None,
         report: Callable[[Compiled], None] = lambda _: None,
         **arguments: Any,
     ):
         for name, value in (
             ("max_waiting", max_waiting),
-            ("max_tokens_per_step", max_tokens_per_step),
+            ("max_tokens_per_step", 1 if max_tokens_per_step is None else max_tokens_per_step),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number from 1 up.")
@@ -79,8 +80,10 @@ class AsyncLLM:
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
         self._thread.wait_until_warm()
 
-    def _engine(self, num_slots: int, per_step: int, num_blocks: tuple[int, ...] | None) -> Engine:
-        llm = self.llm
+    def _engine(
+        self, num_slots: int, asked: int | None, num_blocks: tuple[int, ...] | None
+    ) -> Engine:
+        llm, per_step = self.llm, max(asked or DEFAULT_PREFILL_CHUNK, num_slots)
         chunk = min(per_step, DEFAULT_PREFILL_CHUNK, llm.max_model_len)
         speculation = llm.speculation(num_slots, llm.max_model_len)  # its memory comes first
         draft_tokens = speculation.longest if speculation else 0
@@ -104,6 +107,7 @@ class AsyncLLM:
             kv_dtype=kv_dtype,
             prefill_chunk=chunk,
             token_budget=per_step,
+            step_s=STEP_S if asked is None else None,
             num_blocks=num_blocks,
             prefix_caching=llm.prefix_caching,
             speculation=speculation,

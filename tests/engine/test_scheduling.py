@@ -4,6 +4,7 @@ import subprocess
 import sys
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -440,28 +441,65 @@ def test_beams_that_cannot_run_together_are_known_before():
     assert not make((None,), slots=3, longest=20, share=0.7).can_ever_run(beams(3, 10, 10))
 
 
+@pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("max_tokens", [100, 1024, 5000, 131072])
 @pytest.mark.parametrize("slots", [1, 3, 16, 64])
-def test_buckets_of_a_server_are_few_and_hold_everything(in_place, max_tokens, slots):
-    buckets = Buckets.of_server(slots, max_tokens, min(512, max_tokens), reads_in_place=in_place)
+def test_buckets_of_a_server_are_few_and_hold_everything(pads, in_place, max_tokens, slots):
+    budget = max(slots, min(512, max_tokens))
+    buckets = Buckets.of_server(slots, max_tokens, budget, reads_in_place=in_place, pads=pads)
     assert len(set(buckets.shapes())) == len(buckets.shapes()) <= 9
     for rows in range(1, slots + 1):
         shape = buckets.decode(rows, max_tokens)
-        assert shape.rows >= rows and shape in buckets.shapes()
-    for counts in ([1], [min(512, max_tokens)], [5, 90, 3], [64, 65]):
-        calls = list(buckets.prefill_calls(counts, counts))
-        assert sorted(i for taken, _ in calls for i in taken) == list(range(len(counts)))
-        for taken, shape in calls:
-            assert shape in buckets.shapes()
-            assert shape.rows >= len(taken) and shape.seq >= max(counts[i] for i in taken)
+        assert shape.tokens == shape.sequences >= rows and shape in buckets.shapes()
+    for tokens in (1, 2, 33, 65, budget - 1, budget):
+        shape = buckets.step(min(tokens, budget), max_tokens)
+        assert shape in buckets.shapes()
+        assert shape.sequences == slots and shape.tokens >= min(tokens, budget)
+    assert buckets.step(budget + 1, max_tokens) is None
 
 
-def test_prompts_run_together_where_that_is_cheaper():
-    buckets = Buckets((4,), ((1, 16), (1, 128), (4, 16), (4, 128)), (256,))
-    assert [shape[1:3] for _, shape in buckets.prefill_calls([9, 9, 9], [9] * 3)] == [(4, 16)]
-    calls = list(buckets.prefill_calls([9, 100, 9], [100] * 3))
-    assert [(taken, shape[1:3]) for taken, shape in calls] == [([1], (1, 128)), ([0, 2], (4, 16))]
+def test_prompts_are_cut_so_that_padded_buckets_are_full():
+    how = {"contexts": (256,), "tokens": (32, 64, 128)}
+    pads = Buckets((16,), pads=True, **how)
+    assert pads.worth_running(10, 64) == 64
+    assert pads.worth_running(10, 70) == 64  # the other six run next
+    assert pads.worth_running(10, 110) == 110  # six in seven are real
+    assert pads.worth_running(16, 20) == 20  # else no prompt would ever go on
+    assert Buckets((16,), **how).worth_running(10, 70) == 70  # padding costs little here
+
+
+def test_computed_over_requested_tokens_where_buckets_pad():
+    """A serving run as a GPU has it: decode rows, and prompts of 1 to 200 tokens that keep coming."""
+    buckets = Buckets.of_server(16, 1024, 512, reads_in_place=True, pads=True)
+    blocks = BlockManager((None,), (1 + 16 * 64,), 16, prefix_caching=False)
+    scheduler = Scheduler(
+        blocks, num_slots=16, token_budget=512, prefill_chunk=512, decode_steps=1,
+        worth_running=buckets.worth_running,
+    )  # fmt: skip
+    state = np.random.RandomState(0)
+    params = SamplingParams(temperature=0.0)
+    waiting = [
+        Sequence(i, state.randint(0, 99, state.randint(1, 200)).tolist(), params, 64, frozenset())
+        for i in range(200)
+    ]
+    computed = requested = 0
+    while waiting or scheduler.has_unfinished:
+        while waiting and len(scheduler.waiting) < 2:
+            scheduler.add(waiting.pop())
+        step = scheduler.schedule()
+        counts = [1] * len(step.decodes) + [count for _, count in step.prefills]
+        requested += sum(counts)
+        if step.prefills:
+            computed += buckets.step(sum(counts), 1024).tokens
+        else:
+            computed += buckets.decode(len(counts), 1024).tokens
+        for sequence, count in zip(step.sequences, counts, strict=True):
+            sequence.num_computed_tokens += count
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.append(7, 0.0)
+        scheduler.finish_step(step)
+    assert requested <= computed <= 1.25 * requested
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ def readers(rows, seq, kernels):
     """Per instruction that reads an embedding table: which ones, and the operations in it."""
     model, options = load("preset:gpt2-tiny"), ExecutionOptions(kernels=kernels)
     cache = new_cache(model, rows, max_tokens=512)
-    tokens = jnp.zeros((rows, seq), jnp.int32)
-    lengths, tables = jnp.full(rows, seq), jnp.zeros((rows, 32), jnp.int32)
-    batch = Batch(tokens, tokens, lengths, lengths, (tables,), (jnp.zeros(rows, jnp.int32),))
+    tokens, zeros = jnp.zeros(rows * seq, jnp.int32), jnp.zeros(rows, jnp.int32)
+    starts, tables = jnp.arange(rows) * seq, jnp.zeros((rows, 32), jnp.int32)
+    where = (starts, jnp.full(rows, seq), zeros, (tables,), (zeros,))
+    batch = Batch.ragged(tokens, *where, longest=seq)
     run = jax.jit(lambda model, cache, batch: model.forward(batch, cache, options=options)[0])
     text = run.lower(model, cache, batch).compile(compiler_options=AS_USERS_HAVE_IT).as_text()
     found = []
@@ -38,7 +39,7 @@ def readers(rows, seq, kernels):
     return found
 
 
-@pytest.mark.parametrize(("rows", "seq"), [(1, 1), (4, 1), (1, 32), (1, 512), (4, 16)])
+@pytest.mark.parametrize(("rows", "seq"), [(1, 1), (1, 32), (1, 512), (4, 16)])
 def test_two_gathers_and_a_sum_are_one_fusion(rows, seq):
     (read, operations), *others = readers(rows, seq, "xla")
     assert not others and set(read) == set(TABLES)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -282,17 +283,13 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
         tables = table * len(model.config.groups.windows)
         out, begin = [], 0
         for end in pieces:
-            positions = np.broadcast_to(
-                np.arange(begin, end, dtype=np.int32), (len(rows), end - begin)
-            )
-            lengths = np.full(len(rows), end - begin, np.int32)
-            first = (np.zeros(len(rows), np.int32),) * len(tables)
-            batch = Batch(
-                tokens[rows, begin:end], positions, lengths, np.full(len(rows), end, np.int32),
-                tables, first,
-            )  # fmt: skip
-            found, cache = run(model, cache, batch)
-            out.append(np.asarray(found))
+            count, first = end - begin, (np.zeros(len(rows), np.int32),) * len(tables)
+            starts = np.arange(len(rows), dtype=np.int32) * count
+            lens, at = (np.full(len(rows), n, np.int32) for n in (count, begin))
+            flat = tokens[rows, begin:end].reshape(-1)
+            where = jax.tree.map(jnp.asarray, (flat, starts, lens, at, tables, first))
+            found, cache = run(model, cache, Batch.ragged(*where, longest=count))
+            out.append(np.asarray(found).reshape(len(rows), count, -1))
             begin = end
         return np.concatenate(out, axis=1)
 

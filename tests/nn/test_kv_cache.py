@@ -85,15 +85,16 @@ def test_what_is_written_through_slots_is_read_back(stacked):
     new = np.random.RandomState(0).standard_normal((2, 7, 2, 6)).astype(np.float32)
     tables = np.array([[5, 2], [7, 3]], np.int32)
     lens = np.array([7, 5], np.int32)
-    batch = Batch(
-        tokens=np.zeros((2, 7), np.int32),
-        positions=np.tile(np.arange(7, dtype=np.int32), (2, 1)),
-        query_lens=jnp.asarray(lens),
-        context_lens=jnp.asarray(lens),
-        block_tables=(jnp.asarray(tables),),
-        first_positions=(jnp.zeros(2, jnp.int32),),
+    batch = Batch.ragged(
+        jnp.zeros(14, jnp.int32),
+        jnp.asarray([0, 7]),
+        jnp.asarray(lens),
+        jnp.zeros(2, jnp.int32),
+        (jnp.asarray(tables),),
+        (jnp.zeros(2, jnp.int32),),
+        longest=7,
     )
-    slots = batch.slot_mapping(0, block_size)
+    slots = batch.slot_mapping(0, block_size).reshape(2, 7)
     assert (np.asarray(slots)[1, 5:] == NO_SLOT).all()
     k, v = list(cache.k), list(cache.v)
     for layer in range(3):
@@ -113,18 +114,37 @@ def test_what_is_written_through_slots_is_read_back(stacked):
 
 
 def test_slots_of_a_window_that_has_let_go_of_blocks():
-    batch = Batch(
-        tokens=np.zeros((1, 3), np.int32),
-        positions=jnp.asarray([[9, 10, 11]]),
-        query_lens=jnp.asarray([3]),
-        context_lens=jnp.asarray([12]),
-        block_tables=(jnp.asarray([[6, 2]]),),
-        first_positions=(jnp.asarray([4]),),
+    batch = Batch.ragged(
+        jnp.zeros(3, jnp.int32),
+        jnp.asarray([0]),
+        jnp.asarray([3]),
+        jnp.asarray([9]),
+        (jnp.asarray([[6, 2]]),),
+        (jnp.asarray([4]),),
+        longest=3,
     )
     # Position 9 is the sixth token from position 4 on: block 2, offset 1.
     assert batch.slot_mapping(0, 4).tolist() == [[9, 10, 11]]
     batch = Batch(**{**vars(batch), "first_positions": (jnp.asarray([8]),)})
     assert batch.slot_mapping(0, 4).tolist() == [[25, 26, 27]]
+
+
+def test_a_list_of_tokens_says_whose_each_is_and_where():
+    """Three sequences, the second without tokens, and a gap before the third."""
+    batch = Batch.ragged(
+        jnp.zeros(8, jnp.int32),
+        jnp.asarray([0, 2, 4]),
+        jnp.asarray([2, 0, 3]),
+        jnp.asarray([5, 77, 0]),
+        (jnp.asarray([[1, 2], [3, 4], [5, 6]]),),
+        (jnp.zeros(3, jnp.int32),),
+        longest=3,
+    )
+    assert batch.valid[0].tolist() == [True, True, False, False, True, True, True, False]
+    assert np.asarray(batch.positions[0])[np.asarray(batch.valid[0])].tolist() == [5, 6, 0, 1, 2]
+    assert int(batch.num_tokens) == 7
+    slots = batch.slot_mapping(0, 4)[0].tolist()
+    assert slots == [9, 10, NO_SLOT, NO_SLOT, 20, 21, 22, NO_SLOT]
 
 
 def test_write_is_in_place_when_the_pool_is_donated():

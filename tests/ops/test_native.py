@@ -324,7 +324,8 @@ def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 15, 16, 100, 5000])
 def test_the_first_of_the_largest(instruction_set, size):
-    call = jax.jit(lambda x: jax.ffi.ffi_call("rooflax_argmax", out)(x))
+    everything = jnp.zeros(0, jnp.int32)
+    call = jax.jit(lambda x: jax.ffi.ffi_call("rooflax_argmax", out)(x, everything))
     out = jax.ShapeDtypeStruct((4,), jnp.int32)
     x = RNG.integers(0, 9, (4, size)).astype(np.float32)
     x[1] = -np.inf

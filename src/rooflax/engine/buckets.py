@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-CALL_COST = 64
-"""A device call costs about as much as this many more tokens of prefill."""
+from rooflax.nn.layout import ceil_div
 
 
 class Shape(NamedTuple):
     """What one device call is compiled for.
 
     Attributes:
-        kind: "decode", "prefill", "scored" (a prefill with log-probabilities of every token), or
-            "verify" (a decode step with drafts).
-        rows, seq: sequences, and tokens of each.
-        context: the most tokens that a row may see.
+        kind: "decode" (one token per sequence, several times over), "step" (a list of tokens,
+            decode rows and prompt chunks together), "scored" (a chunk of one prompt with
+            log-probabilities of every token), "verify" (decode rows with drafts), or "dense" (whole
+            sequences, without a cache).
+        sequences: how many.
+        tokens: of the list; of each sequence where it is dense.
+        context: the most tokens that a sequence may see.
     """
 
     kind: str
-    rows: int
-    seq: int
+    sequences: int
+    tokens: int
     context: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.rows} x {self.seq} tokens, context {self.context}"
+        by_sequence = self.kind in ("decode", "verify")
+        size = f"{self.sequences} sequences" if by_sequence else f"{self.tokens} tokens"
+        return f"{self.kind} of {size}, context {self.context}"
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -42,87 +45,89 @@ class Buckets:
     """One list of shapes.
 
     Attributes:
-        decode_rows: ascending.
-        prefills: (rows, tokens per row); one of them has one row and the longest chunk.
+        decode_rows: ascending; the last is the number of slots.
+        tokens: of a step with prompt chunks, ascending; the last is the token budget.
         contexts: ascending; the last holds every sequence.
-        draft_tokens: the most drafts of a row; 0 if nobody drafts.
+        draft_tokens: the most drafts of a sequence; 0 if nobody drafts.
+        pads: what a bucket is larger than its tokens is computed, too. Otherwise it costs little.
     """
 
     decode_rows: tuple[int, ...]
-    prefills: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     draft_tokens: int = 0
+    pads: bool = False
 
     @staticmethod
     def of_server(
         num_slots: int,
         max_tokens: int,
-        prefill_chunk: int,
+        token_budget: int,
         *,
         reads_in_place: bool,
+        pads: bool,
         draft_tokens: int = 0,
+        lists: int = 1,
     ) -> Buckets:
-        """At most ten shapes for any mixture of requests, and those of drafts.
+        """A short list for any mixture of requests.
 
         Args:
-            reads_in_place: the cost of attention follows what a row sees, whatever its table's
+            reads_in_place: the cost of attention follows what a sequence sees, whatever its table's
                 length; otherwise short contexts have shapes of their own.
+            lists: parts of the list of tokens, each of which may hold a whole budget.
         """
-        short = 8192 if reads_in_place else 1024
-        contexts = (short, max_tokens) if short < max_tokens else (max_tokens,)
-        chunks = sorted({min(64, prefill_chunk), prefill_chunk})
-        rows = {1, num_slots} if len(contexts) > 1 else {1, min(4, num_slots), num_slots}
-        prefills = tuple((1, chunk) for chunk in chunks)
-        return Buckets(tuple(sorted(rows)), prefills, contexts, draft_tokens)
+        contexts = (1024, max_tokens) if not reads_in_place and max_tokens > 1024 else (max_tokens,)
+        smallest = (2 if len(contexts) == 1 else 8) * bucket(num_slots, 16)
+        factor = 2 if pads and len(contexts) == 1 else 4
+        tokens = [token_budget]
+        while tokens[0] > smallest:
+            tokens.insert(0, max(smallest, ceil_div(tokens[0], factor * 16) * 16))
+        rows = (
+            {1, num_slots} if not pads or len(contexts) > 1 else {1, min(4, num_slots), num_slots}
+        )
+        sizes = tuple(lists * size for size in tokens)
+        return Buckets(tuple(sorted(rows)), sizes, contexts, draft_tokens, pads)
 
     def shapes(self) -> list[Shape]:
         """All of them, the ones that every request needs first."""
+        slots = self.decode_rows[-1]
+        verify_rows = self.decode_rows if self.draft_tokens else ()
         return [
-            *(Shape("prefill", *p, c) for c in self.contexts for p in self.prefills),
-            *(Shape("decode", rows, 1, c) for c in self.contexts for rows in self.decode_rows),
-            *(self.verify(rows, c) for c in self.contexts for rows in self._verify_rows),
+            *(Shape("step", slots, t, c) for c in self.contexts for t in self.tokens),
+            *(Shape("decode", rows, rows, c) for c in self.contexts for rows in self.decode_rows),
+            *(self.verify(rows, c) for c in self.contexts for rows in verify_rows),
         ]
-
-    @property
-    def _verify_rows(self) -> tuple[int, ...]:
-        return self.decode_rows if self.draft_tokens else ()
 
     def context(self, needed: int) -> int:
         return next(c for c in self.contexts if c >= needed)
 
     def decode(self, rows: int, context: int) -> Shape:
-        return Shape("decode", self._rows(rows), 1, self.context(context))
+        rows = self._rows(rows)
+        return Shape("decode", rows, rows, self.context(context))
 
     def verify(self, rows: int, context: int) -> Shape:
-        return Shape("verify", self._rows(rows), 1 + self.draft_tokens, self.context(context))
+        rows = self._rows(rows)
+        return Shape("verify", rows, rows * (1 + self.draft_tokens), self.context(context))
+
+    def step(self, tokens: int, context: int) -> Shape | None:
+        """None where no bucket holds so many tokens."""
+        held = next((t for t in self.tokens if t >= tokens), None)
+        if held is None:
+            return None
+        return Shape("step", self.decode_rows[-1], held, self.context(context))
 
     def _rows(self, needed: int) -> int:
         return next(r for r in self.decode_rows if r >= needed)
 
-    def prefill_calls(
-        self, counts: list[int], contexts: list[int]
-    ) -> Iterator[tuple[list[int], Shape]]:
-        """Which chunks run together, and as which shape.
+    def worth_running(self, decodes: int, tokens: int) -> int:
+        """How many of these tokens, decode rows and prompt chunks, a step should run now.
 
-        Args:
-            counts: tokens of each chunk.
-            contexts: what each will see.
+        Where padding costs as much as tokens, the last prompt chunk is cut so that a bucket is
+        full, unless the bucket above is at least four fifths full or the cut would leave no prompt
+        token.
         """
-        left = sorted(range(len(counts)), key=lambda index: -counts[index])
-        while left:
-            together = self._smallest(len(left), counts[left[0]])
-            alone = [self._smallest(1, counts[index]) for index in left]
-            apart = sum(_cost(shape) for shape in alone if shape)
-            take = left if together and _cost(together) <= apart else left[:1]
-            shape = together if take is left else alone[0]
-            assert shape is not None
-            yield take, Shape("prefill", *shape, self.context(max(contexts[i] for i in take)))
-            left = left[len(take) :]
-
-    def _smallest(self, rows: int, seq: int) -> tuple[int, int] | None:
-        fitting = [p for p in self.prefills if p[0] >= rows and p[1] >= seq]
-        return min(fitting, key=_cost, default=None)
-
-
-def _cost(shape: tuple[int, int]) -> int:
-    return shape[0] * shape[1] + CALL_COST
+        above = next((t for t in self.tokens if t >= tokens), tokens)
+        below = max((t for t in self.tokens if t <= tokens), default=0)
+        if not self.pads or 5 * tokens >= 4 * above or below <= decodes:
+            return tokens
+        return below

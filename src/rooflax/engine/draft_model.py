@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rooflax.engine.buckets import bucket
 from rooflax.engine.engine import Engine
-from rooflax.engine.runner import SMALLEST_PREFILL, Compiled
+from rooflax.engine.runner import SMALLEST_STEP, Compiled
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import Drafter
 from rooflax.errors import EngineError
@@ -66,16 +66,13 @@ class ModelDrafter(Drafter):
             self.seal(lambda _: None, num_tokens)
 
     def seal(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
-        """Few shapes: whole prompts one by one, and for all at once what came since the last step,
-        with the part of a block that was not full by then."""
+        """Few shapes: prompts, and for all sequences what came since the last step, with the part
+        of a block that was not full by then."""
         engine = self.engine
-        new = bucket(block_size() + num_tokens, SMALLEST_PREFILL)
-        prefills = {(1, new), (engine.num_slots, new), (1, max(new, engine.runner.longest_prefill))}
-        buckets = replace(
-            engine.server_buckets(),
-            decode_rows=(engine.num_slots,),
-            prefills=tuple(sorted(prefills)),
-        )
+        new = engine.num_slots * bucket(block_size() + num_tokens, SMALLEST_STEP)
+        buckets = engine.server_buckets()
+        tokens = tuple(sorted({min(new, buckets.tokens[-1]), buckets.tokens[-1]}))
+        buckets = replace(buckets, decode_rows=(engine.num_slots,), tokens=tokens)
         return engine.runner.seal(buckets, report, scores=False)
 
     def reset(self) -> None:

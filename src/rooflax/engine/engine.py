@@ -18,7 +18,7 @@ from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
-from rooflax.engine.runner import Call, Compiled, Runner
+from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
@@ -29,6 +29,12 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.accelerator import block_size
 
 DEFAULT_PREFILL_CHUNK = 512
+STEP_S = 0.3
+"""A server's steps take at most about this long: its prompts are cut to what fits."""
+FIRST_BUDGET = 128
+"""Tokens of a server's steps before any has been timed, and where several processes must agree."""
+FEWEST_TIMED = 32
+"""Tokens of a step from which its time says what a token of a prompt takes."""
 MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
@@ -51,7 +57,9 @@ class Engine:
         max_tokens: longest context of any sequence, prompt included.
         kv_dtype: of the KV cache.
         prefill_chunk: most tokens of one prompt in a step.
-        token_budget: most tokens of a step; None is a chunk for every slot.
+        token_budget: most tokens of a step; None is a prefill chunk, or one token for every slot.
+        step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
+            no limit.
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
         speculation: who drafts tokens; None is nobody.
@@ -68,6 +76,7 @@ class Engine:
         kv_dtype: str = "float32",
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         token_budget: int | None = None,
+        step_s: float | None = None,
         num_blocks: tuple[int, ...] | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
@@ -79,12 +88,16 @@ class Engine:
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
+        if not options.use_cache:
+            token_budget = num_slots * max_tokens
+        self._most_tokens = budget = token_budget or max(chunk, num_slots)
         self.runner = Runner(
             model,
             options,
             num_slots=num_slots,
             max_tokens=max_tokens,
             prefill_chunk=chunk,
+            token_budget=budget,
             decode_steps=steps,
             kv_dtype=kv_dtype,
             draft_tokens=draft_tokens,
@@ -93,7 +106,8 @@ class Engine:
         )
         self._prefix_caching = prefix_caching and options.use_cache
         self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
-        self._budget["token_budget"] = token_budget or num_slots * chunk
+        self._step_s = step_s
+        self._token_s: float | None = None  # of a prompt, in a step of many
         self.scheduler = self._new_scheduler()
         self._set_pace(BURST_S)
         self.metrics = Metrics()
@@ -105,7 +119,30 @@ class Engine:
             block_size(),
             prefix_caching=self._prefix_caching,
         )
-        return Scheduler(blocks, num_slots=self.num_slots, **self._budget)
+        return Scheduler(
+            blocks,
+            num_slots=self.num_slots,
+            token_budget=self._token_budget(),
+            worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
+            **self._budget,
+        )
+
+    def _token_budget(self) -> int:
+        """What a step may run: all that is allowed, or what takes at most `step_s`."""
+        if self._step_s is None:
+            return self._most_tokens
+        fitting = FIRST_BUDGET
+        if self._token_s is not None and jax.process_count() == 1:
+            fitting = int(self._step_s / self._token_s)
+        return min(max(fitting, self.num_slots + SMALLEST_STEP), self._most_tokens)
+
+    def _time_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a step what a token of a prompt takes, and how many a step may have."""
+        if self._step_s is None or num_tokens < FEWEST_TIMED:
+            return
+        each = seconds / num_tokens
+        self._token_s = each if self._token_s is None else (self._token_s + each) / 2
+        self.scheduler.token_budget = self._token_budget()
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -199,9 +236,11 @@ class Engine:
         return Buckets.of_server(
             self.num_slots,
             self.max_tokens,
-            self.runner.longest_prefill,
+            self._most_tokens,
             reads_in_place=self.runner.reads_in_place,
+            pads=self.runner.pads,
             draft_tokens=self.runner.buckets.draft_tokens,
+            lists=self.runner.num_lists,
         )
 
     def forget_all(self) -> list[Sequence]:
@@ -262,16 +301,28 @@ class Engine:
         if not drafts:
             start_s = time.perf_counter()
         for call in self.runner.calls(step, drafts):
+            if not self.runner.is_warm(call) and not self.runner.is_sealed:
+                start_s += self._warm_untimed(call)
             result = self.runner.run(call, step.num_steps)
             now_s = time.perf_counter()
             self._watch_call(call, result, now_s - start_s)
             self._set_pace((now_s - start_s) / result.num_steps)
+            self._time_tokens(sum(call.counts), now_s - start_s)
             outputs += self._take(call, result, now_s)
             start_s = now_s
         self.scheduler.finish_step(step)
         outputs += self._step_beams(step)
         self._watch()
         return outputs
+
+    def _warm_untimed(self, call: Call) -> float:
+        """Compiles what a call needs, in nobody's times; the seconds it took."""
+        started = time.perf_counter()
+        self.runner.warm(call)
+        seconds = time.perf_counter() - started
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            sequence.pause(seconds)
+        return seconds
 
     def _drafts(self, step: ScheduledStep) -> list[list[int]]:
         """For each decode row, or none at all; beside prompts nobody drafts."""

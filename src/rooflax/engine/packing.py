@@ -1,8 +1,9 @@
 """One array to the device per step and one back: their columns, and how to write and read them.
 
-Every argument of a dispatch costs about as much as a small kernel, so a step's rows travel as
-columns of one int32 array, floats by their bits. What a request wants of the sampler stays on the
-device, one row per slot, and is sent again only when a slot changes hands.
+Every argument of a dispatch costs about as much as a small kernel, so a step travels as one int32
+array: a few numbers of the step, columns of each sequence, and the list of all their tokens. What a
+request wants of the sampler stays on the device, one row per slot, and is sent again only when a
+slot changes hands.
 """
 
 from __future__ import annotations
@@ -21,68 +22,119 @@ from rooflax.ops import sampling_columns as columns
 from rooflax.ops.sampling import Sampled
 from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
-SLOT, START, QUERY_LEN, SAMPLES, NUM_STEPS, NEXT, FIRST = range(7)
-"""Columns of a row; from FIRST on: first positions, block tables, tokens. NEXT is the token after
-them, where the sequence has one."""
+NUM_STEPS, NUM_SAMPLED, HEADER = range(3)
+"""Numbers of the whole step: decode steps, and how many of the first sequences sample."""
+SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, FIRST = range(7)
+"""Columns of a sequence; from FIRST on: first positions, block tables. NEXT is the token after its
+tokens, where it has one."""
 TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
 """Bits of STATE."""
+NO_DRAFTS: list[int] = []
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Widths of what a row holds; static, so that each is a program of its own.
+    """Sizes of a step's array; static, so that each is a program of its own.
 
     Attributes:
-        seq: tokens per row.
-        tables: per layer group, blocks in a row's table; empty without a cache.
+        sequences: rows of columns.
+        tokens: of the list; of each sequence, where the step is dense.
+        tables: per layer group, blocks in a sequence's table; empty without a cache.
+        longest: the most tokens of a sequence.
+        dense: a rectangle of whole sequences, for runs without a cache.
     """
 
-    seq: int
+    sequences: int
+    tokens: int
     tables: tuple[int, ...] = ()
+    longest: int = 1
+    dense: bool = False
 
     @property
     def width(self) -> int:
-        return FIRST + len(self.tables) + sum(self.tables) + self.seq
+        return FIRST + len(self.tables) + sum(self.tables)
 
-    def empty(self, rows: int, scratch_slot: int) -> np.ndarray:
-        """Rows of padding."""
-        packed = np.zeros((rows, self.width), np.int32)
-        packed[:, SLOT] = scratch_slot
-        return packed
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens * self.sequences if self.dense else self.tokens
 
-    def write(self, row: np.ndarray, sequence: Sequence, start: int, count: int) -> None:
-        """Fills a row with `count` tokens of a sequence from position `start` on."""
-        row[SLOT], row[START], row[QUERY_LEN] = sequence.slot, start, count
-        row[SAMPLES] = start + count >= sequence.num_tokens
-        at = FIRST + len(self.tables)
-        if self.tables:
+    def split(self, packed: Any) -> tuple[Any, Any, Any]:
+        """The header, the sequences' rows, and the tokens; of a NumPy array these are views."""
+        end = HEADER + self.sequences * self.width
+        rows = packed[HEADER:end].reshape(self.sequences, self.width)
+        tokens = packed[end:]
+        return packed[:HEADER], rows, tokens.reshape(-1, self.tokens) if self.dense else tokens
+
+    def batch(self, packed: Int[Array, " size"], hidden: jax.Array | None = None) -> Batch:
+        """The tokens as the model wants them; inside the jitted step."""
+        _, rows, tokens = self.split(packed)
+        if self.dense:
+            return Batch.dense(tokens, lengths=rows[:, QUERY_LEN], hidden=hidden)
+        firsts = tuple(rows[:, FIRST + group] for group in range(len(self.tables)))
+        at, tables = FIRST + len(self.tables), []
+        for length in self.tables:
+            tables.append(rows[:, at : at + length])
+            at += length
+        start, count, position = (rows[:, at] for at in (QUERY_START, QUERY_LEN, POSITION))
+        how = {"longest": self.longest, "hidden": hidden}
+        return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **how)
+
+
+class Writer:
+    """Fills a step's array on the host.
+
+    Args:
+        lists: parts of the list of tokens, each with as many sequences: one per data shard.
+    """
+
+    def __init__(self, layout: Layout, scratch_slot: int, *, lists: int = 1):
+        self.layout = layout
+        size = HEADER + layout.sequences * layout.width + layout.num_tokens
+        self.packed = np.zeros(size, np.int32)
+        self.header, self.rows, self._tokens = layout.split(self.packed)
+        self.rows[:, SLOT] = scratch_slot
+        self._ends = [part * (layout.tokens // lists) for part in range(lists)]
+        self._counts = [0] * lists
+
+    def add(
+        self,
+        sequence: Sequence,
+        start: int,
+        count: int,
+        drafts: list[int] = NO_DRAFTS,
+        part: int = 0,
+    ) -> int:
+        """Adds `count` tokens of a sequence from position `start` on, and drafts behind them.
+
+        Args:
+            part: of the list.
+
+        Returns:
+            Its row.
+        """
+        layout = self.layout
+        index = part * (layout.sequences // len(self._counts)) + self._counts[part]
+        self._counts[part] += 1
+        row, total = self.rows[index], count + len(drafts)
+        samples = start + count >= sequence.num_tokens
+        following = 0 if samples else sequence.tokens[start + count]
+        row[:FIRST] = (sequence.slot, start, self._ends[part], total, samples, following)
+        if layout.tables:
+            at = FIRST + len(layout.tables)
             row[FIRST:at] = sequence.first_positions
-            for length, blocks in zip(self.tables, sequence.block_tables, strict=True):
+            for length, blocks in zip(layout.tables, sequence.block_tables, strict=True):
                 held = blocks[:length]  # a sequence may hold blocks for more steps than this one
                 row[at : at + len(held)] = held
                 at += length
-        row[at : at + count] = sequence.tokens[start : start + count]
-        row[NEXT] = 0 if row[SAMPLES] else sequence.tokens[start + count]
-
-    def add_drafts(self, row: np.ndarray, drafts: list[int]) -> None:
-        """Puts tokens behind those of a row."""
-        at = self.width - self.seq + row[QUERY_LEN]
-        row[at : at + len(drafts)] = drafts
-        row[QUERY_LEN] += len(drafts)
-
-    def batch(self, packed: Int[Array, "B width"]) -> Batch:
-        """The rows as the model wants them; inside the jitted step."""
-        start, query_lens = packed[:, START], packed[:, QUERY_LEN]
-        firsts = tuple(packed[:, FIRST + group] for group in range(len(self.tables)))
-        at, tables = FIRST + len(self.tables), []
-        for length in self.tables:
-            tables.append(packed[:, at : at + length])
-            at += length
-        positions = start[:, None] + jnp.arange(self.seq, dtype=jnp.int32)[None]
-        context_lens = start + query_lens
-        return Batch(packed[:, at:], positions, query_lens, context_lens, tuple(tables), firsts)
+        tokens = self._tokens[index] if layout.dense else self._tokens[self._ends[part] :]
+        tokens[:count] = sequence.tokens[start : start + count]
+        if drafts:
+            tokens[count:total] = drafts
+        if not layout.dense:
+            self._ends[part] += total
+        return index
 
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:

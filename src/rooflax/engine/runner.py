@@ -19,7 +19,7 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
-from rooflax.engine.packing import Layout, StepResult
+from rooflax.engine.packing import Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.steps import StepInput
@@ -40,8 +40,8 @@ from rooflax.ops.sampling import TokenCounts
 
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
-SMALLEST_PREFILL = 16
-"""Tokens; prefills are padded to multiples of it, which XLA rounds alike."""
+SMALLEST_STEP = 16
+"""Tokens; steps with prompt chunks are padded to multiples of it, which XLA rounds alike."""
 
 
 class Call(NamedTuple):
@@ -77,6 +77,7 @@ class Runner:
         num_slots: int,
         max_tokens: int,
         prefill_chunk: int,
+        token_budget: int,
         decode_steps: int,
         kv_dtype: str,
         draft_tokens: int = 0,
@@ -85,18 +86,21 @@ class Runner:
     ):
         self.model, self.options, self.mesh = model, options, mesh
         self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.decode_steps = decode_steps
+        self.decode_steps, self.token_budget = decode_steps, token_budget
         self.functions = step_functions(model, options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
         self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, draft_tokens)
-        self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_PREFILL) * SMALLEST_PREFILL
+        self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
         self.longest_tables = tuple(
             blocks_needed(window, max_tokens, self.new_tokens, block_size())
             for window in self.windows
         )
         self.num_blocks = num_blocks or tuple(1 + num_slots * n for n in self.longest_tables)
         self.kv_dtype = kv_dtype
-        self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens)
+        self._shards = shards_of(mesh) or Shards()
+        self.num_lists = 1 if num_slots % self._shards.data else self._shards.data
+        self.pads = chosen(options.kernels)["linear"] != "native"
+        self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens, self.pads)
         self.is_sealed = False
         self._warm: set[Shape] = set()
         self._wanted: set[Shape] = set()
@@ -117,7 +121,7 @@ class Runner:
         self._device_masks = self._put(self._masks.copy())
 
     def _allocate_cache(self) -> Any:
-        config, shards = self.model.config, shards_of(self.mesh) or Shards()
+        config, shards = self.model.config, self._shards
         return allocate(
             config.groups,
             self.num_blocks,
@@ -149,23 +153,69 @@ class Runner:
         return tuple(sorted(sizes))
 
     def calls(self, step: ScheduledStep, drafts: list[list[int]]) -> list[Call]:
-        """The device calls of a step: the decode rows, and the prompts in as few as pay.
+        """The device calls of a step: one for the list of its tokens, and one for each prompt whose
+        tokens are scored.
 
         Args:
             drafts: for each decode row, or none at all.
         """
-        calls = []
+        scored = [chunk for chunk in step.prefills if chunk[0].wants_scores]
+        chunks = [(s, 1) for s in step.decodes]
+        chunks += [chunk for chunk in step.prefills if not chunk[0].wants_scores]
+        calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
         if drafts:
-            calls.append(self._verify_call(step.decodes, drafts))
-        elif step.decodes:
-            ends = [self._end(s, step.num_steps) for s in step.decodes]
-            shape = self._decode_shape(len(ends), max(ends))
-            calls.append(Call(step.decodes, [1] * len(ends), shape))
-        for sequence, count in step.prefills:
-            if sequence.wants_scores:
-                calls.append(Call([sequence], [count], self._scored_shape(sequence, count)))
-        rest = [chunk for chunk in step.prefills if not chunk[0].wants_scores]
-        return calls + (self._prefill_calls(rest) if rest else [])
+            calls.insert(0, self._verify_call(step.decodes, drafts))
+        elif chunks:
+            calls.insert(0, self._call(chunks, step.num_steps))
+        return calls
+
+    def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
+        """A list of tokens; sequences that sample come first."""
+        decodes_alone = all(count == 1 for _, count in chunks)
+        if not decodes_alone:
+            chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
+        sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
+        ends = [self._end(s, num_steps if decodes_alone else n) for s, n in chunks]
+        return Call(sequences, counts, self._shape_of(counts, max(ends), decodes_alone))
+
+    def _shape_of(self, counts: list[int], context: int, decodes_alone: bool) -> Shape:
+        rows, total = len(counts), sum(counts)
+        if not self.options.use_cache:
+            if self.options.jit:
+                rows, context = self.num_slots, self.buckets.context(context)
+            return Shape("dense", rows, context, context)
+        if not self.options.jit:
+            return Shape("decode" if decodes_alone else "step", rows, total, context)
+        if decodes_alone:
+            return self.buckets.decode(rows, context)
+        if self.num_lists > 1:
+            total = self.num_lists * max(map(sum, self._parts(counts)))
+        shape = self.buckets.step(total, context)
+        if shape is None:
+            assert not self.is_sealed, f"{total} tokens are more than a step's budget"
+            self._add_tokens(bucket(total, SMALLEST_STEP))
+            shape = self.buckets.step(total, context)
+            assert shape is not None
+        return shape
+
+    def _parts(self, counts: list[int]) -> list[list[int]]:
+        """The counts, shared out to the lists of the data shards as `_part_of` says."""
+        parts: list[list[int]] = [[] for _ in range(self.num_lists)]
+        for count, part in zip(counts, self._part_of(counts), strict=True):
+            parts[part].append(count)
+        return parts
+
+    def _part_of(self, counts: list[int]) -> list[int]:
+        """Of each chunk its data shard's list: the longest first, each to the shortest list."""
+        lengths, rows = [0] * self.num_lists, [0] * self.num_lists
+        most = self.num_slots // self.num_lists
+        parts = [0] * len(counts)
+        for index in sorted(range(len(counts)), key=lambda i: -counts[i]):
+            open_ = [part for part in range(self.num_lists) if rows[part] < most]
+            parts[index] = min(open_, key=lambda part: lengths[part])
+            lengths[parts[index]] += counts[index]
+            rows[parts[index]] += 1
+        return parts
 
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
@@ -173,42 +223,21 @@ class Runner:
     def _verify_call(self, sequences: list[Sequence], drafts: list[list[int]]) -> Call:
         longest = max(map(len, drafts))
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, drafts, strict=True))
-        shape = Shape("verify", len(sequences), 1 + longest, context)
+        rows = len(sequences)
+        shape = Shape("verify", rows, rows * (1 + longest), context)
         if self.options.jit:
-            shape = self.buckets.verify(len(sequences), context)
-        return Call(sequences, [1] * len(sequences), shape, drafts)
-
-    def _decode_shape(self, rows: int, context: int) -> Shape:
-        shape = Shape("decode", rows, 1, context)
-        if self.options.jit:
-            shape = self.buckets.decode(rows, context)
-        return shape if self.options.use_cache else shape._replace(seq=shape.context)
+            shape = self.buckets.verify(rows, context)
+        return Call(sequences, [1] * rows, shape, drafts)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
+        kind = "scored" if self.options.use_cache else "scored dense"
         if not self.options.jit:
-            return Shape("scored", 1, count, self._end(sequence, count))
-        seq = self.longest_prefill if self.options.use_cache else self.max_tokens
-        return Shape("scored", 1, seq, self.max_tokens)
+            return Shape(kind, 1, count, self._end(sequence, count))
+        tokens = self.longest_prefill if self.options.use_cache else self.max_tokens
+        return Shape(kind, 1, tokens, self.max_tokens)
 
-    def _prefill_calls(self, chunks: list[tuple[Sequence, int]]) -> list[Call]:
-        counts = [count for _, count in chunks]
-        ends = [self._end(sequence, count) for sequence, count in chunks]
-        if not self.options.jit:
-            shape = Shape("prefill", len(chunks), max(counts), max(ends))
-            return [Call([s for s, _ in chunks], counts, shape)]
-        if not self.is_sealed and not any(seq >= max(counts) for _, seq in self.buckets.prefills):
-            self._add_prefills({(1, bucket(max(counts), SMALLEST_PREFILL))})
-        calls = []
-        for taken, shape in self.buckets.prefill_calls(counts, ends):
-            rows = [chunks[index] for index in taken]
-            if not self.options.use_cache:
-                shape = shape._replace(seq=shape.context)
-            calls.append(Call([s for s, _ in rows], [n for _, n in rows], shape))
-        return calls
-
-    def _add_prefills(self, shapes: set[tuple[int, int]]) -> None:
-        prefills = tuple(sorted({*self.buckets.prefills, *shapes}))
-        self.buckets = replace(self.buckets, prefills=prefills)
+    def _add_tokens(self, size: int) -> None:
+        self.buckets = replace(self.buckets, tokens=tuple(sorted({*self.buckets.tokens, size})))
 
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
@@ -219,37 +248,53 @@ class Runner:
     def _dispatch(self, call: Call, num_steps: int = 1) -> StepResult:
         if self.is_sealed and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function, host = self._function(call.shape.kind), self._inputs(call, num_steps)
+        function, (host, rows) = self._function(call.shape.kind), self._inputs(call, num_steps)
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
-        return StepResult(np.asarray(packed), None if scores is None else np.asarray(scores))
+        found = np.asarray(packed)[:, rows]
+        return StepResult(found, None if scores is None else np.asarray(scores))
 
     def _function(self, kind: str) -> Any:
-        if kind == "decode" and not self.options.use_cache:
-            return self.functions.rerun
-        return getattr(self.functions, kind)
+        return getattr(self.functions, kind.removesuffix(" dense"))
 
-    def _inputs(self, call: Call, num_steps: int) -> StepInput:
-        _, rows, seq, _ = call.shape
-        layout = Layout(seq, self._table_lengths(call.shape))
-        packed = layout.empty(rows, self.num_slots)
-        packed[:, packing.NUM_STEPS] = num_steps
-        for row, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
+    def _lists_of(self, shape: Shape) -> int:
+        """Parts of the list: the data shards, where they divide it (see `nn.mesh.own_tokens`)."""
+        lists = self._shards.data
+        return 1 if shape.sequences % lists or shape.tokens % lists else lists
+
+    def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int]]:
+        """What the device is sent, and the row of each sequence."""
+        kind, rows, tokens, _ = call.shape
+        dense, lists = kind.endswith("dense"), self._lists_of(call.shape)
+        longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
+        layout = Layout(rows, tokens, self._table_lengths(call.shape), longest, dense)
+        writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
+        writer.header[:] = num_steps, len(call.sequences)
+        parts = [0] * len(call.sequences)
+        if lists > 1 and not dense:
+            parts = self._part_of(call.counts)
+            writer.header[packing.NUM_SAMPLED] = rows
+        elif not call.drafts:
+            ends = map(self._end, call.sequences, call.counts)
+            samples = [e >= s.num_tokens for s, e in zip(call.sequences, ends, strict=True)]
+            writer.header[packing.NUM_SAMPLED] = sum(samples)
+            assert samples == sorted(samples, reverse=True)
+        own = []
+        for number, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
             end = self._end(sequence, count)
             start = sequence.num_computed_tokens if self.options.use_cache else 0
-            layout.write(packed[row], sequence, start, end - start)
-            if call.drafts:
-                layout.add_drafts(packed[row], call.drafts[row])
+            drafts = call.drafts[number] if call.drafts else packing.NO_DRAFTS
+            own.append(writer.add(sequence, start, end - start, drafts, parts[number]))
         masks = None if self._plain else self._device_masks
-        return StepInput(packed, self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
+        step = StepInput(writer.packed, self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
+        return step, own
 
     def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
         if not self.options.use_cache:
             return ()
-        new_tokens = self.decode_steps if shape.kind == "decode" else shape.seq
         return tuple(
             min(
-                blocks_needed(window, shape.context, new_tokens, block_size()),
+                blocks_needed(window, shape.context, self.new_tokens, block_size()),
                 ceil_div(shape.context, block_size()),
             )
             for window in self.windows
@@ -318,7 +363,7 @@ class Runner:
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Every step that was warmed up, by name; for tools that look into programs."""
         for shape in sorted(self._warm):
-            host = self._inputs(Call([], [], shape), 1)
+            host, _ = self._inputs(Call([], [], shape), 1)
             function = self._function(shape.kind)
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
@@ -349,6 +394,14 @@ class Runner:
             report(manifest[-1])
         return manifest
 
+    def is_warm(self, call: Call) -> bool:
+        """Whether the call's program is there."""
+        return call.shape in self._warm or not self.options.jit
+
+    def warm(self, call: Call) -> None:
+        """Compiles what a call needs."""
+        self._warm_shape(call.shape)
+
     def _warm_shape(self, shape: Shape) -> None:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
@@ -358,8 +411,8 @@ class Runner:
     def warm_up_prefill(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
         """Compiles what these sequences need up to their first tokens.
 
-        What comes after waits for `warm_up_decode`: even a program that the persistent cache has is
-        traced, to know its name there, which takes a tenth of a second or more.
+        What comes after them waits for `warm_up_decode`: even a program that the persistent cache
+        has is traced, to know its name there, which takes a tenth of a second or more.
 
         Args:
             num_cached: per sequence, how many of its tokens are in the prefix cache.
@@ -372,10 +425,8 @@ class Runner:
         if not self.options.jit or not sequences or self.is_sealed:
             return
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
-        seq = min(bucket(max(new), SMALLEST_PREFILL), self.longest_prefill)
-        self._add_prefills({(n, seq) for n in ({1, self.num_slots} if len(new) > 1 else {1})})
-        self._wanted = self._shapes_of(sequences, self._prefill_rows(sequences, new), seq)
-        self._warm_wanted("prefill")
+        self._wanted = self._shapes_of(sequences, new)
+        self._warm_wanted("step", "dense")
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
@@ -394,34 +445,33 @@ class Runner:
             if shape.kind in kinds:
                 self._warm_shape(shape)
 
-    def _prefill_rows(self, sequences: list[Sequence], new: list[int]) -> set[int]:
-        """Rows of the prefills to come; those that begin alike do not run together, and a lone
-        token is decoded."""
-        if max(new) == 1:
-            return set()
-        if len(sequences) > self.num_slots or max(new) > self.longest_prefill:
-            return {rows for rows, _ in self.buckets.prefills}
-        calls = self._prefill_calls([c for c in zip(sequences, new, strict=True) if c[1] > 1])
-        beginnings = {tuple(s.tokens[: block_size()]) for s in sequences}
-        alone = set() if len(beginnings) == len(sequences) else {1}
-        return {call.shape.rows for call in calls} | alone
+    def _shapes_of(self, sequences: list[Sequence], new: list[int]) -> set[Shape]:
+        """Shapes of the first step, and of the decode steps that the sequences lead to.
 
-    def _shapes_of(self, sequences: list[Sequence], rows: set[int], seq: int) -> set[Shape]:
-        """Every shape that the sequences lead to if nothing is preempted."""
-        shortest = min(s.num_tokens for s in sequences)
-        starts = range(1, max(s.num_tokens for s in sequences) + 1)
-        ends = range(shortest, max(s.longest for s in sequences) + 1)
-        if len(sequences) <= self.num_slots and starts[-1] <= self.longest_prefill:
-            starts = starts[-1:] if len(rows) == 1 else starts[shortest - 1 :]
-        use = self.options.use_cache
-        verify_rows = {self.num_slots} if self.buckets.draft_tokens else set()
-        return {
-            Shape(kind, n, (tokens if use else context), context)
-            for kind, row_counts, tokens, needed in (
-                ("prefill", rows, seq, starts),
-                ("decode", {self.num_slots}, 1, ends),
-                ("verify", verify_rows, 1 + self.buckets.draft_tokens, ends),
-            )
-            for context in {self.buckets.context(c) for c in needed}
-            for n in row_counts
-        }
+        Others that come are compiled when they do.
+
+        Args:
+            new: per sequence, the tokens that no cache has.
+        """
+        contexts = {self.buckets.context(s.num_tokens) for s in sequences}
+        later = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        ends = contexts | {self.buckets.context(end) for end in later}
+        if not self.options.use_cache:
+            return {Shape("dense", self.num_slots, end, end) for end in ends}
+        shapes = {self.buckets.decode(self.num_slots, end) for end in ends}
+        if self.buckets.draft_tokens:
+            shapes |= {self.buckets.verify(self.num_slots, end) for end in ends}
+        counts = [n for s, n in zip(sequences, new, strict=True) if not s.wants_scores]
+        counts = self._first_step(counts[: self.num_slots])
+        if any(count > 1 for count in counts):
+            context = max(contexts)
+            shapes.add(self._shape_of(counts, context, decodes_alone=False))
+        return shapes
+
+    def _first_step(self, new: list[int]) -> list[int]:
+        """What a step runs of so many tokens of each sequence, as far as its budget goes."""
+        budget, counts = self.token_budget, []
+        for count in new:
+            counts.append(min(count, budget, self.longest_prefill))
+            budget -= counts[-1]
+        return [count for count in counts if count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rooflax.engine.beams import BeamGroup
@@ -19,7 +20,8 @@ class ScheduledStep:
         decodes: sequences whose last token alone is to run, `num_steps` times over.
         num_steps: decode steps; 1 while prompts run beside them.
         room: tokens per decoding sequence that its blocks hold, for steps or for drafts.
-        prefills: sequences that run several of their tokens, with how many.
+        prefills: sequences that run several of their tokens, with how many, in the same list as
+            the decoding ones.
         copies: of blocks, to be made before anything runs.
     """
 
@@ -43,10 +45,13 @@ class Scheduler:
 
     Args:
         num_slots: sequences that run at once.
-        token_budget: the most tokens of a step; decoding takes its share first.
+        token_budget: the most tokens of a step, decoding sequences first and prompts in what they
+            leave.
         prefill_chunk: the most tokens of one sequence in a step.
         decode_steps: the most decode steps of a dispatch.
         draft_tokens: the most drafts of a sequence in a step.
+        worth_running: of so many decoding sequences and tokens in all, how many tokens a step
+            should run now; see `Buckets.worth_running`.
 
     Attributes:
         pace: decode steps of the next dispatch, if nothing else limits them.
@@ -61,8 +66,9 @@ class Scheduler:
         prefill_chunk: int,
         decode_steps: int,
         draft_tokens: int = 0,
+        worth_running: Callable[[int, int], int] = lambda decodes, tokens: tokens,
     ):
-        self.blocks = blocks
+        self.blocks, self._worth_running = blocks, worth_running
         self.num_slots, self.token_budget = num_slots, token_budget
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
         self.pace, self.draft_tokens = decode_steps, draft_tokens
@@ -123,6 +129,8 @@ class Scheduler:
                 budget -= count
         if self.num_preemptions == preempted_before:
             self._admit(budget, decodes, prefills)
+        if prefills:
+            self._cut(len(decodes), prefills)
         if not decodes and not prefills:
             assert not self.has_unfinished or self.ready_groups(), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
@@ -163,6 +171,16 @@ class Scheduler:
         """Ends every beam as the first one that failed did."""
         failed = next(m for m in group.members if m.finish_reason == "error")
         self._end(group.members, "error", failed.error)
+
+    def _cut(self, decodes: int, prefills: list[tuple[Sequence, int]]) -> None:
+        """Leaves the last prompts' tokens beyond a full bucket to the next step."""
+        total = decodes + sum(count for _, count in prefills)
+        excess = total - self._worth_running(decodes, total)
+        while excess > 0:
+            sequence, count = prefills.pop()
+            if count > excess:
+                prefills.append((sequence, count - excess))
+            excess -= count
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return max(0, min(sequence.num_uncomputed_tokens, self.prefill_chunk, budget))

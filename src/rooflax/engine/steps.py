@@ -36,7 +36,7 @@ class StepInput:
     """What the host sends for one step.
 
     Attributes:
-        rows: a row per sequence, in the columns of `layout`.
+        packed: the sequences and their tokens, as `layout` says.
         params: a row per slot: what its request wants of the sampler. Stays on the device.
         masks: a row per slot: bits of the tokens that a row with a guide may choose; None if plain.
         plain: every row takes the most likely token and asks for nothing else: a program of its
@@ -44,7 +44,7 @@ class StepInput:
         hidden: what came out of the layers, where these ran one by one before.
     """
 
-    rows: Int[Array, "B width"]
+    packed: Int[Array, " size"]
     params: Int[Array, "slots width"]
     masks: Int[Array, "slots words"] | None
     layout: Layout = field(metadata={"static": True})
@@ -53,7 +53,21 @@ class StepInput:
 
     @property
     def batch(self) -> Batch:
-        return replace(self.layout.batch(self.rows), hidden=self.hidden)
+        return self.layout.batch(self.packed, self.hidden)
+
+    @property
+    def header(self) -> Int[Array, " numbers"]:
+        return self.layout.split(self.packed)[0]
+
+    @property
+    def rows(self) -> Int[Array, "B width"]:
+        """A row per sequence; those that sample come first."""
+        return self.layout.split(self.packed)[1]
+
+    @property
+    def num_sampled(self) -> Int[Array, ""]:
+        """How many leading sequences sample; the others' choices mean nothing."""
+        return self.header[packing.NUM_SAMPLED]
 
     @property
     def slots(self) -> Int[Array, " B"]:
@@ -61,7 +75,7 @@ class StepInput:
 
     @property
     def samples(self) -> Bool[Array, " B"]:
-        """Rows whose last token is followed by a new one."""
+        """Sequences whose last token is followed by a new one."""
         return self.rows[:, packing.SAMPLES] > 0
 
     @property
@@ -106,7 +120,7 @@ def layer(
     return model.forward(replace(batch, hidden=hidden), cache, options=options, shards=shards)
 
 
-def prefill(
+def run_step(
     model: Model,
     carry: Carry,
     step: StepInput,
@@ -115,7 +129,8 @@ def prefill(
     shards: Shards | None,
     is_scored: bool = False,
 ) -> tuple[tuple[Packed, Scores | None], Carry]:
-    """Runs a chunk of every row's tokens, and chooses the token after it where they end."""
+    """Runs a list of tokens, decode rows and prompt chunks together, and chooses the token after
+    each sequence's where they end."""
     cache, counts = carry
     batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
@@ -127,15 +142,8 @@ def prefill(
 def scored(
     model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
 ) -> tuple[tuple[Packed, Scores | None], Carry]:
-    """`prefill` of one row, with the log-probability of the token after each."""
-    return prefill(model, carry, step, options=options, shards=shards, is_scored=True)
-
-
-def rerun(
-    model: Model, carry: Carry, step: StepInput, *, options: ExecutionOptions, shards: Shards | None
-) -> tuple[tuple[Packed, Scores | None], Carry]:
-    """Without a cache: runs whole sequences again for one more token each."""
-    return prefill(model, carry, step, options=options, shards=shards)
+    """A chunk of one sequence, with the log-probability of the token after each."""
+    return run_step(model, carry, step, options=options, shards=shards, is_scored=True)
 
 
 def decode(
@@ -147,7 +155,7 @@ def decode(
     options: ExecutionOptions,
     shards: Shards | None,
 ) -> tuple[tuple[Packed, None], Carry]:
-    """Runs as many tokens per row as the step's column says, each the one chosen before it.
+    """Runs as many tokens per sequence as the header says, each the one chosen before it.
 
     The number is data, at most `max_steps`, so one program serves every count. The loop ends early
     when a row has chosen one of its stop ids.
@@ -160,7 +168,7 @@ def decode(
 
     def goes_on(state: Any) -> jax.Array:
         index, stopped, *_ = state
-        return (index < step.rows[0, packing.NUM_STEPS]) & ~stopped
+        return (index < step.header[packing.NUM_STEPS]) & ~stopped
 
     def one(state: Any) -> Any:
         index, _, batch, carry, out = state
@@ -172,7 +180,7 @@ def decode(
 
     batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
-    out = jnp.zeros((max_steps, batch.tokens.shape[0], width), jnp.int32)
+    out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
     *_, carry, out = while_loop(goes_on, one, start)
     return (out, None), carry
@@ -189,40 +197,60 @@ def verify(
     cache, counts = carry
     batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
-    rows, seq, width = hidden.shape
-    flat = hidden.reshape(rows * seq, width)
-    every_slot = jnp.repeat(step.slots, seq)
+    flat, num_tokens = hidden[0], batch.num_tokens
+    owner, number = batch.owners
+    drafts = _by_sequence(batch, batch.tokens[0])
+    every_slot = jnp.where(batch.valid[0], step.slots[owner], step.params.shape[0] - 1)
     sampled = sample(
-        model.logits(flat, options=options, shards=shards),
+        model.logits(flat, options=options, shards=shards, num_rows=num_tokens),
         step.params,
-        batch.positions.reshape(-1) + 1,
+        batch.positions[0] + 1,
         counts,
         every_slot,
         step.masks,
         plain=step.plain,
-        pending=_drafts_before(batch.tokens).reshape(rows * seq, seq),
+        pending=_drafts_before(drafts[owner], number),
+        num_rows=num_tokens,
         implementation=options.kernels,
     )
-    counted = _counted(batch, sampled.tokens.reshape(rows, seq)).reshape(-1)
+    accepted = _accepted(batch, drafts, _by_sequence(batch, sampled.tokens))
     if not step.plain:
-        counts = counts.add_generated(every_slot, sampled.tokens, counted)
+        in_row = jnp.clip(number, 0, batch.longest - 1)
+        is_accepted = accepted[owner, in_row] & batch.valid[0]
+        counts = counts.add_generated(every_slot, sampled.tokens, is_accepted)
     is_finite = jnp.all(jnp.isfinite(flat), axis=1) & sampled.is_finite
-    packed = packing.pack_sampled(sampled, is_finite, plain=step.plain, ran=counted)
-    return (packed.reshape(rows, seq, -1).swapaxes(0, 1), None), (cache, counts)
+    packed = packing.pack_sampled(sampled, is_finite, plain=step.plain)
+    packed = jnp.where(accepted[:, :, None], _by_sequence(batch, packed), 0)
+    return (packed.swapaxes(0, 1), None), (cache, counts)
 
 
-def _drafts_before(tokens: Int[Array, "B T"]) -> Int[Array, "B T T"]:
-    """At each place, the drafts up to it: all tokens but the first; the padding is NO_ID."""
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    upto = (index[None, :] <= index[:, None]) & (index[None, :] > 0)
-    return jnp.where(upto[None], tokens[:, None, :], NO_ID)
+def _by_sequence(batch: Batch, x: Array) -> Array:
+    """[tokens, ...] as [sequences, longest, ...]; padding holds anything."""
+    assert batch.query_starts is not None
+    index = batch.query_starts[:, None] + jnp.arange(batch.longest, dtype=jnp.int32)[None]
+    return x[jnp.minimum(index, x.shape[0] - 1)]
 
 
-def _counted(batch: Batch, chosen: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+def _drafts_before(tokens: Int[Array, "T W"], number: Int[Array, " T"]) -> Int[Array, "T W"]:
+    """At each token, the drafts of its sequence up to it; the padding is NO_ID.
+
+    Args:
+        tokens: of its sequence, of which all but the first are drafts.
+        number: which of them it is.
+    """
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return jnp.where((index <= number[:, None]) & (index > 0), tokens, NO_ID)
+
+
+def _accepted(
+    batch: Batch, tokens: Int[Array, "B W"], chosen: Int[Array, "B W"]
+) -> Bool[Array, "B W"]:
     """Which choices count: the first, and those after drafts that all equal the choice there."""
-    held = batch.tokens[:, 1:] == chosen[:, :-1]
-    held = jnp.concatenate([jnp.ones_like(held[:, :1]), held], axis=1) & batch.valid
-    return jnp.cumprod(held.astype(jnp.int32), axis=1) > 0
+    same = tokens[:, 1:] == chosen[:, :-1]
+    same = jnp.concatenate([jnp.ones_like(same[:, :1]), same], axis=1)
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    same &= index < batch.query_lens[:, None]
+    return jnp.cumprod(same.astype(jnp.int32), axis=1) > 0
 
 
 def seat(
@@ -315,11 +343,14 @@ def _choose(
     options: ExecutionOptions,
     shards: Shards | None,
 ) -> tuple[Int[Array, "B columns"], TokenCounts]:
-    """The last token's logits, and a choice for every row."""
-    last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-    logits = model.logits(
-        jnp.take_along_axis(hidden, last, axis=1)[:, 0], options=options, shards=shards
-    )
+    """Logits of each sequence's last token, and a choice for those that sample."""
+    last = jnp.maximum(batch.query_lens - 1, 0)
+    if batch.query_starts is None:
+        last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    else:
+        last_hidden = hidden[0, jnp.minimum(batch.query_starts + last, hidden.shape[1] - 1)]
+    num_rows = step.num_sampled
+    logits = model.logits(last_hidden, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
         logits,
         step.params,
@@ -328,13 +359,23 @@ def _choose(
         step.slots,
         step.masks,
         plain=step.plain,
+        num_rows=num_rows,
         implementation=options.kernels,
     )
     if not step.plain:
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
-    is_finite = jnp.all(jnp.isfinite(hidden), axis=2) | ~batch.valid
-    is_finite = jnp.all(is_finite, axis=1) & sampled.is_finite
+    is_finite = _are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
     return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+
+
+def _are_finite(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Bool[Array, " B"]:
+    """Whether all hidden states of a sequence are."""
+    is_finite = jnp.all(jnp.isfinite(hidden), axis=2) | ~batch.valid
+    if batch.query_starts is None:
+        return jnp.all(is_finite, axis=1)
+    owner, _ = batch.owners
+    of_others = owner[None, :] != jnp.arange(len(batch.query_lens), dtype=jnp.int32)[:, None]
+    return jnp.all(is_finite | of_others, axis=1)
 
 
 def _scores(
@@ -363,12 +404,14 @@ def _scores(
 
 
 def _advance(batch: Batch, tokens: Int[Array, " B"]) -> Batch:
-    """The decode batch one token on; empty rows stay empty."""
+    """The decode batch one token on: token r is sequence r's; those without tokens stay so."""
+    assert batch.query_positions is not None
     return replace(
         batch,
-        tokens=tokens[:, None],
-        positions=batch.positions + batch.query_lens[:, None],
+        tokens=jnp.where(batch.query_lens > 0, tokens, 0)[None],
+        positions=batch.positions + batch.query_lens[None],
         context_lens=batch.context_lens + batch.query_lens,
+        query_positions=batch.query_positions + batch.query_lens,
     )
 
 
@@ -381,8 +424,7 @@ class StepFunctions:
 
     def __init__(self, options: ExecutionOptions, mesh: Mesh | None, max_steps: int):
         static = {"options": options, "shards": shards_of(mesh)}
-        self.prefill = _compiled(prefill, options.jit, mesh, **static)
-        self.rerun = _compiled(rerun, options.jit, mesh, **static)
+        self.step = self.dense = _compiled(run_step, options.jit, mesh, **static)
         self.score = _compiled(score, options.jit, mesh, **static)
         self.logits = _compiled(logits, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)

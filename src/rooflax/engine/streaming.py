@@ -39,7 +39,7 @@ class StreamedFunctions:
 
     def __init__(self, options: ExecutionOptions):
         self._whole = whole = StepFunctions(options, None, max_steps=1)
-        self.prefill = self.rerun = self.decode = self._by_layer(whole.prefill)
+        self.step = self.dense = self.decode = self._by_layer(whole.step)
         self.scored, self.verify = self._by_layer(whole.scored), self._by_layer(whole.verify)
         self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)
         self.seat, self.copy = whole.seat, whole.copy

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
@@ -157,7 +157,8 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states before the final norm, and the cache with the new tokens' K and V."""
     kernels, eps = options.kernels, config.norm_eps
-    product = partial(linear, implementation=kernels)
+    num_tokens = batch.num_tokens
+    product = partial(linear, num_rows=num_tokens, implementation=kernels)
 
     def layer(w: LayerWeights, x: Float[Array, "B T D"], attend: Attend) -> Float[Array, "B T D"]:
         norm = Norm(w["attn.norm"], w["attn.norm_bias"], eps)
@@ -175,7 +176,8 @@ def forward(
         x = product(h, w["mlp.down"], down_bias, prologue=act, residual=residual)
         return mesh.all_reduce(x, shards)
 
-    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
+    how = {"dtype": dtype, "num_rows": num_tokens, "kernels": kernels}
+    x = mesh.embed(weights["embed"], batch.tokens, shards, **how)
     x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
     how = {"options": options, "shards": shards, "remat": remat}
     return run_layers(layer, weights, x, batch, cache, groups=config.groups, **how)
@@ -188,9 +190,11 @@ def logits(
     *,
     options: ExecutionOptions = DEFAULT_OPTIONS,
     shards: mesh.Shards | None = None,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "*batch vocab"]:
     """Next-token logits in float32, of what `forward` gives."""
     norm = Norm(weights["final_norm"], weights["final_norm_bias"], config.norm_eps)
     head = weights["embed"] if config.tied_embeddings else weights["lm_head"]
-    parts = unembed(hidden, head, prologue=norm, implementation=options.kernels)
+    how = {"num_rows": num_rows, "implementation": options.kernels}
+    parts = unembed(hidden, head, prologue=norm, **how)
     return mesh.gather_vocab(parts, config.vocab_size, shards)

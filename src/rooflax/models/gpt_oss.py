@@ -198,7 +198,8 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states before the final norm, and the cache with the new tokens' K and V."""
     kernels = options.kernels
-    product = partial(linear, implementation=kernels)
+    num_tokens = batch.num_tokens
+    product = partial(linear, num_rows=num_tokens, implementation=kernels)
     activation = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
 
     def mlp(w: LayerWeights, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
@@ -218,6 +219,7 @@ def forward(
             norm=norm,
             activation=activation,
             method=options.moe,
+            num_tokens=num_tokens,
             implementation=kernels,
         )
 
@@ -238,6 +240,7 @@ def forward(
         return x + mesh.all_reduce(h, shards, (mesh.TENSOR, mesh.EXPERT))
 
     cos, sin = rope_rows(rope.cos, rope.sin, batch.positions)
-    x = mesh.embed(weights["embed"], batch.tokens, shards, dtype=dtype, kernels=kernels)
+    how = {"dtype": dtype, "num_rows": num_tokens, "kernels": kernels}
+    x = mesh.embed(weights["embed"], batch.tokens, shards, **how)
     how = {"options": options, "shards": shards, "remat": remat}
     return run_layers(layer, weights, x, batch, cache, groups=config.groups, **how)

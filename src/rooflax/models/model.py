@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
 from rooflax.models.registry import family
@@ -88,10 +88,15 @@ class Model:
         *,
         options: ExecutionOptions = DEFAULT_OPTIONS,
         shards: mesh_lib.Shards | None = None,
+        num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "*batch vocab"]:
-        """Next-token logits in float32, of hidden states as `forward` gives them."""
+        """Next-token logits in float32, of hidden states as `forward` gives them.
+
+        Args:
+            num_rows: how many leading rows are real; None is all.
+        """
         return family(self.family).logits(
-            self.config, self.weights, hidden, options=options, shards=shards
+            self.config, self.weights, hidden, options=options, shards=shards, num_rows=num_rows
         )
 
     def stacked(self) -> Model:

@@ -77,10 +77,9 @@ def prefill(
     rows, seq = tokens.shape
     if lengths is None:
         lengths = jnp.full((rows,), seq, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
-    batch = _batch(cache, tokens, positions, lengths, lengths)
+    batch = _batch(cache, tokens, jnp.zeros(rows, jnp.int32), lengths.astype(jnp.int32))
     hidden, new = model.forward(batch, cache, options=options)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    last = hidden[0, jnp.arange(rows, dtype=jnp.int32) * seq + lengths - 1]
     return model.logits(last, options=options), cast(KVCache, new)
 
 
@@ -101,15 +100,17 @@ def decode_step(
     Returns:
         Float32 logits that follow it, and the cache.
     """
-    ones = jnp.ones_like(positions)
-    batch = _batch(cache, tokens[:, None], positions[:, None], ones, positions + 1)
+    batch = _batch(cache, tokens[:, None], positions, jnp.ones_like(positions))
     hidden, new = model.forward(batch, cache, options=options)
-    return model.logits(hidden[:, 0], options=options), cast(KVCache, new)
+    return model.logits(hidden[0], options=options), cast(KVCache, new)
 
 
-def _batch(
-    cache: KVCache, tokens: jax.Array, positions: jax.Array, query: jax.Array, context: jax.Array
-) -> Batch:
+def _batch(cache: KVCache, tokens: jax.Array, positions: jax.Array, lens: jax.Array) -> Batch:
+    """Rows of tokens as a list, the padding at each one's end included.
+
+    Args:
+        positions, lens: of each row, that of its first token, and how many are real.
+    """
     rows, seq = tokens.shape
     tables = []
     for group in range(len(cache.groups.windows)):
@@ -123,4 +124,7 @@ def _batch(
         own = np.arange(1, per_layer, dtype=np.int32)
         tables.append(jnp.asarray(own.reshape(rows, -1)))
     first = jnp.zeros(rows, jnp.int32)
-    return Batch(tokens, positions, query, context, tuple(tables), (first,) * len(tables))
+    starts = jnp.arange(rows, dtype=jnp.int32) * seq
+    firsts = (first,) * len(tables)
+    flat = tokens.reshape(-1)
+    return Batch.ragged(flat, starts, lens, positions, tuple(tables), firsts, longest=seq)

@@ -2,6 +2,10 @@
 
 It says which tokens, at which positions, and where their K and V live. It knows nothing of
 requests, text or weights.
+
+With a cache a step is a list of tokens, [1, tokens]: those of all sequences, one after the other,
+decode rows and prompt chunks alike. Without one (training, scoring, runs without a cache) it is a
+rectangle of whole sequences, [rows, tokens].
 """
 
 from __future__ import annotations
@@ -12,37 +16,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.attention import Sequences
+from rooflax.ops.attention.sequences import owners
+
 NO_SLOT = 1 << 30
-"""Beyond every pool, wherever a layer's blocks begin in it."""
+"""Of padding: beyond every pool, wherever a layer's blocks begin in it (csrc/ffi_common.h)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """One step's tokens: `rows` sequences, each with up to `seq` new tokens, padded at the end.
+    """One step's tokens.
 
     Attributes:
         tokens: token ids; padding may hold any valid id.
         positions: absolute position of each token in its sequence.
-        query_lens: how many of a row's tokens are real; 0 for an empty row.
-        context_lens: tokens visible to the row after this step, the new ones included.
-        block_tables: per layer group, the row's blocks in order; 0 (scratch) where there is none.
-            Empty without a cache.
-        first_positions: per layer group, the position of the first slot of the row's table
-            (above 0 only where a window has let go of older blocks).
+        query_lens: per sequence, how many of the tokens are its own; 0 for none.
+        context_lens: tokens visible to the sequence after this step, the new ones included.
+        query_starts: where a sequence's tokens begin in the list; None for a rectangle, where row
+            r's tokens are those of sequence r.
+        query_positions: of a sequence's first token in the list.
+        block_tables: per layer group, a sequence's blocks in order; 0 (scratch) where there is
+            none. Empty without a cache.
+        first_positions: per layer group, the position of the first slot of a sequence's table
+            (above 0 only where out-of-window blocks were freed).
+        longest: of a list, the most tokens of a sequence.
         segment_ids: documents packed into one row; a token sees only its own. None: one document.
-        split: axes of a mesh over which this is a part: "data" has other rows, "sequence" other
-            tokens of the same rows. `block_tables` and `context_lens` are of whole rows always.
+        split: axes of a mesh over which this is a part: "data" has other sequences, "sequence"
+            other tokens of the same ones.
         hidden: what enters the layers in place of the tokens' embedding, where the layers before
             ran by themselves. None is the embedding.
     """
 
     tokens: Int[Array, "rows seq"]
     positions: Int[Array, "rows seq"]
-    query_lens: Int[Array, " rows"]
-    context_lens: Int[Array, " rows"]
-    block_tables: tuple[Int[Array, "rows _"], ...] = ()
-    first_positions: tuple[Int[Array, " rows"], ...] = ()
+    query_lens: Int[Array, " sequences"]
+    context_lens: Int[Array, " sequences"]
+    query_starts: Int[Array, " sequences"] | None = None
+    query_positions: Int[Array, " sequences"] | None = None
+    block_tables: tuple[Int[Array, "sequences _"], ...] = ()
+    first_positions: tuple[Int[Array, " sequences"], ...] = ()
+    longest: int = field(default=0, metadata={"static": True})
     segment_ids: Int[Array, "rows seq"] | None = None
     split: tuple[str, ...] = field(default=(), metadata={"static": True})
     hidden: Float[Array, "rows seq hidden"] | None = None
@@ -64,11 +78,73 @@ class Batch:
             positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
         return Batch(tokens, positions, lengths, lengths, segment_ids=segment_ids, hidden=hidden)
 
+    @staticmethod
+    def ragged(
+        tokens: Int[Array, " tokens"],
+        query_starts: Int[Array, " sequences"],
+        query_lens: Int[Array, " sequences"],
+        query_positions: Int[Array, " sequences"],
+        block_tables: tuple[Int[Array, "sequences _"], ...],
+        first_positions: tuple[Int[Array, " sequences"], ...],
+        *,
+        longest: int,
+        hidden: Float[Array, "1 tokens hidden"] | None = None,
+    ) -> Batch:
+        """A list of tokens over a cache."""
+        owner, offset = owners(query_starts, query_lens, tokens.shape[0])
+        return Batch(
+            tokens[None],
+            jnp.maximum(query_positions[owner] + offset, 0)[None],
+            query_lens,
+            query_positions + query_lens,
+            query_starts,
+            query_positions,
+            block_tables,
+            first_positions,
+            longest,
+            hidden=hidden,
+        )
+
+    @property
+    def num_tokens(self) -> Int[Array, ""] | None:
+        """How many leading tokens of a list are real; None for a rectangle, where all run."""
+        if self.query_starts is None:
+            return None
+        ends = jnp.where(self.query_lens > 0, self.query_starts + self.query_lens, 0)
+        return jnp.max(ends)
+
+    @property
+    def owners(self) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+        """Of each token of a list, its sequence and its number there; see `sequences.owners`."""
+        assert self.query_starts is not None
+        return owners(self.query_starts, self.query_lens, self.tokens.shape[1])
+
     @property
     def valid(self) -> jax.Array:
         """[rows, seq] bool: which tokens are real."""
-        index = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
-        return index[None, :] < self.query_lens[:, None]
+        if self.query_starts is None:
+            index = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+            return index[None, :] < self.query_lens[:, None]
+        owner, offset = self.owners
+        return ((offset >= 0) & (offset < self.query_lens[owner]))[None]
+
+    def sequences(self, group: int, first_block: Int[Array, ""] | int = 0) -> Sequences:
+        """What attention needs to know of a layer group.
+
+        Args:
+            first_block: of the layer, among those that share a pool.
+        """
+        assert self.query_starts is not None
+        assert self.query_positions is not None
+        return Sequences(
+            self.query_starts,
+            self.query_lens,
+            self.query_positions,
+            self.context_lens,
+            self.block_tables[group] + first_block,
+            self.first_positions[group],
+            self.longest,
+        )
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
         """Where each token's K and V go in the pool of a layer group.
@@ -77,12 +153,13 @@ class Batch:
                + position % block_size; padding has no slot (NO_SLOT) and is not written.
 
         Returns:
-            [rows, seq] int32 slots; a slot is block * block_size + offset.
+            [1, tokens] int32 slots; a slot is block * block_size + offset.
         """
+        owner, _ = self.owners
         table = self.block_tables[group]
         # Unsigned: a signed division is a dozen operations. Padding may be below the first.
-        relative = (self.positions - self.first_positions[group][:, None]).astype(jnp.uint32)
-        index = jnp.minimum(relative // block_size, table.shape[1] - 1)
-        block = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
+        relative = (self.positions[0] - self.first_positions[group][owner]).astype(jnp.uint32)
+        index = jnp.minimum(relative // block_size, table.shape[1] - 1).astype(jnp.int32)
+        block = table.at[owner, index].get(mode="promise_in_bounds")
         slot = block * block_size + (relative % block_size).astype(jnp.int32)
-        return jnp.where(self.valid, slot, NO_SLOT)
+        return jnp.where(self.valid[0], slot, NO_SLOT)[None]

@@ -18,7 +18,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
 from rooflax.ops import accelerator
-from rooflax.ops.attention import attention, paged_attention
+from rooflax.ops.attention import attention, ragged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
 from rooflax.ops.quantization import QuantizedArray
@@ -210,18 +210,14 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | Stacked | None = None,
     ) -> Float[Array, "B T N H"]:
-        batch, common = (
-            self.batch,
-            {
-                "positions": self.batch.positions,
-                "context_lens": self.batch.context_lens,
-                "scale": scale,
-                "window": self.window,
-                "sinks": taken(sinks),
-                "repeat_kv": self.options.gqa == "repeat",
-                "implementation": self.options.kernels,
-            },
-        )
+        batch = self.batch
+        common = {
+            "scale": scale,
+            "window": self.window,
+            "sinks": taken(sinks),
+            "repeat_kv": self.options.gqa == "repeat",
+            "implementation": self.options.kernels,
+        }
         if self.pools is None:
             k, v, keys = (
                 mesh.gather_tokens(a, batch, (mesh.SEQUENCE,)) for a in (k, v, batch.positions)
@@ -230,6 +226,8 @@ class _Attend:
                 q,
                 k.swapaxes(1, 2),
                 v.swapaxes(1, 2),
+                positions=batch.positions,
+                context_lens=batch.context_lens,
                 key_positions=keys,
                 segment_ids=batch.segment_ids,
                 causal_order=mesh.SEQUENCE not in batch.split,
@@ -243,14 +241,8 @@ class _Attend:
             for pool, new in ((pools.k, k), (pools.v, v))
         )
         self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
-        return paged_attention(
-            q,
-            pools.k,
-            pools.v,
-            block_tables=batch.block_tables[self.group] + pools.first_block,
-            first_positions=batch.first_positions[self.group],
-            **common,
-        )
+        sequences = batch.sequences(self.group, pools.first_block)
+        return ragged_attention(q[0], pools.k, pools.v, sequences, **common)[None]
 
 
 def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:

@@ -175,15 +175,17 @@ def embed(
     shards: Shards | None,
     *,
     dtype: str | None = None,
+    num_rows: Int[Array, ""] | None = None,
     kernels: str | None = None,
 ) -> Float[Array, "rows seq hidden"]:
     """Rows of the embedding table, which may be split over the vocabulary.
 
     Args:
         dtype: of the result; None is the table's.
+        num_rows: how many leading tokens are real; None is all.
     """
     if shards is None or shards.tensor == 1:
-        rows = lookup(table, tokens, implementation=kernels)
+        rows = lookup(table, tokens, num_rows=num_rows, implementation=kernels)
     else:
         size = table.out_shape[0] if isinstance(table, QuantizedArray) else table.shape[0]
         local = tokens - jax.lax.axis_index(TENSOR) * size
@@ -224,12 +226,15 @@ def own_experts(
 
 
 def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
-    """This device's rows (over data) and, of each row, its tokens (over sequence).
+    """This device's sequences (over data) and, of those, its tokens (over sequence).
 
-    What does not divide stays whole: then every device runs all of it.
+    Of a list, each data shard has the tokens of its own sequences in its own part of the list. What
+    does not divide stays whole: then every device runs all of it.
     """
     if shards is None:
         return batch
+    if batch.query_starts is not None:
+        return _own_list(batch, shards)
     rows, seq = batch.tokens.shape
     if shards.data > 1 and rows % shards.data == 0:
         size = rows // shards.data
@@ -253,9 +258,55 @@ def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
     return batch
 
 
+def _own_list(batch: Batch, shards: Shards) -> Batch:
+    """`own_tokens` of a list of tokens."""
+    num_tokens, num_sequences = batch.tokens.shape[1], len(batch.query_lens)
+    if shards.data > 1 and num_tokens % shards.data == 0 and num_sequences % shards.data == 0:
+        count = num_sequences // shards.data
+        begin = jax.lax.axis_index(DATA) * count
+        names = ("query_lens", "context_lens", "query_starts", "query_positions")
+        names += ("block_tables", "first_positions")
+        own = {
+            name: jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, begin, count), getattr(batch, name)
+            )
+            for name in names
+        }
+        batch = _own_tokens_of_list(replace(batch, **own), DATA, shards.data)
+    if shards.sequence > 1 and batch.tokens.shape[1] % shards.sequence == 0:
+        batch = _own_tokens_of_list(batch, SEQUENCE, shards.sequence)
+    return batch
+
+
+def _own_tokens_of_list(batch: Batch, axis: str, parts: int) -> Batch:
+    """One of equal parts of the list, and of each sequence what is in it."""
+    starts, positions = batch.query_starts, batch.query_positions
+    assert starts is not None
+    assert positions is not None
+    size = batch.tokens.shape[1] // parts
+    begin = jax.lax.axis_index(axis) * size
+
+    def part(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, begin, size, axis=1)
+
+    first = jnp.clip(starts - begin, 0, size)
+    end = jnp.clip(starts + batch.query_lens - begin, 0, size)
+    return replace(
+        batch,
+        tokens=part(batch.tokens),
+        positions=part(batch.positions),
+        query_lens=end - first,
+        query_starts=first,
+        query_positions=positions + jnp.maximum(first + begin - starts, 0),
+        hidden=None if batch.hidden is None else part(batch.hidden),
+        split=(*batch.split, axis),
+    )
+
+
 def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENCE)) -> Array:
     """[rows, seq, ...] of the batch that `own_tokens` split, from everybody's."""
-    for axis, name in enumerate((DATA, SEQUENCE)):
+    is_list = batch.query_starts is not None
+    for axis, name in ((1, SEQUENCE), (1 if is_list else 0, DATA)):
         if name in batch.split and name in axes:
             x = jax.lax.all_gather(x, name, axis=axis, tiled=True)
     return x

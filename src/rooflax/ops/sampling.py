@@ -18,6 +18,7 @@ from rooflax.ops import parts
 from rooflax.ops import sampling_columns as columns
 from rooflax.ops.control import cond
 from rooflax.ops.dispatch import choose
+from rooflax.ops.real_rows import real_rows
 from rooflax.ops.sampling_columns import NO_ID
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
@@ -147,6 +148,7 @@ def sample(
     *,
     plain: bool = False,
     pending: Int[Array, "B P"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Sampled:
     """The next token of every row.
@@ -164,14 +166,15 @@ def sample(
         plain: the caller's word that every row takes the most likely token and nothing else is
             asked for.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
+        num_rows: how many leading rows are real; None is all. What the others get means nothing.
         implementation: one of IMPLEMENTATIONS; None for the platform's best.
     """
     if plain:
-        best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits)
+        best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
     run = choose("sample", IMPLEMENTATIONS, implementation)
-    return run(logits, params, positions, counts, slots, masks, pending)
+    return run(logits, params, positions, counts, slots, masks, pending, num_rows)
 
 
 def _native_sample(
@@ -182,6 +185,7 @@ def _native_sample(
     slots: Int[Array, " B"],
     masks: Int[Array, "slots words"] | None,
     pending: Int[Array, "B P"] | None,
+    num_rows: Int[Array, ""] | None,
 ) -> Sampled:
     """All of it in one call; XLA takes four times as long to compile a step with the operations of
     `_sample`, and three times as long to trace it."""
@@ -198,6 +202,7 @@ def _native_sample(
         slots,
         nothing if masks is None else masks,
         nothing if pending is None else pending,
+        real_rows(num_rows),
     )
     return Sampled(*found)
 
@@ -210,7 +215,9 @@ def _sample(
     slots: Int[Array, " B"],
     masks: Int[Array, "slots words"] | None,
     pending: Int[Array, "B P"] | None,
+    num_rows: Int[Array, ""] | None,
 ) -> Sampled:
+    del num_rows  # padding is sampled like the rest
     sampling = Sampling.of(params[slots])
     best = _argmax(logits)  # the first NaN, if there is one
     largest = jnp.take_along_axis(logits, best[:, None], axis=1)
@@ -259,14 +266,17 @@ def _sample(
 IMPLEMENTATIONS = {"reference": _sample, "xla": _sample, "native": _native_sample}
 
 
-def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+def _argmax(x: Float[Array, "B V"], num_rows: Int[Array, ""] | None = None) -> Int[Array, " B"]:
+    del num_rows
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
-def _native_argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+def _native_argmax(
+    x: Float[Array, "B V"], num_rows: Int[Array, ""] | None = None
+) -> Int[Array, " B"]:
     """XLA's on CPU is a scalar loop, 0.2 ms over GPT-2's vocabulary."""
     out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)
-    return jax.ffi.ffi_call("rooflax_argmax", out)(x)
+    return jax.ffi.ffi_call("rooflax_argmax", out)(x, real_rows(num_rows))
 
 
 ARGMAX_IMPLEMENTATIONS = {"reference": _argmax, "xla": _argmax, "native": _native_argmax}

@@ -1,5 +1,7 @@
 """Attention, over contiguous keys and values and over the paged KV cache."""
 
 from rooflax.ops.attention.api import attention, paged_attention
+from rooflax.ops.attention.ragged import ragged_attention
+from rooflax.ops.attention.sequences import Sequences
 
-__all__ = ["attention", "paged_attention"]
+__all__ = ["Sequences", "attention", "paged_attention", "ragged_attention"]

@@ -70,7 +70,7 @@ def attention(
 
     Source: Ainslie et al., GQA, 2023; sinks as in openai/gpt-oss, gpt_oss/torch/model.py (sdpa).
     """
-    _check_heads(q.shape[2], k.shape[1])
+    check_heads(q.shape[2], k.shape[1])
     compute = choose("attention", IMPLEMENTATIONS, implementation)
     return compute(
         q,
@@ -113,7 +113,7 @@ def paged_attention(
     wider than q's heads, by zeros. The TPU's and the GPU's kernels do not read blocks that a
     pattern hides. Everything else is as in `attention`.
     """
-    _check_heads(q.shape[2], k_pool.shape[1])
+    check_heads(q.shape[2], k_pool.shape[1])
     kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() == "cpu")
     if implementation is None and kernels_cannot:
         implementation = "xla"
@@ -141,6 +141,6 @@ def _given(pattern: Pattern | None) -> dict[str, Pattern]:
     return {} if pattern is None else {"pattern": pattern}
 
 
-def _check_heads(num_heads: int, num_kv_heads: int) -> None:
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} K/V heads")

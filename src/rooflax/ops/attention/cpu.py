@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.sequences import Sequences
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -26,25 +27,59 @@ def paged_attention(
     repeat_kv: bool,
     pattern: Pattern | None = None,
 ) -> Float[Array, "B T N H"]:
+    """Every row has as many queries, and their positions follow one another."""
     if repeat_kv:
         raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
     if pattern is not None:
         raise NotImplementedError("attention's native kernel has no patterns.")
-    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    call = jax.ffi.ffi_call("rooflax_attention", out)
-    wide = q.astype(jnp.float32)
+    rows, length = q.shape[:2]
+    starts = jnp.arange(rows, dtype=jnp.int32) * length
+    lens = jnp.full(rows, length, jnp.int32)
+    where = (block_tables, first_positions, starts, lens, positions[:, 0], context_lens)
+    flat = q.reshape(-1, *q.shape[2:])
+    return _attend(flat, k_pool, v_pool, where, scale, window, sinks).reshape(q.shape)
+
+
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    sequences: Sequences,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "T N H"]:
+    s = sequences
+    where = (
+        s.block_tables, s.first_positions, s.query_starts, s.query_lens, s.positions, s.context_lens
+    )  # fmt: skip
+    return _attend(q, k_pool, v_pool, where, scale, window, sinks)
+
+
+def _attend(
+    q: jax.Array,
+    k_pool: jax.Array | QuantizedPool,
+    v_pool: jax.Array | QuantizedPool,
+    where: tuple[jax.Array, ...],
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """The kernel's call."""
     scales = (jnp.zeros(0, jnp.float32),) * 2
     if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
         scales = (k_pool.scales, v_pool.scales)
         k_pool, v_pool = k_pool.values, v_pool.values
-    arrays = (block_tables, first_positions, positions, context_lens, sinks)
+    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    call = jax.ffi.ffi_call("rooflax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
-        wide,
+        q.astype(jnp.float32),
         k_pool,
         v_pool,
         *scales,
-        *arrays,
+        *where,
+        sinks,
         scale=np.float32(scale),
         window=np.int64(window or 0),
     ).astype(q.dtype)

@@ -32,6 +32,7 @@ def linear(
     contract: int = 1,
     prologue: Prologue | None = None,
     residual: Float[Array, "*result"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*result"]:
     """Contracts x's last `contract` axes with w's first, and adds bias and residual.
@@ -50,6 +51,8 @@ def linear(
         contract: number of axes in `*in`.
         prologue: a norm or an activation of the rows, which a kernel does while it reads them.
         residual: [..., *out], what the result is added to; or None.
+        num_rows: how many leading rows of x, its batch axes taken as one, are real; None is all.
+            The other rows of the result mean nothing, and the native kernel does not compute them.
         implementation: "reference", "xla", "native", "pallas", or None for the platform's best.
 
     Raises:
@@ -67,7 +70,7 @@ def linear(
     flat_residual = None if residual is None else residual.reshape(rows.shape[0], -1)
     if not isinstance(w, QuantizedArray):
         w = w.reshape(_size(in_shape), _size(out_shape))
-    y = matmul(rows, w, flat_bias, prologue=prologue, residual=flat_residual)
+    y = matmul(rows, w, flat_bias, prologue=prologue, residual=flat_residual, num_rows=num_rows)
     return y.reshape(*x.shape[:split], *out_shape)
 
 
@@ -77,31 +80,36 @@ def unembed(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     *,
     prologue: Norm | None = None,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch vocab"]:
     """Logits: x, normalised, times the transposed embedding; accumulated and returned in float32.
 
-    A quantised table contracts hidden: its in_shape is (hidden,), its out_shape (vocab,).
+    A quantised table contracts hidden: its in_shape is (hidden,), its out_shape (vocab,). For
+    `num_rows` see `linear`.
     """
     product = choose("unembed", UNEMBED_IMPLEMENTATIONS, implementation)
     rows = x.reshape(-1, x.shape[-1])
-    return product(rows, table, prologue=prologue).reshape(*x.shape[:-1], -1)
+    logits = product(rows, table, prologue=prologue, num_rows=num_rows)
+    return logits.reshape(*x.shape[:-1], -1)
 
 
 def lookup(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     index: Int[Array, "*batch"],
     *,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch hidden"]:
     """Rows of an embedding table, in float32 if it is quantised or read by a kernel, else as it is.
 
-    An index outside the table takes its nearest row. No gradient goes through a kernel.
+    An index outside the table takes its nearest row; the native kernel raises instead. No gradient
+    goes through a kernel. For `num_rows` see `linear`.
     """
     if isinstance(table, QuantizedArray):
         return rows_of(table, jnp.clip(index, 0, table.out_shape[0] - 1))
     take = choose("lookup", LOOKUP_IMPLEMENTATIONS, implementation)
-    return take(table, index.reshape(-1)).reshape(*index.shape, -1)
+    return take(table, index.reshape(-1), num_rows).reshape(*index.shape, -1)
 
 
 LOOKUP_IMPLEMENTATIONS = {"reference": xla.rows, "xla": xla.rows, "native": cpu.rows}

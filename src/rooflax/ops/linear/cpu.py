@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear.prologue import Activation, Norm, Prologue
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.real_rows import NumRows, real_rows
 from rooflax.ops.stacked import Stacked, taken
 
 NATIVE_DTYPES = (jnp.float32, jnp.bfloat16)
@@ -35,8 +36,9 @@ def matmul(
     *,
     prologue: Prologue | None = None,
     residual: Float[Array, "rows out"] | None = None,
+    num_rows: NumRows = None,
 ) -> Float[Array, "rows out"]:
-    y = product(x, w, bias, prologue=prologue, residual=residual)
+    y = product(x, w, bias, prologue=prologue, residual=residual, num_rows=num_rows)
     return y.astype(x.dtype)
 
 
@@ -45,8 +47,9 @@ def unembed(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     *,
     prologue: Prologue | None = None,
+    num_rows: NumRows = None,
 ) -> Float[Array, "rows vocab"]:
-    return product(x, table, None, layout="table", prologue=prologue)
+    return product(x, table, None, layout="table", prologue=prologue, num_rows=num_rows)
 
 
 def product(
@@ -58,6 +61,7 @@ def product(
     prologue: Prologue | None = None,
     residual: Float[Array, "rows result"] | None = None,
     select: Int[Array, " n"] | None = None,
+    num_rows: NumRows = None,
 ) -> Float[Array, "rows result"]:
     """The kernel's call, in float32.
 
@@ -65,6 +69,7 @@ def product(
         layout: of an unpacked w: "matrix" is [in, out], "table" [out, in].
         select: for a w with a leading axis: whose weights each row (or, with n = 1, every row)
             has; a bias may have the same leading axis.
+        num_rows: see `linear`.
     """
     in_stack = isinstance(w, Stacked)
     if isinstance(w, Stacked):
@@ -86,6 +91,7 @@ def product(
         _optional(residual),
         *norm,
         _none(jnp.int32) if select is None else select,
+        real_rows(num_rows),
         layout=np.int64(LAYOUTS.index(layout)),
         bytes=np.int64(rounds),
         **before,
@@ -105,10 +111,13 @@ def _read_in_place(
     return replace(w.stack, values=values.reshape(-1, *values.shape[2:])), select
 
 
-def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
-    """Rows of a table in float32; XLA on CPU would widen all of a bfloat16 table first."""
+def rows(
+    table: Float[Array, "vocab hidden"], index: Int[Array, " n"], num_rows: NumRows = None
+) -> Float[Array, "n hidden"]:
+    """Rows of a table in float32; XLA on CPU would upcast all of a bfloat16 table first."""
     out = jax.ShapeDtypeStruct((index.shape[0], table.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call("rooflax_rows", out)(_native(table), index)
+    call = jax.ffi.ffi_call("rooflax_rows", out)
+    return call(_native(table), index.astype(jnp.int32), real_rows(num_rows))
 
 
 def _before(

@@ -78,7 +78,9 @@ def unfused(
         *,
         prologue: Prologue | None = None,
         residual: Float[Array, "rows out"] | None = None,
+        num_rows: Any = None,
     ) -> Float[Array, "rows out"]:
+        del num_rows  # padding is computed like the rest
         y = matmul(applied(prologue, x), w if in_stacks else taken(w), taken(bias))
         return y if residual is None else y + residual
 
@@ -96,8 +98,13 @@ def normalised(unembed: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A plain product with a table, with the norm before it."""
 
     def compute(
-        x: Float[Array, "rows hidden"], table: Any, *, prologue: Norm | None = None
+        x: Float[Array, "rows hidden"],
+        table: Any,
+        *,
+        prologue: Norm | None = None,
+        num_rows: Any = None,
     ) -> Float[Array, "rows vocab"]:
+        del num_rows  # padding is computed like the rest
         return unembed(x if prologue is None else prologue(x), table)
 
     return compute

@@ -44,7 +44,9 @@ def matmul(
     *,
     prologue: Prologue | None = None,
     residual: Float[Array, "rows out"] | None = None,
+    num_rows: Any = None,
 ) -> Float[Array, "rows out"]:
+    del num_rows  # padding is computed like the rest
     member = jnp.zeros(1, jnp.int32)
     if isinstance(w, Stacked) and isinstance(w.stack, QuantizedArray) and w.stack.is_matrix:
         w, member = w.stack, w.index.reshape(1)
@@ -61,7 +63,9 @@ def unembed(
     table: Float[Array, "vocab hidden"] | QuantizedArray,
     *,
     prologue: Norm | None = None,
+    num_rows: Any = None,
 ) -> Float[Array, "rows vocab"]:
+    del num_rows  # padding is computed like the rest
     return _whole(applied(prologue, x), table, jnp.zeros(1, jnp.int32))
 
 

@@ -31,5 +31,8 @@ def unembed(
     return dot_general(x, table, (((1,), (1,)), ((), ())))
 
 
-def rows(table: Float[Array, "vocab hidden"], index: Int[Array, " n"]) -> Float[Array, "n hidden"]:
+def rows(
+    table: Float[Array, "vocab hidden"], index: Int[Array, " n"], num_rows: object = None
+) -> Float[Array, "n hidden"]:
+    del num_rows  # padding is looked up like the rest
     return table.at[index].get(mode="clip")

@@ -21,7 +21,10 @@ from rooflax.ops.stacked import Stacked, taken
 def _after_norm(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """An implementation that leaves the norm to XLA, and takes weights out of their stacks."""
 
-    def run(x: jax.Array, *arrays: Any, norm: Norm | None, **how: Any) -> jax.Array:
+    def run(
+        x: jax.Array, *arrays: Any, norm: Norm | None, num_tokens: Any, **how: Any
+    ) -> jax.Array:
+        del num_tokens  # padding is computed like the rest
         return compute(x if norm is None else norm(x), *map(taken, arrays), **how)
 
     return run
@@ -68,6 +71,7 @@ def experts(
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
     method: str = "grouped",
+    num_tokens: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The chosen experts' outputs, summed with their shares.
@@ -84,6 +88,8 @@ def experts(
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
             tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
             experts on all tokens. They differ in speed only.
+        num_tokens: how many leading tokens are real; None is all. The results of the others mean
+            nothing, and the native kernel does not compute them.
         implementation: "reference" (always dense), "xla", "native" and "pallas" (grouped only), or
             None for the platform's best.
     """
@@ -101,4 +107,5 @@ def experts(
         activation=activation,
         norm=norm,
         method=method,
+        num_tokens=num_tokens,
     )

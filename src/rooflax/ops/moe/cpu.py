@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.linear.cpu import product
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.real_rows import NumRows
 from rooflax.ops.stacked import Stacked
 
 
@@ -26,6 +27,7 @@ def experts(
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
     method: str,
+    num_tokens: NumRows = None,
 ) -> Float[Array, "tokens hidden"]:
     if method != "grouped":
         raise NotImplementedError(f"the experts' native kernel always groups (moe={method}).")
@@ -34,11 +36,12 @@ def experts(
     if not isinstance(gate_up, QuantizedArray):
         gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
     bias = gate_up_bias.reshape(gate_up_bias.shape[0], -1)
-    h = product(pairs, gate_up, bias, prologue=norm, select=select)
+    num_rows = None if num_tokens is None else num_tokens * chosen
+    h = product(pairs, gate_up, bias, prologue=norm, select=select, num_rows=num_rows)
     prologue = activation if isinstance(activation, Activation | ClampedSwiglu) else None
     if prologue is None:
         h = activation(h.reshape(h.shape[0], 2, -1))
-    y = product(h, down, down_bias, prologue=prologue, select=select)
+    y = product(h, down, down_bias, prologue=prologue, select=select, num_rows=num_rows)
     shared = y.reshape(tokens, chosen, -1) * expert_weights.astype(jnp.float32)[:, :, None]
     total = shared[:, 0]
     for index in range(1, chosen):  # one after the other: XLA's sums depend on the shape

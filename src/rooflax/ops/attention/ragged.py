@@ -1,0 +1,114 @@
+"""Attention of a list of tokens: sequences of different numbers of queries, one after the other.
+
+A kernel that takes the list computes no padding. The others get it as tiles: up to `TILE` queries
+of one sequence, with that sequence's block table, so that what they pad is less than a tile a
+sequence and blocks that no query of a tile sees are not visited.
+
+Source: Ragged Paged Attention, as in vLLM and tpu-inference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops import accelerator, parts
+from rooflax.ops.attention import cpu
+from rooflax.ops.attention.api import PAGED_IMPLEMENTATIONS, check_heads, paged_attention
+from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.plan import NOWHERE
+from rooflax.ops.attention.sequences import Sequences, owners
+from rooflax.ops.dispatch import choose
+from rooflax.ops.quantization import QuantizedPool
+
+TILE = 64
+"""Queries of a tile: as many as a GPU's tensor cores multiply at a time."""
+
+
+@parts.attention
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    sequences: Sequences,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    repeat_kv: bool = False,
+    pattern: Pattern | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T N H"]:
+    """`paged_attention` of a list of tokens.
+
+    Args:
+        q: queries; what comes back for tokens of no sequence means nothing.
+        scale, window, sinks, repeat_kv, pattern, implementation: as for `paged_attention`.
+
+    Raises:
+        ValueError: N is not a multiple of K.
+        NotImplementedError: the named implementation does not exist here.
+    """
+    check_heads(q.shape[1], k_pool.shape[1])
+    kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() == "cpu")
+    if implementation is None and kernels_cannot:
+        implementation = "xla"
+    how = {"scale": scale, "window": window, "sinks": sinks}
+    native = PAGED_IMPLEMENTATIONS["native"]
+    if choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation) is native:
+        if repeat_kv or pattern is not None:
+            what = "never copies K/V heads (gqa=repeat)" if repeat_kv else "has no patterns"
+            raise NotImplementedError(f"attention's native kernel {what}.")
+        return cpu.ragged_attention(q, k_pool, v_pool, sequences, **how)
+    tiles, of_token = _tiled(sequences, q.shape[0])
+    out = paged_attention(
+        q[tiles.tokens],
+        k_pool,
+        v_pool,
+        block_tables=sequences.block_tables[tiles.sequence],
+        first_positions=sequences.first_positions[tiles.sequence],
+        positions=tiles.positions,
+        context_lens=sequences.context_lens[tiles.sequence],
+        repeat_kv=repeat_kv,
+        pattern=pattern,
+        implementation=implementation,
+        **how,
+    )
+    return out.reshape(-1, *q.shape[1:])[of_token]
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Attributes:
+    sequence: of each tile.
+    tokens: of each of its places, in the list; some token where there is none.
+    positions: of those tokens; NOWHERE where there is none.
+    """
+
+    sequence: Int[Array, " tiles"]
+    tokens: Int[Array, "tiles tile"]
+    positions: Int[Array, "tiles tile"]
+
+
+def _tiled(s: Sequences, num_tokens: int) -> tuple[_Tiles, Int[Array, " T"]]:
+    """The tiles, and where each token is in them."""
+    num_sequences, tile = s.query_lens.shape[0], min(s.longest, TILE)
+    num_tiles = num_sequences
+    if s.longest > tile:
+        num_tiles = min(num_sequences * -(-s.longest // tile), num_sequences + num_tokens // tile)
+    needed = (s.query_lens + (tile - 1)) // tile
+    ends = jnp.cumsum(needed, dtype=jnp.int32)
+    numbers = jnp.arange(num_tiles, dtype=jnp.int32)
+    sequence = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    sequence = jnp.minimum(sequence, num_sequences - 1)  # tiles that nobody needs
+    first_tile = ends - needed
+    inside = (numbers - first_tile[sequence])[:, None] * tile
+    inside = inside + jnp.arange(tile, dtype=jnp.int32)[None, :]
+    is_real = (inside >= 0) & (inside < s.query_lens[sequence][:, None])
+    tokens = jnp.clip(s.query_starts[sequence][:, None] + inside, 0, num_tokens - 1)
+    positions = jnp.where(is_real, s.positions[sequence][:, None] + inside, NOWHERE)
+    owner, offset = owners(s.query_starts, s.query_lens, num_tokens)
+    place = (first_tile[owner] + offset // tile) * tile + offset % tile
+    return _Tiles(sequence, tokens, positions), jnp.clip(place, 0, num_tiles * tile - 1)

@@ -470,7 +470,7 @@ def test_prompts_are_cut_so_that_padded_buckets_are_full():
 
 
 def test_computed_over_requested_tokens_where_buckets_pad():
-    """A serving run as a GPU has it: decode rows, and prompts of 1 to 200 tokens that keep coming."""
+    """A serving run as on a GPU: decode rows, and prompts of 1 to 200 tokens that keep coming."""
     buckets = Buckets.of_server(16, 1024, 512, reads_in_place=True, pads=True)
     blocks = BlockManager((None,), (1 + 16 * 64,), 16, prefix_caching=False)
     scheduler = Scheduler(

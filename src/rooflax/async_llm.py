@@ -111,6 +111,7 @@ class AsyncLLM:
             num_blocks=num_blocks,
             prefix_caching=llm.prefix_caching,
             speculation=speculation,
+            isolates_faults=True,
             mesh=llm.mesh,
         )
 

@@ -79,11 +79,12 @@ class Sample:
         for new, token in enumerate(output.tokens, start=1):
             is_last = reason is not None and new == len(output.tokens)
             self.tokens.append(token)
+            before = len(self.text)
             if token not in sequence.stop_ids or not (is_last and reason == "stop"):
                 self.text += self.decoder.push(token)
             if is_last:
                 self.text += self.decoder.flush()
-            cut = self._stop_position()
+            cut = self._stop_position(before)
             if cut is not None:
                 self.text, reason = self.text[:cut], "stop"
                 break
@@ -96,11 +97,19 @@ class Sample:
         tokens = output.tokens[:new]
         return Delta(sequence.request_id, sequence.sample_index, piece, tokens, completion)
 
-    def _stop_position(self) -> int | None:
+    def _stop_position(self, before: int) -> int | None:
+        """Where the first stop string begins that the last token completed.
+
+        What earlier tokens completed, below min_tokens, ends nothing, however many tokens come at a
+        time.
+
+        Args:
+            before: characters without that token.
+        """
         params = self.sequence.params
         if len(self.tokens) < params.min_tokens:
             return None
-        found = [self.text.find(s, max(0, self.emitted - len(s))) for s in params.stop]
+        found = [self.text.find(s, max(0, before - len(s) + 1)) for s in params.stop]
         return min((f for f in found if f >= 0), default=None)
 
     def _safe_length(self) -> int:

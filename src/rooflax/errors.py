@@ -33,3 +33,10 @@ class QueueFull(RequestError):
 
 class EngineError(RooflaxError):
     """The engine failed while doing something it had accepted."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in a line; XLA puts its own words before a kernel's, once
+    for every program around it."""
+    line = (str(error).splitlines() or [""])[0]
+    return line.rpartition("Error dispatching computation: ")[2].strip() or type(error).__name__

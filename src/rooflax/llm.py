@@ -22,7 +22,8 @@ from rooflax.drafting import NGRAM, Drafting, check_same_tokens
 from rooflax.engine.beams import BeamGroup, check_beams, with_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
-from rooflax.engine.engine import Engine, check_ids, check_prompt
+from rooflax.engine.engine import Engine
+from rooflax.engine.request_checks import check_prompt, check_salt, check_sequence
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.speculation import Speculation, check_speculate
@@ -40,7 +41,6 @@ from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
 from rooflax.ops import kernels
-from rooflax.ops.sampling_limits import MAX_STOP_IDS
 from rooflax.structured import Forms
 
 MAX_SLOTS = 16
@@ -226,7 +226,8 @@ class LLM:
         ids = set(self.defaults.eos_token_ids)
         if not ids and self.about.folder is not None and self.tokenizer.eos_id is not None:
             ids.add(self.tokenizer.eos_id)
-        return frozenset(ids)
+        # What the model cannot generate ends nothing.
+        return frozenset(i for i in ids if 0 <= i < self.about.config.vocab_size)
 
     @property
     def format(self) -> str:
@@ -309,15 +310,10 @@ class LLM:
         given = given.with_defaults(self._default_values())
         vocab = self.about.config.vocab_size
         check_prompt(ids, vocab, self.max_model_len)
-        check_ids(given, vocab)
+        check_salt(cache_salt)
         stop = frozenset(given.stop_token_ids)
         if not given.ignore_eos:
             stop |= self.stop_ids
-        if given.min_tokens and len(stop) > MAX_STOP_IDS:
-            raise RequestError(
-                f"min_tokens needs at most {MAX_STOP_IDS} ids that end the text, and there are "
-                f"{len(stop)}."
-            )
         room = self.max_model_len - len(ids)
         max_tokens = min(given.max_tokens or room, room)
         guide = self._forms.guide(given, stop)
@@ -334,6 +330,7 @@ class LLM:
             )
             for index in range(max(given.n, given.num_beams))
         ]
+        check_sequence(sequences[0], vocab, self.max_model_len)
         if given.num_beams > 1:
             check_beams(given, stop, vocab, self.max_num_seqs)
             BeamGroup(sequences)

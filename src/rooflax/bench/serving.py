@@ -48,7 +48,7 @@ class Served:
             )
         self.engine = Engine(
             self.llm.model,
-            work.options,
+            self.llm.options,
             num_slots=NUM_SLOTS,
             max_tokens=max_tokens,
             kv_dtype=self.llm.precision.kv_dtype or "float32",

@@ -18,6 +18,16 @@ from rooflax.engine.sequence import Sequence
 from rooflax.nn.layout import blocks_needed, ceil_div
 
 
+def _digest(data: bytes, domain: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16, person=domain).digest()
+
+
+def _salted(salt: str) -> bytes:
+    """Where the chain of a salt's blocks begins: in a domain of its own, so that no salt is what
+    the blocks of another one hash to."""
+    return _digest(salt.encode(), b"rooflax salt")
+
+
 class BlockCopy(NamedTuple):
     """A block of a layer group whose content another one is to have."""
 
@@ -148,9 +158,9 @@ class BlockManager:
         """Of the first `count` blocks: each of its tokens, all before them and the cache salt."""
         known, size = sequence.block_hashes, self.block_size
         while len(known) < count:
-            parent = known[-1] if known else sequence.cache_salt.encode()
+            parent = known[-1] if known else _salted(sequence.cache_salt)
             tokens = array("i", sequence.tokens[len(known) * size : (len(known) + 1) * size])
-            known.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+            known.append(_digest(parent + tokens.tobytes(), b"rooflax block"))
         return known[:count]
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:

@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         guesses = {id(s): _shadow(s, num_tokens) for s in sequences if self._fits(s, num_tokens)}
-        self.engine.add(list(guesses.values()))
+        self.engine.add(list(guesses.values()), is_checked=True)
         while self.engine.has_unfinished:
             try:
                 self.engine.step()

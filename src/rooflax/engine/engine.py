@@ -18,12 +18,12 @@ from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
-from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
-from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.request_checks import check_sequence
+from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, RowError, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.speculation import Speculation
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.accelerator import block_size
@@ -38,6 +38,7 @@ FEWEST_TIMED = 32
 MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
+FAILED = "The request failed at work"
 NOT_FINITE = (
     "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
     "with --check."
@@ -52,7 +53,8 @@ class Engine:
     """Runs requests to their end, `num_slots` at a time.
 
     Args:
-        model: with stacked layers exactly when options.layers is "scan".
+        model: with stacked layers exactly when options.layers is "scan"; any other pair is an
+            EngineError.
         num_slots: sequences that run at once.
         max_tokens: longest context of any sequence, prompt included.
         kv_dtype: of the KV cache.
@@ -63,6 +65,8 @@ class Engine:
         num_blocks: per layer group, block 0 included; None is enough for every slot, always.
         prefix_caching: share the blocks of equal beginnings.
         speculation: who drafts tokens; None is nobody.
+        isolates_faults: a step that fails is run again for each of its sequences apart, as a server
+            needs it; otherwise `step` raises.
         mesh: devices that share the model and its cache; None for one device.
     """
 
@@ -80,10 +84,13 @@ class Engine:
         num_blocks: tuple[int, ...] | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
+        isolates_faults: bool = False,
         mesh: Mesh | None = None,
     ):
+        _check_layers(model, options)
         assert speculation is None or options.use_cache
         self.model, self.options, self.speculation = model, options, speculation
+        self.isolates_faults = isolates_faults
         draft_tokens = speculation.longest if speculation else 0
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
@@ -112,15 +119,17 @@ class Engine:
         self._set_pace(BURST_S)
         self.metrics = Metrics()
 
-    def _new_scheduler(self) -> Scheduler:
-        blocks = BlockManager(
+    def _new_blocks(self) -> BlockManager:
+        return BlockManager(
             self.runner.windows,
             self.runner.num_blocks,
             block_size(),
             prefix_caching=self._prefix_caching,
         )
+
+    def _new_scheduler(self) -> Scheduler:
         return Scheduler(
-            blocks,
+            self._new_blocks(),
             num_slots=self.num_slots,
             token_budget=self._token_budget(),
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
@@ -149,12 +158,13 @@ class Engine:
         return 0 if self.runner.cache is None else self.runner.cache.num_bytes
 
     def check(self, sequences: Seq[Sequence]) -> None:
-        """Refuses what could not run even alone; safe on any thread.
+        """Refuses what no step could run, and what could not run even alone; safe on any thread.
 
         Raises:
-            RequestError: with the arithmetic.
+            RequestError: with the field, or the arithmetic.
         """
         for sequence in sequences:
+            check_sequence(sequence, self.model.config.vocab_size, self.max_tokens + 1)
             beams = len(sequence.members)
             if beams > self.num_slots:
                 raise RequestError(
@@ -168,16 +178,24 @@ class Engine:
                     f"max_tokens."
                 )
 
-    def add(self, sequences: Seq[Sequence], arrival_s: float | None = None) -> None:
+    def add(
+        self,
+        sequences: Seq[Sequence],
+        arrival_s: float | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> None:
         """Queues sequences, with all beams of their groups; they run as `step` is called.
 
         Args:
             arrival_s: when they came; None is now.
+            is_checked: the caller's word that `check` accepted them.
 
         Raises:
             RequestError: one of them could not run even alone; none is queued.
         """
-        self.check(sequences)
+        if not is_checked:
+            self.check(sequences)
         for sequence in with_beams(sequences):
             assert sequence.guide is not None or sequence.params.form is None
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
@@ -301,9 +319,21 @@ class Engine:
         if not drafts:
             start_s = time.perf_counter()
         for call in self.runner.calls(step, drafts):
-            if not self.runner.is_warm(call) and not self.runner.is_sealed:
-                start_s += self._warm_untimed(call)
-            result = self.runner.run(call, step.num_steps)
+            try:
+                if not self.runner.is_warm(call) and not self.runner.is_sealed:
+                    start_s += self._warm_untimed(call)
+                result = self.runner.run(call, step.num_steps)
+            except RowError as fault:  # of one row, before anything ran
+                outputs += self._end_row(fault.sequence, fault.error)
+                continue
+            except Exception as error:
+                if not self.isolates_faults:
+                    raise
+                outputs += self._run_apart(call, error)
+                if self.runner.lost_state:
+                    self._start_again()
+                    break
+                continue
             now_s = time.perf_counter()
             self._watch_call(call, result, now_s - start_s)
             self._set_pace((now_s - start_s) / result.num_steps)
@@ -314,6 +344,32 @@ class Engine:
         outputs += self._step_beams(step)
         self._watch()
         return outputs
+
+    def _end_row(self, sequence: Sequence, error: BaseException) -> list[StepOutput]:
+        """Ends the one sequence whose fault it was."""
+        why = f"{FAILED}: {first_line(error)}"
+        if isinstance(error, Exception) and exhaustion.is_exhausted(error):
+            why = self._why_exhausted(error)
+        ended = self.scheduler.end(sequence, why)
+        self._count_finished(ended, time.perf_counter())
+        return [member.output_since(member.num_output_tokens) for member in ended]
+
+    def _run_apart(self, call: Call, error: Exception) -> list[StepOutput]:
+        """After a call's fault that no sequence is known for: its sequences are requeued and run
+        apart once, and who fails again ends."""
+        outputs: list[StepOutput] = []
+        for sequence in call.sequences:
+            if sequence.is_suspect and not sequence.is_finished:
+                outputs += self._end_row(sequence, error)
+        self.scheduler.suspect([s for s in call.sequences if s.slot is not None])
+        return outputs
+
+    def _start_again(self) -> None:
+        """With an empty cache, after a step that took it with it: everybody is computed again."""
+        self.scheduler.forget_blocks(self._new_blocks())
+        self.runner.reset()
+        if self.speculation is not None:
+            self.speculation.drafter.reset()
 
     def _warm_untimed(self, call: Call) -> float:
         """Compiles what a call needs, in nobody's times; the seconds it took."""
@@ -393,7 +449,13 @@ class Engine:
             sequence.num_computed_tokens += call.counts[row]
             before = sequence.num_output_tokens
             if sequence.num_uncomputed_tokens == 0 or not result.is_finite(0, row):
-                self._take_tokens(sequence, result, row, now_s)
+                try:
+                    self._take_tokens(sequence, result, row, now_s)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a library's panic is no Exception
+                    sequence.finish("error", f"{FAILED}: {first_line(error)}")
+                sequence.is_suspect = False
             if sequence.is_finished:
                 self.metrics.finished(sequence, now_s)
             if sequence.is_finished or sequence.num_output_tokens > before:
@@ -438,6 +500,20 @@ class Engine:
         metrics.num_preemptions = scheduler.num_preemptions
 
 
+def _check_layers(model: AnyModel, options: ExecutionOptions) -> None:
+    """
+    Raises:
+        EngineError: the model's layers are not as the options say.
+    """
+    has = "stacked" if "stacked_layers" in model.weights else "unstacked"
+    wants = "stacked" if options.layers == "scan" else "unstacked"
+    if has != wants:
+        raise EngineError(
+            f"The model has {has} layers and layers={options.layers!r} runs {wants} ones; use the "
+            f"options that it was loaded with."
+        )
+
+
 def _take_scores(sequence: Sequence, result: StepResult, count: int) -> None:
     """Log-probabilities of prompt tokens; of the token after position p at p."""
     wanted = sequence.params.prompt_logprobs
@@ -448,39 +524,3 @@ def _take_scores(sequence: Sequence, result: StepResult, count: int) -> None:
         if len(sequence.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
             scores = unpack_logprobs(result.scores[index], wanted)
             sequence.prompt_logprobs.append(scores)
-
-
-def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> None:
-    """Refuses a prompt that cannot run.
-
-    Raises:
-        RequestError: with both numbers.
-    """
-    if not prompt_tokens:
-        raise RequestError("The prompt has no tokens; give at least one.")
-    highest, lowest = max(prompt_tokens), min(prompt_tokens)
-    if highest >= vocab_size or lowest < 0:
-        wrong = highest if highest >= vocab_size else lowest
-        raise RequestError(
-            f"The prompt holds the token id {wrong}; this model knows 0 to {vocab_size - 1}."
-        )
-    if len(prompt_tokens) >= max_tokens:
-        raise RequestError(
-            f"The prompt has {len(prompt_tokens)} tokens and the context holds {max_tokens}, "
-            f"which leaves no room for a new one; shorten the prompt, or raise --max-model-len as "
-            f"far as the model goes."
-        )
-
-
-def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses token ids that the model does not have.
-
-    Raises:
-        RequestError: with the field and the id.
-    """
-    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
-        highest = max(getattr(params, name), default=0)
-        if highest >= vocab_size:
-            raise RequestError(
-                f"{name} names the token id {highest}; this model knows 0 to {vocab_size - 1}."
-            )

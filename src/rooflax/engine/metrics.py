@@ -72,7 +72,10 @@ class Metrics:
 
     def finished(self, sequence: Sequence, now_s: float) -> None:
         reason = sequence.finish_reason or "abort"
-        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+        # Another dict, not the same one changed: another thread may be reading it.
+        self.num_finished = {
+            **self.num_finished, reason: self.num_finished.get(reason, 0) + 1
+        }  # fmt: skip
         self.e2e_s.observe(now_s - sequence.arrival_s)
 
     def as_dict(self) -> dict[str, Any]:

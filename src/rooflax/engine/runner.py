@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,6 +54,24 @@ class Call(NamedTuple):
     drafts: list[list[int]] | None = None
 
 
+class RowError(Exception):
+    """What one sequence is at fault for, before its step ran."""
+
+    def __init__(self, sequence: Sequence, error: BaseException):
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error
+
+
+@contextmanager
+def _fault_of(sequence: Sequence) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a library's panic is no Exception
+        raise RowError(sequence, error) from error
+
+
 class Compiled(NamedTuple):
     """A line of the manifest: a program, and what it took to have it."""
 
@@ -67,6 +86,7 @@ class Runner:
     Attributes:
         buckets: the shapes in use.
         is_sealed: a shape that was not warmed up is an error.
+        lost_state: a step failed and took the cache with it.
     """
 
     def __init__(
@@ -109,6 +129,7 @@ class Runner:
 
     def reset(self) -> None:
         """An empty cache, and nobody in the slots."""
+        self.lost_state = False
         self.cache = self.counts = None  # before the new ones are there
         self.cache = self._allocate_cache() if self.options.use_cache else None
         shape = (self.num_slots + 1, self.model.config.vocab_size)
@@ -249,10 +270,13 @@ class Runner:
         if self.is_sealed and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
         function, (host, rows) = self._function(call.shape.kind), self._inputs(call, num_steps)
+        self.lost_state = True  # donated to a program that may fail, also while its result is read
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
         found = np.asarray(packed)[:, rows]
-        return StepResult(found, None if scores is None else np.asarray(scores))
+        result = StepResult(found, None if scores is None else np.asarray(scores))
+        self.lost_state = False
+        return result
 
     def _function(self, kind: str) -> Any:
         return getattr(self.functions, kind.removesuffix(" dense"))
@@ -309,9 +333,10 @@ class Runner:
             forgets = sequence.group is not None and sequence.params.has_penalties
             if self._seated[slot] is sequence and not forgets:  # a beam's past may be another's
                 continue
-            self._seated[slot] = sequence
             before = self._params[slot].copy()
-            packing.write_params(self._params[slot], sequence)
+            with _fault_of(sequence):
+                packing.write_params(self._params[slot], sequence)
+            self._seated[slot] = sequence
             changed |= not np.array_equal(before, self._params[slot])
             if sequence.params.has_penalties:
                 self._seat_counts(slot, sequence)
@@ -323,9 +348,10 @@ class Runner:
         changed = False
         for sequence, count in zip(call.sequences, call.counts, strict=True):
             if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
-                mask, row = sequence.guide.mask, self._masks[sequence.slot]
-                row[:] = 0
-                row[: mask.size] = mask
+                with _fault_of(sequence):
+                    mask, row = sequence.guide.mask, self._masks[sequence.slot]
+                    row[:] = 0
+                    row[: mask.size] = mask
                 changed = True
         if changed:
             self._device_masks = self._put(self._masks.copy())

@@ -111,7 +111,20 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing is left to do.
 
-        A step that runs nothing let in the last beam of a group.
+        A step that runs nothing let in the last beam of a group. Who was in a step that failed runs
+        apart, one after the other, before anybody else goes on.
+        """
+        suspect = next((s for s in (*self.running, *self.waiting) if s.is_suspect), None)
+        if suspect is not None:
+            step = self._schedule(suspect.members)
+            if step is not None and step.sequences:
+                return step
+        return self._schedule(None)
+
+    def _schedule(self, only: list[Sequence] | None) -> ScheduledStep | None:
+        """
+        Args:
+            only: who may run; None is everybody.
         """
         preempted_before = self.num_preemptions
         self._copies.clear()
@@ -121,6 +134,8 @@ class Scheduler:
         for sequence in list(self.running):  # earlier ones take blocks from later ones
             if sequence.num_uncomputed_tokens == 0:
                 continue  # a beam that waits for the others
+            if only is not None and sequence not in only:
+                continue
             if not sequence.is_prefill:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)
@@ -128,13 +143,15 @@ class Scheduler:
                 prefills.append((sequence, count))
                 budget -= count
         if self.num_preemptions == preempted_before:
-            self._admit(budget, decodes, prefills)
+            self._admit(budget, decodes, prefills, only)
         if prefills:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
+            if only is not None:
+                return ScheduledStep()
             assert not self.has_unfinished or self.ready_groups(), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
-        room = 1 if prefills else self._extend(decodes)
+        room = 1 if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
         return ScheduledStep(decodes, min(room, self.pace), room, prefills, copies)
 
@@ -167,6 +184,27 @@ class Scheduler:
         for member in group.members:
             self._leave(member)
 
+    def forget_blocks(self, blocks: BlockManager) -> None:
+        """Requeues everybody, and starts with an empty cache: what the old one held is lost."""
+        for sequence in reversed(list(self.running)):
+            if sequence.is_finished:
+                self._leave(sequence)
+            else:
+                self.preempt(sequence)
+        self.blocks = blocks
+
+    def suspect(self, sequences: list[Sequence]) -> None:
+        """Requeues sequences, at the head of the queue in their order, to run apart."""
+        for sequence in sorted(sequences, key=self.running.index, reverse=True):
+            sequence.is_suspect = True
+            self.preempt(sequence)
+
+    def end(self, sequence: Sequence, error: str) -> list[Sequence]:
+        """Ends a sequence, and the other beams of its group, with an error; who that were."""
+        ended = [member for member in sequence.members if not member.is_finished]
+        self._end(ended, "error", error)
+        return ended
+
     def fail(self, group: BeamGroup) -> None:
         """Ends every beam as the first one that failed did."""
         failed = next(m for m in group.members if m.finish_reason == "error")
@@ -186,11 +224,17 @@ class Scheduler:
         return max(0, min(sequence.num_uncomputed_tokens, self.prefill_chunk, budget))
 
     def _admit(
-        self, budget: int, decodes: list[Sequence], prefills: list[tuple[Sequence, int]]
+        self,
+        budget: int,
+        decodes: list[Sequence],
+        prefills: list[tuple[Sequence, int]],
+        only: list[Sequence] | None,
     ) -> None:
-        """Lets in who waits, in order, while slots, blocks and tokens last."""
+        """Admits waiting sequences, in order, while slots, blocks and tokens last."""
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
+            if only is not None and sequence not in only:
+                return
             num_cached = 0 if sequence.is_dormant else self.blocks.num_cached(sequence)
             if not sequence.is_dormant and not self._may_enter(sequence, num_cached):
                 return

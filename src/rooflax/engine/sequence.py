@@ -101,6 +101,8 @@ class Sequence:
         group: the beams that it is one of.
         is_dormant: has nothing to compute until it takes over another beam's cache.
         score: of a finished beam; see beams.Hypothesis.
+        is_suspect: it was in a step that failed, and runs apart until it has a token; if that fails
+            too, it ends.
     """
 
     request_id: int
@@ -132,6 +134,7 @@ class Sequence:
     group: BeamGroup | None = None
     is_dormant: bool = False
     score: float | None = None
+    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)

@@ -16,7 +16,7 @@ from rooflax.engine.compilation import CompileCounts, count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sequence import Sequence, StepOutput
-from rooflax.errors import EngineError, QueueFull
+from rooflax.errors import EngineError, QueueFull, first_line
 
 Deliver = Callable[[list[StepOutput]], None]
 
@@ -85,7 +85,7 @@ class EngineThread:
                     f"{self._open} requests run or wait and {self._most_open} may; try again later."
                 )
             self._open += len(sequences)
-            self._inbox.put(lambda: self.engine.add(sequences, now))
+            self._inbox.put(lambda: self.engine.add(sequences, now, is_checked=True))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences, and the other beams of their groups, wherever they are; nothing is
@@ -121,9 +121,20 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self.manifest = self.engine.seal(self._report)
-        except Exception as error:
-            self._failure = f"Warming up failed: {_first_line(error)}"
+        except BaseException as error:
+            self._failure = f"Warming up failed: {first_line(error)}"
         self._is_warm.set()
+        if self._failure is None:
+            try:
+                self._serve()
+            except BaseException as error:  # a library's panic is no Exception
+                self._failure = f"The engine's thread ended: {first_line(error)}"
+        with self._lock:  # what was submitted before is in the inbox by now
+            self._is_stopping = True
+        self._receive()
+        self._end_all("abort" if self._failure is None else "error", self._failure)
+
+    def _serve(self) -> None:
         compiled = CompileCounts()
         with count_compilations(compiled):
             while self._failure is None:
@@ -132,10 +143,6 @@ class EngineThread:
                     break
                 self._step()
                 self.engine.metrics.num_compilations = compiled.requests
-        with self._lock:  # whoever was let in before is in the inbox by now
-            self._is_stopping = True
-        self._receive()
-        self._end_all("abort", None)
 
     def _receive(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
@@ -152,11 +159,23 @@ class EngineThread:
         try:
             outputs = self.engine.step()
         except Exception as error:
-            self._end_all("error", f"The engine failed at work: {_first_line(error)}")
+            self._end_all("error", f"The engine failed at work: {first_line(error)}")
             return
         self._close(sum(output.finish_reason is not None for output in outputs))
-        if outputs:
+        self._deliver_each(outputs)
+
+    def _deliver_each(self, outputs: list[StepOutput]) -> None:
+        """All at once; if that fails, one by one, and whose delivery fails is aborted."""
+        if not outputs:
+            return
+        try:
             self._deliver(outputs)
+        except Exception:
+            for output in outputs:
+                try:
+                    self._deliver([output])
+                except Exception:
+                    self._abort([output.sequence])
 
     def _end_all(self, reason: str, error: str | None) -> None:
         """Ends every sequence; after an error the engine starts with an empty cache."""
@@ -166,15 +185,10 @@ class EngineThread:
             if error is not None:
                 self.engine.reset()
         except Exception as another:
-            error = self._failure = f"The engine could not start again: {_first_line(another)}"
+            error = self._failure = f"The engine could not start again: {first_line(another)}"
         for sequence in lost:
             sequence.finish(reason, error)
             self.engine.metrics.finished(sequence, time.perf_counter())
         self._close(len(lost))
         outputs = [sequence.output_since(sequence.num_output_tokens) for sequence in lost]
-        if outputs:
-            self._deliver(outputs)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        self._deliver_each(outputs)

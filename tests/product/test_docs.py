@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import jax
@@ -52,6 +53,19 @@ def test_readme_shell_commands_exist() -> None:
     assert len(lines) >= 8
     for line in lines:
         assert parse(shlex.split(line, comments=True)[1:]) is not None
+
+
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+NAMED = re.compile(r"^(preset:[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\]|<\w+>)$")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> None:
+    """A preset, a hub id with its owner, a folder, a GGUF file or a placeholder: "gpt2" is none."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    verbs = "generate|chat|bench|tune|inspect|train|quantize|verify|perplexity"
+    for name in re.findall(rf"\brooflax (?:{verbs}) ([^-\s`|#)][^\s`|)]*)", text):
+        assert NAMED.match(name), f"{page} names the model {name!r}"
 
 
 def test_readme_speeds_are_those_of_the_comparison() -> None:

@@ -24,9 +24,10 @@ def test_at_most_twelve_dependencies_each_with_its_reason() -> None:
 def test_size_in_lines() -> None:
     """What is added has to be worth its lines: kernels for GPU and TPU, and meshes, were 5,400,
     vectors for processors without AVX-512 another 700, their tables and few rows 200, the sampler
-    as one native call 500, weights' memory made while JAX starts 100, compiler options 30."""
+    as one native call 500, weights' memory made while JAX starts 100, compiler options 30,
+    what published and damaged files state 90."""
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (*SOURCES, *NATIVE)]
-    assert sum(lines) <= 33_530
+    assert sum(lines) <= 33_620
 
 
 def test_no_pickle_and_no_code_from_checkpoints() -> None:

@@ -13,6 +13,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",
             "eval_batches", "keep")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
+MAY_BE_NONE = ("warmup_steps",)
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2")
 CHOICES = ("dtype", "remat", "layers")
 
@@ -45,7 +46,19 @@ def test_sizes(name, value):
 @pytest.mark.parametrize("value", [-1, 1.0, True, False, None, "4", math.nan])
 def test_counts_that_may_be_zero(name, value):
     assert getattr(make(**{name: 0}), name) == 0
-    refused(**{name: value})
+    if value is not None or name not in MAY_BE_NONE:
+        refused(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (50, 5), (999, 99), (1000, 100), (10**6, 100)]
+)
+def test_the_default_warm_up_ends_long_before_the_steps_do(steps, warmup):
+    config = make(steps=steps)
+    assert config.warmup_steps == warmup
+    assert make(tokens=64 * steps, batch_size=4, seq_len=16).warmup_steps == warmup
+    assert config.to_json()["warmup_steps"] == warmup  # a resumed run is held to it
+    assert make(steps=steps, warmup_steps=70).warmup_steps == 70
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, number, whole
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.train.config import REMAT, TrainConfig
+from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, REMAT, TrainConfig
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+DEFAULTS = {field.name: field.default for field in fields(TrainConfig)} | {"learning_rate": None}
 
 
 def add_flags(parser: Parser) -> None:
@@ -68,9 +68,10 @@ def _add_settings(parser: Parser) -> None:
     add("batch", "N", whole, "rows per step")
     add("seq-len", "N", whole, "tokens per row")
     add("micro-batches", "N", whole, "parts in which a step is computed")
-    add("learning-rate", "X", number, "at its highest", "--lr")
+    rates = f"default {FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
+    add("learning-rate", "X", number, f"at its highest; {rates}", "--lr")
     add("min-lr-ratio", "X", number, "what is left of it in the end")
-    add("warmup-steps", "N", whole, "steps of linear rise")
+    add("warmup-steps", "N", whole, "of linear rise; default a tenth of all, at most 100")
     add("weight-decay", "X", number, "of matrices")
     add("clip-norm", "X", number, "largest gradient norm, 0 does not clip")
     add("beta1", "X", number, "AdamW's")
@@ -89,7 +90,10 @@ def _add_settings(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
-    config = TrainConfig(**{field.name: getattr(args, field.name) for field in fields(TrainConfig)})
+    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
+    if given["learning_rate"] is None:
+        given["learning_rate"] = FINE_TUNING_RATE if args.config is None else NEW_WEIGHTS_RATE
+    config = TrainConfig(**given)
     _check_flags(args)
     out = Path(args.out)
     platform.start_jax(args)

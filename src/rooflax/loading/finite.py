@@ -1,17 +1,21 @@
-"""Weights that hold NaN or infinity, which `--check` refuses."""
+"""Weights that hold NaN, infinity or what their format cannot, which `--check` refuses."""
 
 import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.nn.weights import Slot
-from rooflax.ops.quantization import E8M0_VALUES
+from rooflax.ops.formats import FORMATS
+from rooflax.ops.quantization import E8M0_VALUES, LARGEST
 
 
 def check_scales(slot: Slot, scales: np.ndarray) -> None:
     check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
 
 
-def check_finite(slot: Slot, array: np.ndarray) -> None:
+def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> None:
+    """Refuses NaN and infinity, and what is too large for the format it will be quantised to."""
+    code = "" if format is None else FORMATS[format].code
+    most = LARGEST.get(code, np.inf)
     flat = array.reshape(-1)
     step = 1 << 20
     for start in range(0, flat.size, step):
@@ -20,4 +24,9 @@ def check_finite(slot: Slot, array: np.ndarray) -> None:
             raise CheckpointError(
                 f"The checkpoint's weight {slot.hf_names[0]} holds NaN or infinity; "
                 f"the file is damaged or was saved from a run that diverged."
+            )
+        if most < np.inf and (largest := np.abs(chunk).max()) > most:
+            raise CheckpointError(
+                f"The checkpoint's weight {slot.hf_names[0]} holds {largest:g}, and {code} at "
+                f"most {most:g}; choose another format for --quantize."
             )

@@ -88,7 +88,8 @@ class Description:
     ) -> Storage:
         """At which width the weights will be kept.
 
-        config.json says whether they are bfloat16; each tensor's own type decides as it is read.
+        config.json says whether they are bfloat16, or the tensors where it says nothing; each
+        tensor's own type decides as it is read.
 
         Args:
             keep: products' weights that the checkpoint holds quantised stay so.
@@ -96,14 +97,19 @@ class Description:
         Raises:
             RequestError: there is no such format.
         """
-        declared = (self.raw_config.get("torch_dtype"), self.raw_config.get("dtype"))
+        declared = {self.raw_config.get("torch_dtype"), self.raw_config.get("dtype")}
         chosen = None if quantize is None else resolve_format(quantize)
         kept = {}
         if is_packed(self.raw_config) and chosen is not None:
             raise RequestError(f"{self.name} is quantised already; leave --quantize out.")
         if (keep or is_packed(self.raw_config)) and chosen is None and self.folder is not None:
             kept = self.kept().formats
-        return Storage(dtype, chosen, narrow and "bfloat16" in declared, kept)
+        if narrow and declared == {None} and self.folder is not None and self.gguf is None:
+            source = self.weights()
+            narrow = any(source.info(name).dtype == "BF16" for name in source.names())
+        else:
+            narrow = narrow and "bfloat16" in declared
+        return Storage(dtype, chosen, narrow, kept)
 
     def weights(self) -> Source:
         """The tensors of the checkpoint, memory-mapped; not for a preset."""

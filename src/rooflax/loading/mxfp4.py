@@ -21,7 +21,7 @@ from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot, slots
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.quantization import E2M1_VALUES, QuantizedArray, pack
+from rooflax.ops.quantization import E2M1_VALUES, E8M0_VALUES, QuantizedArray, pack
 
 E2M1 = E2M1_VALUES
 KEPT = "mxfp4-a16"
@@ -54,8 +54,8 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         values = np.empty((rows, groups, half, 2), np.float32)
         values[..., 0] = E2M1[blocks[expert] & 0x0F]
         values[..., 1] = E2M1[blocks[expert] >> 4]
-        exponents = scales[expert].astype(np.int32)[..., None, None] - 127
-        out[expert] = np.ldexp(values, exponents).reshape(rows, -1).T
+        values *= E8M0_VALUES[scales[expert]][..., None, None]  # 255 is NaN
+        out[expert] = values.reshape(rows, -1).T
     return out
 
 

@@ -28,7 +28,12 @@ import numpy as np
 
 from rooflax.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 25_000_000
+"""Room for 200,000 tensors in one file; the format allows 100 MB, which take half a minute."""
+MAX_RANK = 32
+MAX_DIGITS = 20  # of 2**64
+MAX_REASON = 500
+"""Characters of a reason that are shown: what a header holds may be long."""
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -158,15 +163,19 @@ class SafetensorsFile:
         self._check_layout(size - self._data_start)
 
     def _bad(self, reason: str) -> CheckpointError:
+        if len(reason) > MAX_REASON:
+            reason = f"{reason[:MAX_REASON]}..."
         return CheckpointError(f"{self.path} is not a valid safetensors file: {reason}")
 
     def _parse(self, raw: bytes) -> dict[str, Any]:
         if raw[:1] != b"{":
             raise self._bad("its header does not begin with '{'")
         try:
-            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
-        except _DuplicateKeyError as error:
-            raise self._bad(f"its header has the name {error.args[0]!r} twice") from None
+            header = json.loads(
+                raw.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_int=_short_number
+            )
+        except _HeaderError as error:
+            raise self._bad(f"its header has {error}") from None
         except (ValueError, RecursionError):
             raise self._bad("its header is not JSON") from None
         if not isinstance(header, dict):
@@ -182,6 +191,8 @@ class SafetensorsFile:
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise self._bad(f"tensor {name!r} does not state dtype, shape and data_offsets")
         shape, offsets = entry["shape"], entry["data_offsets"]
+        if isinstance(shape, list) and len(shape) > MAX_RANK:
+            raise self._bad(f"tensor {name!r} has {len(shape)} axes, more than {MAX_RANK}")
         if not _are_counts(shape):
             raise self._bad(f"tensor {name!r} has the shape {shape!r}, not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2:
@@ -200,6 +211,8 @@ class SafetensorsFile:
                 f"tensor {name!r} of dtype {entry['dtype']} and shape {shape} takes {wanted} bytes "
                 f"but its offsets give it {end - begin}"
             )
+        if prod(size or 1 for size in shape) >= 2**60:  # of no values, but NumPy refuses it
+            raise self._bad(f"tensor {name!r} has the shape {shape}, beyond any memory")
         return TensorInfo(entry["dtype"], tuple(shape), wanted), (begin, end)
 
     def _check_layout(self, data_bytes: int) -> None:
@@ -268,15 +281,21 @@ class SafetensorsFile:
             self._map.madvise(getattr(mmap, advice), begin, end - begin)
 
 
-class _DuplicateKeyError(Exception):
-    pass
+class _HeaderError(Exception):
+    """What a header has and must not have."""
+
+
+def _short_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _HeaderError(f"a number of {len(digits)} digits, more than {MAX_DIGITS}")
+    return int(digits)
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise _DuplicateKeyError(key)
+            raise _HeaderError(f"the name {key!r} twice")
         result[key] = value
     return result
 

@@ -189,7 +189,7 @@ class WeightReader:
         def read(where: Where | None) -> np.ndarray:
             array = self._plan.read(slot, storage, config, where)
             if self._check:
-                check_finite(slot, array)
+                check_finite(slot, array, storage.format_of(slot, config))
             return array
 
         if self._place is None:

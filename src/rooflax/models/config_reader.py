@@ -22,8 +22,9 @@ WAIVED = (
     "task_specific_params", "summary_*", "finetuning_task", "problem_type", "id2label",
     "label2id", "num_labels", "gradient_checkpointing", "torchscript", "use_bfloat16",
     "tokenizer_class", "prefix", "decoder_start_token_id", "sep_token_id",
-    "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward", "is_decoder",
-    "is_encoder_decoder", "tie_encoder_decoder",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "chunk_size_feed_forward",
+    "is_decoder", "is_encoder_decoder", "tie_encoder_decoder",
+    "predict_special_tokens", "internal_version", "attn_implementation",
     "transformers.js_config", "unsloth_*", "pretraining_tp", "n_ctx", "auto_map",
     "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "max_length", "min_length", "do_sample", "early_stopping",
@@ -35,8 +36,25 @@ WAIVED = (
 )  # fmt: skip
 """Keys that change no logit here: bookkeeping, training, generation defaults, other tasks."""
 
-WAIVED_VALUES = {"pruned_heads": ({}, [], None), "cross_attention_hidden_size": (None,)}
-"""Keys that change no logit as long as they have one of these values."""
+SAME_LENGTH = object()
+"""Stands in `ACCEPTED` for the context that the model has, stated or the family's own."""
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "is_llama_config": (True,),
+    "max_sequence_length": (SAME_LENGTH,),
+    "n_special": (0,),
+    "partial_rotary_factor": (1, None),
+    "pruned_heads": ({}, [], None),
+    "qk_layer_norms": (False,),
+    "reorder_and_upcast_attn": (False, True),  # scores are float32 here anyway
+    "rope_interleaved": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "use_mrope": (False,),
+}
+"""Keys that say what is computed here anyway as long as they have one of these values."""
 
 MISSING = object()
 
@@ -47,7 +65,7 @@ class ConfigReader:
     def __init__(self, raw: Mapping[str, Any], *, ignore: Sequence[str] = ()):
         self._raw = dict(raw)
         self._ignore = tuple(ignore)
-        self._read: set[str] = set()
+        self._read: dict[str, Any] = {}  # with the value that was given for it
 
     @property
     def model_type(self) -> str:
@@ -59,12 +77,12 @@ class ConfigReader:
         Raises:
             CheckpointError: the key is absent and has no default.
         """
-        self._read.add(key)
         value = self._raw.get(key)
         if value is None:
             if default is MISSING:
                 raise CheckpointError(f"config.json has no {key!r}, which {self.model_type} needs.")
-            return default
+            value = default
+        self._read[key] = value
         return value
 
     def size(
@@ -98,19 +116,12 @@ class ConfigReader:
         """
         value = self.get(key, supported[0])
         if value not in supported:
-            wanted = " or ".join(repr(v) for v in supported)
-            raise UnsupportedModelError(
-                f"config.json has {key} = {value!r}, which rooflax does not compute "
-                f"(only {wanted})."
-            )
+            raise _not_computed(key, value, supported)
 
     def choice(self, key: str, choices: Sequence[str], default: Any = MISSING) -> str:
         value = self.get(key, default)
         if value not in choices:
-            raise UnsupportedModelError(
-                f"config.json has {key} = {value!r}, which rooflax does not compute "
-                f"(only {', '.join(choices)})."
-            )
+            raise _not_computed(key, value, choices)
         return value
 
     def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
@@ -251,21 +262,37 @@ class ConfigReader:
         """Refuses keys that were neither read nor waived.
 
         Raises:
-            UnsupportedModelError: naming the keys.
+            UnsupportedModelError: naming the keys, or the value of one that says what we do not do.
         """
         waived = (*WAIVED, *self._ignore)
         left = sorted(
             key
-            for key in self._raw.keys() - self._read
+            for key in self._raw.keys() - self._read.keys()
             if not any(fnmatch.fnmatchcase(key, pattern) for pattern in waived)
-            and self._raw[key] not in WAIVED_VALUES.get(key, ())
         )
-        if left:
+        unknown = []
+        for key in left:
+            if key not in ACCEPTED:
+                unknown.append(key)
+            elif self._raw[key] not in (wanted := self._accepted(key)):
+                raise _not_computed(key, self._raw[key], wanted)
+        if unknown:
             raise UnsupportedModelError(
-                f"config.json has {', '.join(map(repr, left[:10]))}, which rooflax does not read "
-                f"for {self.model_type}; if that changes no logit, pass "
-                f"--ignore-config-key {left[0]}."
+                f"config.json has {', '.join(map(repr, unknown[:10]))}, which rooflax does not "
+                f"read for {self.model_type}; if that changes no logit, pass "
+                f"--ignore-config-key {unknown[0]}."
             )
+
+    def _accepted(self, key: str) -> list[Any]:
+        same = self._read.get("max_position_embeddings")
+        return [same if value is SAME_LENGTH else value for value in ACCEPTED[key]]
+
+
+def _not_computed(key: str, value: Any, wanted: Sequence[Any]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"config.json has {key} = {value!r}, which rooflax does not compute "
+        f"(only {' or '.join(map(repr, wanted))})."
+    )
 
 
 _ROPE_KEYS = {

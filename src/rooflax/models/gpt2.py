@@ -75,10 +75,6 @@ def config_from_hf(reader: ConfigReader) -> Config:
             f"config.json has n_embd = {hidden_size} and n_head = {num_heads}; "
             f"the first must be a multiple of the second."
         )
-    reader.expect("scale_attn_weights", True)
-    reader.expect("scale_attn_by_inverse_layer_idx", False)
-    reader.expect("reorder_and_upcast_attn", False, True)  # scores are float32 here anyway
-    reader.expect("add_cross_attention", False)
     return Config(
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden_size,

@@ -42,6 +42,9 @@ CHUNK = 1 << 12
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
 E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+FLOAT16_MAX = np.float32(65504)
+LARGEST = {"int8-g32": 127 * FLOAT16_MAX, "int4": 8 * FLOAT16_MAX}
+"""The largest magnitude of formats whose scales are float16: others hold what float32 does."""
 SCALE_TYPES = {"int8": np.float32, "fp8": np.float32, "mxfp4": np.uint8}
 
 
@@ -305,40 +308,55 @@ def _pack_codes(code: str, codes: np.ndarray) -> np.ndarray:
 
 
 def encode(code: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs [n, in] in float32 to (codes, scales): the readable definition of every format."""
-    return _ENCODERS[code](rows)
+    """Outputs [n, in] in float32 to (codes, scales): the readable definition of every format.
+
+    Numbers that share a scale with NaN or infinity become NaN; one beyond `LARGEST` becomes that.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes, scales, largest = _ENCODERS[code](rows)
+    if (broken := ~np.isfinite(largest)).any():
+        codes.reshape(*broken.shape, -1)[broken] = 8 if code == "int4" else 0
+        scales[broken] = 255 if code == "mxfp4" else np.nan
+    return codes, scales
 
 
-def _encode_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scales = np.abs(rows).max(axis=1) / np.float32(127)
-    return np.rint(rows * _inverse(scales)[:, None]).astype(np.int8), scales
+Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Codes, scales, and of what shares a scale the largest magnitude."""
 
 
-def _encode_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scales = np.abs(rows).max(axis=1) / np.float32(FP8_MAX)
+def _encode_int8(rows: np.ndarray) -> Encoded:
+    largest = np.abs(rows).max(axis=1)
+    scales = largest / np.float32(127)
+    return np.rint(rows * _inverse(scales)[:, None]).astype(np.int8), scales, largest
+
+
+def _encode_fp8(rows: np.ndarray) -> Encoded:
+    largest = np.abs(rows).max(axis=1)
+    scales = largest / np.float32(FP8_MAX)
     scaled = np.clip(rows * _inverse(scales)[:, None], -FP8_MAX, FP8_MAX)
-    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, largest
 
 
-def _encode_int8_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _encode_int8_groups(rows: np.ndarray) -> Encoded:
     groups = rows.reshape(len(rows), -1, GROUP)
-    scales = np.abs(groups).max(axis=2) / np.float32(127)
-    scaled = groups * _inverse(scales)[:, :, None]
+    largest = np.abs(groups).max(axis=2)
+    scales = np.minimum(largest / np.float32(127), FLOAT16_MAX)
+    scaled = np.clip(groups * _inverse(scales)[:, :, None], -127, 127)
     whole = np.trunc(scaled)
     away = np.abs(scaled - whole) >= np.float32(0.5)  # halves go away from zero
     codes = (whole + np.copysign(away, scaled)).astype(np.int8)
-    return codes.reshape(rows.shape), scales.astype(np.float16)
+    return codes.reshape(rows.shape), scales.astype(np.float16), largest
 
 
-def _encode_int4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _encode_int4(rows: np.ndarray) -> Encoded:
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
-    scales = largest / np.float32(-8)
-    q = np.minimum(15, (groups * _inverse(scales) + np.float32(8.5)).astype(np.int8))
-    return q.astype(np.uint8).reshape(rows.shape), scales[:, :, 0].astype(np.float16)
+    scales = np.clip(largest / np.float32(-8), -FLOAT16_MAX, FLOAT16_MAX)
+    q = np.clip(groups * _inverse(scales) + np.float32(8.5), 0, 15).astype(np.uint8)
+    return q.reshape(rows.shape), scales[:, :, 0].astype(np.float16), largest[:, :, 0]
 
 
-def _encode_mxfp4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _encode_mxfp4(rows: np.ndarray) -> Encoded:
     """The exponent of the group's largest less e2m1's own; the nearest, of two the smaller."""
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = np.abs(groups).max(axis=2)
@@ -348,7 +366,7 @@ def _encode_mxfp4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     middles = (E2M1[1:] + E2M1[:-1]) / 2
     size = np.searchsorted(middles, np.abs(scaled), side="left").astype(np.uint8)
     codes = size | np.where((scaled < 0) & (size > 0), 8, 0).astype(np.uint8)
-    return codes.reshape(rows.shape), scales
+    return codes.reshape(rows.shape), scales, largest
 
 
 _ENCODERS = {
@@ -361,7 +379,9 @@ _ENCODERS = {
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
-    return np.divide(1, scales, where=scales != 0, out=np.zeros_like(scales))
+    """1 / scale; 0 where it is too small for that, and all that it scales is next to nothing."""
+    tiny = np.finfo(np.float32).tiny
+    return np.divide(1, scales, where=np.abs(scales) >= tiny, out=np.zeros_like(scales))
 
 
 def dequantize(w: QuantizedArray) -> Float[Array, "*stack in out"]:

@@ -9,6 +9,10 @@ from typing import Any, Literal
 
 from rooflax.errors import RequestError
 
+NEW_WEIGHTS_RATE = 1e-3
+FINE_TUNING_RATE = 2e-5
+"""Learning rates to begin with: for random weights; for a checkpoint's, which more would undo."""
+
 COMPUTE_DTYPES = ("float32", "bfloat16")
 LAYERS = ("unrolled", "scan")
 REMAT = (None, "nothing", "dots", "dots_no_batch", "everything")
@@ -26,9 +30,10 @@ class TrainConfig:
         batch_size: rows per step, all micro-batches together.
         seq_len: tokens per row.
         micro_batches: parts that a step's rows are computed in, one after the other.
-        learning_rate: at its highest, after the warm-up.
+        learning_rate: at its highest, after the warm-up; the default is for new weights, and
+            FINE_TUNING_RATE is for a checkpoint's.
         min_lr_ratio: what is left of it at the end of the cosine.
-        warmup_steps: steps of linear rise.
+        warmup_steps: steps of linear rise; None becomes a tenth of all steps, at most 100.
         weight_decay: of matrices; norms and biases are not decayed.
         clip_norm: largest global norm of a step's gradient; 0 does not clip.
         beta1, beta2: AdamW's.
@@ -49,9 +54,9 @@ class TrainConfig:
     batch_size: int = 16
     seq_len: int = 512
     micro_batches: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = NEW_WEIGHTS_RATE
     min_lr_ratio: float = 0.1
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     beta1: float = 0.9
@@ -73,10 +78,10 @@ class TrainConfig:
             )
         for name in ("batch_size", "seq_len", "micro_batches", "eval_batches", "keep"):
             self._check_whole(name, 1)
-        for name in ("steps", "tokens", "loss_rows"):
+        for name in ("steps", "tokens", "loss_rows", "warmup_steps"):
             if getattr(self, name) is not None:
-                self._check_whole(name, 1)
-        for name in ("warmup_steps", "seed", "eval_every", "checkpoint_every"):
+                self._check_whole(name, 0 if name == "warmup_steps" else 1)
+        for name in ("seed", "eval_every", "checkpoint_every"):
             self._check_whole(name, 0)
         self._check_number("learning_rate", 0.0, math.inf, above=True)
         self._check_number("min_lr_ratio", 0.0, 1.0)
@@ -91,6 +96,8 @@ class TrainConfig:
         if self.loss_rows is not None:
             rows = self.batch_size // self.micro_batches
             self._check_divides("rows per micro-batch", rows, self.loss_rows)
+        if self.warmup_steps is None:
+            object.__setattr__(self, "warmup_steps", min(100, self.num_steps // 10))
 
     @property
     def tokens_per_step(self) -> int:

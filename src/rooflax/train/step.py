@@ -52,7 +52,7 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     rise: peak * (count + 1) / warmup_steps
     fall: peak * (r + (1 - r) * (1 + cos(pi * t)) / 2), t from 0 to 1 over the other steps
     """
-    warmup = min(config.warmup_steps, config.num_steps)
+    warmup = min(config.warmup_steps or 0, config.num_steps)
     fall = max(config.num_steps - warmup, 1)
     peak, ratio = config.learning_rate, config.min_lr_ratio
 

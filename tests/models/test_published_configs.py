@@ -1,0 +1,71 @@
+"""config.json files as they are published: each opens, or is refused for the reason beside it.
+
+tests/data/published_configs/configs.json holds the facts: of each its name as the source has it,
+where it was read, its keys and values, and the outcome ("opens", or how the refusal's sentence
+begins).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rooflax.errors import RooflaxError, UnsupportedModelError
+from rooflax.loading.load import describe
+from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
+from rooflax.models.registry import FAMILIES, read_config
+from tests import goldens
+
+TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json"
+ROWS = json.loads(TABLE.read_text())
+OTHER = {
+    "add_cross_attention": True,
+    "cross_attention_hidden_size": 0,
+    "is_llama_config": False,
+    "max_sequence_length": 4096,
+    "n_special": 3,
+    "partial_rotary_factor": 0.5,
+    "pruned_heads": {"1": [0]},
+    "qk_layer_norms": True,
+    "reorder_and_upcast_attn": "sometimes",
+    "rope_interleaved": True,
+    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_weights": False,
+    "use_mrope": True,
+}
+"""Of each key of `ACCEPTED` a value that would be something else than what is computed."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["repository"])
+def test_a_published_config_opens_or_is_refused_for_the_reason_beside_it(row, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(row["config"]))
+    if row["outcome"] == "opens":
+        assert describe(tmp_path).family == row["config"]["model_type"]
+        return
+    with pytest.raises(RooflaxError) as caught:
+        describe(tmp_path)
+    assert str(caught.value).startswith(row["outcome"])
+
+
+def test_the_table_is_of_every_family_and_names_its_sources():
+    opened = {row["config"]["model_type"] for row in ROWS if row["outcome"] == "opens"}
+    assert opened == set(FAMILIES)
+    assert all(row["source"] for row in ROWS)
+    assert len({row["repository"] for row in ROWS}) == len(ROWS) >= 60
+    assert any(row["repository"] == "Qwen/Qwen2.5-0.5B" for row in ROWS)
+
+
+def test_every_accepted_key_has_another_value_in_this_test():
+    assert OTHER.keys() == ACCEPTED.keys()
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_key_that_says_what_is_done_anyway_is_no_error_and_another_value_is(key):
+    raw = goldens.VARIANTS["llama_gqa"]
+    length = raw["max_position_embeddings"]
+    for value in ACCEPTED[key]:
+        stated = length if value is SAME_LENGTH else value
+        assert read_config(raw | {key: stated}) == read_config(raw)
+    with pytest.raises(UnsupportedModelError, match=f"has {key} = .* \\(only "):
+        read_config(raw | {key: OTHER[key]})
+    assert read_config(raw | {key: OTHER[key]}, ignore=[key]) == read_config(raw)

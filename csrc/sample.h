@@ -177,7 +177,7 @@ constexpr float kHopeless = 20;
 
 // Of the tokens, most likely first, those before which less than `limit` has come: of weights, or
 // without them of ones. `total` is of all tokens. Levels part what the last of them lies in, until it
-// is a few tokens, which are sorted, or equal ones.
+// is a few tokens, or alike ones; those are sorted.
 inline Survivors SurvivorsWithin(const float* x, const float* weights, int64_t vocab, float largest,
                                  double total, double limit) {
   constexpr double kFew = 1024;
@@ -194,7 +194,8 @@ inline Survivors SurvivorsWithin(const float* x, const float* weights, int64_t v
     const double least = weights == nullptr ? 1 : std::exp(static_cast<double>(low) - largest);
     return within - above <= kFew * least;
   };
-  while (lower(high) > low && !is_few()) {
+  constexpr float kAlike = 1e-9f;  // weights are equal; near 0 there are far more floats than that
+  while (lower(high) > low && high - low > kAlike && !is_few()) {
     float levels[kLevels];
     double sums[kLevels];
     for (int64_t l = 0; l < kLevels; ++l) {
@@ -224,10 +225,8 @@ inline Survivors SurvivorsWithin(const float* x, const float* weights, int64_t v
       if (is_between(v)) ids.push_back(static_cast<int32_t>(v));
     }
   }
-  if (lower(high) > low) {
-    std::sort(ids.begin(), ids.end(),
-              [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
-  }
+  const auto before = [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+  if (!std::is_sorted(ids.begin(), ids.end(), before)) std::sort(ids.begin(), ids.end(), before);
   Survivors found{high, -1};
   for (const int32_t id : ids) {
     if (!(above < limit)) break;

@@ -98,13 +98,18 @@ uint64_t ReadGeneric(const uint64_t* data, size_t num_words) {
 // iterations -> operations done; each loop keeps its accumulators in registers.
 using MultiplyLoop = double (*)(size_t iterations);
 
+constexpr int kAccumulators = 12;  // enough to hide the latency of two multiply-add units
+
+typedef float Floats4 __attribute__((vector_size(16)));
+
 double MultiplyFloat32Generic(size_t iterations) {
-  float sums[8] = {0};
+  Floats4 sums[kAccumulators] = {};
   for (size_t i = 0; i < iterations; ++i) {
-    for (float& sum : sums) sum = sum * 0.999f + 1.0f;
-    Keep(sums);
+#pragma GCC unroll 12
+    for (Floats4& sum : sums) sum = sum * 0.999f + 0.001f;
   }
-  return 2.0 * 8 * static_cast<double>(iterations);
+  KeepAll(sums);
+  return 2.0 * 4 * kAccumulators * static_cast<double>(iterations);
 }
 
 #if defined(__x86_64__)
@@ -118,8 +123,6 @@ template <int kStreams>
 __attribute__((target("avx2"))) uint64_t ReadAvx2(const uint64_t* data, size_t num_words) {
   return Read<Words4, kStreams>(data, num_words);
 }
-
-constexpr int kAccumulators = 12;  // enough to hide the latency of two multiply-add units
 
 __attribute__((target("avx512f"))) double MultiplyFloat32Avx512(size_t iterations) {
   __m512 sums[kAccumulators];
@@ -354,20 +357,21 @@ __attribute__((visibility("default"))) double rooflax_read_bandwidth(const void*
   return read_bytes / seconds;
 }
 
-// Operations per second (a multiply-add is two) in registers, in the fastest way that is exact for
-// `what`: "float32", "bfloat16", "int8", "int8-g32", "int4" or "mxfp4". Of some readings the best, as a
-// thread that has to wait lowers one.
-__attribute__((visibility("default"))) double rooflax_multiply_rate(const char* what, int num_threads, size_t iterations) {
-  constexpr int kReadings = 3;
+// Operations per second (a multiply-add is two) in registers, over so many of them per thread, in the
+// fastest way that is exact for `what`: "float32", "bfloat16", "int8", "int8-g32", "int4" or "mxfp4". Of
+// some readings the best, as a thread that has to wait lowers one.
+__attribute__((visibility("default"))) double rooflax_multiply_rate(const char* what, int num_threads, double operations) {
+  constexpr int kReadings = 8;
   std::vector<double> done(static_cast<size_t>(num_threads));
   double best = 0;
   for (const MultiplyLoop multiply : MultiplyLoops(what)) {
+    const auto iterations = static_cast<size_t>(operations / multiply(1)) + 1;
     for (int reading = 0; reading < kReadings; ++reading) {
       const double seconds = TimeThreads(
           num_threads, [&](int t) { done[static_cast<size_t>(t)] = multiply(iterations); });
-      double operations = 0;
-      for (double one : done) operations += one;
-      best = std::max(best, operations / seconds);
+      double all = 0;
+      for (double one : done) all += one;
+      best = std::max(best, all / seconds);
     }
   }
   return best;

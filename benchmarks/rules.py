@@ -162,7 +162,7 @@ def not_awaited() -> Figures:
     call = jax.jit(prefill)
     cache = new_cache(model, max_tokens=AWAITED_PROMPT)
     jax.block_until_ready(call(model, cache, tokens))
-    read = ceiling_reader(bench.prefill.total_bytes, bench.dtype)
+    read = ceiling_reader(bench.prefill.total_bytes, bench.multiplied)
     before = read()
     wrong, right = [], []
     for _ in range(TRIALS):
@@ -255,7 +255,7 @@ def old_ceiling() -> Figures:
     """Shares of decode steps by each single reading, and by the readings around each trial."""
     bench = Bench(WORK)
     warm_up(bench.run)
-    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
+    read = ceiling_reader(bench.decode.total_bytes, bench.multiplied)
     start = time.perf_counter()
     trials = [run_trial(bench.run, read) for _ in range(CEILING_TRIALS)]
     seconds = time.perf_counter() - start

@@ -278,17 +278,75 @@ ROOFLAX_INLINE U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
   return x0;
 }
 
-// u lies in the middle of its 2^23rd of (0, 1).
-[[gnu::flatten]] void AddNoise(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count,
-                               float* x) {
-  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
-  EachVector(count, [&](int64_t i, int64_t n) {
-    uint32_t lane[kLanes] = {};
-    for (int64_t k = 0; k < n; ++k) lane[k] = static_cast<uint32_t>(ids == nullptr ? i + k : ids[i + k]);
-    const U16 bits = Threefry(keys, x0, Load<U16>(lane));
-    const F16 uniform = (ToFloat(As<I16>(bits >> 9)) + 0.5f) * 0x1p-23f;
-    StoreSome(x + i, LoadSome(x + i, n) - Log(-Log(uniform)), n);
-  });
+// Of 23 bits; u lies in the middle of its 2^23rd of (0, 1).
+ROOFLAX_INLINE F16 Noise(I16 bits) { return -Log(-Log((ToFloat(bits) + 0.5f) * 0x1p-23f)); }
+
+// The best of a draw so far, and what another has to have to come near it.
+struct Drawn {
+  int64_t at;
+  float best;  // x + noise
+  float reach;  // the least x that any noise brings there
+  int32_t bits;  // the fewest bits whose noise brings the largest x there
+
+  // With room for what float32 rounds, in the logarithms and in the sum.
+  void Take(int64_t i, float value, float largest) {
+    constexpr float kMostNoise = 16.64f;  // of u = 1 - 2^-24
+    const float room = 1e-3f + 1e-6f * std::fabs(value);
+    at = i;
+    best = value;
+    reach = value - kMostNoise - room;
+    const double u = std::exp(-std::exp(static_cast<double>(largest) - value + room));
+    bits = std::max(0, static_cast<int32_t>(u * 0x1p23) - 2);
+  }
+};
+
+// Most tokens are passed over before their noise is known: too unlikely for any noise, or, by far the
+// most where no token stands out, by its bits, before the logarithms.
+[[gnu::flatten]] int64_t Draw(const DrawArgs& a) {
+  constexpr int64_t kTogether = 2;  // vectors, so that their rounds do not wait for each other
+  const uint32_t keys[3] = {a.key[0], a.key[1], a.key[0] ^ a.key[1] ^ 0x1BD11BDAu};
+  const float largest = a.x[a.first];
+  uint32_t number[kLanes];
+  for (uint32_t i = 0; i < kLanes; ++i) number[i] = i;
+  const U16 lanes = Load<U16>(number);
+  const auto bits_of = [&](int64_t i) {
+    return As<I16>(Threefry(keys, a.counter, lanes + static_cast<uint32_t>(i)) >> 9);
+  };
+  float noise[kLanes];
+  Drawn drawn;
+  Store(noise, Noise(bits_of(a.first)));
+  drawn.Take(a.first, largest + noise[0], largest);
+  const auto look = [&](int64_t i, int64_t n, I16 bits) {
+    const F16 each = Noise(bits);
+    if (n == kLanes && !AnyLane(Load<F16>(a.x + i) + each >= Broadcast(drawn.best))) return;
+    Store(noise, each);
+    for (int64_t k = 0; k < n; ++k) {
+      const float x = a.x[i + k], value = x + noise[k];
+      if (!(x > a.least) && !(x == a.least && i + k <= a.last)) continue;
+      if (value > drawn.best || (value == drawn.best && i + k < drawn.at)) {
+        drawn.Take(i + k, value, largest);
+      }
+    }
+  };
+  const auto is_alive = [&](F16 x) { return x >= Broadcast(std::max(a.least, drawn.reach)); };
+  int64_t i = 0;
+  for (; i + kTogether * kLanes <= a.count; i += kTogether * kLanes) {
+    I16 alive[kTogether], bits[kTogether];
+    ROOFLAX_WHOLE
+    for (int64_t j = 0; j < kTogether; ++j) alive[j] = is_alive(Load<F16>(a.x + i + j * kLanes));
+    if (!AnyLane(alive[0] | alive[1])) continue;
+    ROOFLAX_WHOLE
+    for (int64_t j = 0; j < kTogether; ++j) {
+      bits[j] = bits_of(i + j * kLanes);
+      alive[j] &= bits[j] >= drawn.bits;
+    }
+    if (!AnyLane(alive[0] | alive[1])) continue;
+    for (int64_t j = 0; j < kTogether; ++j) look(i + j * kLanes, kLanes, bits[j]);
+  }
+  for (; i < a.count; i += kLanes) {
+    look(i, std::min(kLanes, a.count - i), bits_of(i));
+  }
+  return drawn.at;
 }
 
 [[gnu::flatten]] float ExpTotal(const float* x, int64_t count, float largest) {
@@ -297,4 +355,47 @@ ROOFLAX_INLINE U16 Threefry(const uint32_t k[3], uint32_t x0_of_all, U16 x1) {
     total += Exp((n == kLanes ? Load<F16>(x + i) : LoadPadded(x + i, n, -INFINITY)) - largest);
   });
   return Sum(total);
+}
+
+constexpr int64_t kSummed = 64 * kLanes;  // by float32; what more there is, by float64
+
+[[gnu::flatten]] double ExpEach(const float* x, int64_t count, float largest, float* out) {
+  double sum = 0;
+  for (int64_t begin = 0; begin < count; begin += kSummed) {
+    F16 total = F16{};
+    EachVector(std::min(kSummed, count - begin), [&](int64_t i, int64_t n) {
+      i += begin;
+      const F16 values = Exp((n == kLanes ? Load<F16>(x + i) : LoadPadded(x + i, n, -INFINITY)) - largest);
+      total += values;
+      StoreSome(out + i, values, n);
+    });
+    sum += static_cast<double>(Sum(total));
+  }
+  return sum;
+}
+
+[[gnu::flatten]] void SumsAbove(const float* x, const float* weights, int64_t count,
+                                const float* levels, double* sums) {
+  F16 level[kLevels];
+  for (int64_t l = 0; l < kLevels; ++l) {
+    level[l] = Broadcast(levels[l]);
+    sums[l] = 0;
+  }
+  for (int64_t begin = 0; begin < count; begin += kSummed) {
+    F16 totals[kLevels];
+    ROOFLAX_WHOLE
+    for (auto& total : totals) total = F16{};
+    const auto add = [&](F16 values, F16 weight) {
+      ROOFLAX_WHOLE
+      for (int64_t l = 0; l < kLevels; ++l) {
+        totals[l] += As<F16>(As<I16>(weight) & (values > level[l]));
+      }
+    };
+    EachVector(std::min(kSummed, count - begin), [&](int64_t i, int64_t n) {
+      i += begin;
+      const F16 values = n == kLanes ? Load<F16>(x + i) : LoadPadded(x + i, n, -INFINITY);
+      add(values, weights == nullptr ? Broadcast(1.0f) : LoadSome(weights + i, n));
+    });
+    for (int64_t l = 0; l < kLevels; ++l) sums[l] += static_cast<double>(Sum(totals[l]));
+  }
 }

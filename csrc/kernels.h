@@ -144,6 +144,19 @@ struct AttendArgs {
   Width width;
 };
 
+constexpr int64_t kLevels = 4;  // of `sums_above`
+
+// The i of the largest x[i] + noise[i], the first of equals, among those that survive: x[i] above
+// `least`, or equal to it with i at most `last`. The noise is -log(-log(u)), where u is 23 bits of the
+// first word of threefry2x32-20 with this key and the counters (counter, i).
+struct DrawArgs {
+  uint32_t key[2], counter;
+  const float* x;  // [count]
+  int64_t count;
+  float least;
+  int64_t last, first;  // first: the most likely, which survives
+};
+
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
@@ -168,11 +181,14 @@ struct Kernels {
   // in `begin` where to go on.
   int64_t (*above)(const float* x, int64_t* begin, int64_t end, float least, int32_t* found,
                    int64_t room);
-  // x[i] += -log(-log(u)), where u is 23 bits of the first word of threefry2x32-20 with this key and
-  // the counters (x0, ids[i]), or (x0, i) without ids.
-  void (*add_noise)(const uint32_t key[2], uint32_t x0, const int32_t* ids, int64_t count, float* x);
   // sum of exp(x[i] - largest).
   float (*exp_total)(const float* x, int64_t count, float largest);
+  // out[i] = exp(x[i] - largest); their sum.
+  double (*exp_each)(const float* x, int64_t count, float largest, float* out);
+  // For each of kLevels levels the sum of the weights whose x is above it; without weights, of ones.
+  void (*sums_above)(const float* x, const float* weights, int64_t count, const float* levels,
+                     double* sums);
+  int64_t (*draw)(const DrawArgs&);
 };
 
 namespace generic { extern const Kernels kKernels; }

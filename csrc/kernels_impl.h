@@ -33,8 +33,8 @@ namespace {
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRow, OrderInputs,
                           Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
                           QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
-                          Attend,           Argmax,         Above,      AddNoise,
-                          ExpTotal};
+                          Attend,           Argmax,         Above,      ExpTotal,
+                          ExpEach,          SumsAbove,      Draw};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

@@ -164,52 +164,140 @@ inline void Adjust(const SampledRow& row, float largest) {
   Ban(row);
 }
 
-// How many of the most likely tokens survive top-k, top-p and min-p; the first always does.
-inline int64_t NumKept(const Wishes& w, const std::vector<float>& ordered, double total) {
-  const auto count = static_cast<int64_t>(ordered.size());
-  const int64_t most = w.top_k > 0 ? std::min<int64_t>(w.top_k, count) : count;
-  const auto weight = [&](int64_t i) { return std::exp(ordered[static_cast<size_t>(i)] - ordered[0]); };
-  if (w.top_k > 0 && w.top_k <= count && w.top_p < 1) {  // shares of what top-k kept
-    total = 0;
-    for (int64_t i = 0; i < most; ++i) total += weight(i);
+// The tokens that survive the filters: those above `least`, and of its equals those up to `last`.
+struct Survivors {
+  float least = kBanned;
+  int64_t last = std::numeric_limits<int64_t>::max();
+
+  bool have(float x, int64_t id) const { return x > least || (x == least && id <= last); }
+};
+
+// Logits below the largest from which no noise leads to the top: noise lies between -2.9 and 16.7.
+constexpr float kHopeless = 20;
+
+// Of the tokens, most likely first, those before which less than `limit` has come: of weights, or
+// without them of ones. `total` is of all tokens. Levels part what the last of them lies in, until it
+// is a few tokens, or alike ones; those are sorted.
+inline Survivors SurvivorsWithin(const float* x, const float* weights, int64_t vocab, float largest,
+                                 double total, double limit) {
+  constexpr double kFew = 1024;
+  constexpr int64_t kBlock = 32;
+  float high = largest, low = largest - kHopeless;
+  if (weights != nullptr) {  // less likely tokens all together would not be what the limit leaves out
+    const double left = (total - limit) / static_cast<double>(vocab);
+    low = std::max(low, largest + static_cast<float>(std::log(std::max(left, 1e-30))) - 1);
   }
-  double before = 0;
-  for (int64_t i = 0; i < most; ++i) {
-    const float here = weight(i);
-    const bool in_top_p = w.top_p >= 1 || before < w.top_p * total;
-    if (i > 0 && !(in_top_p && here >= w.min_p)) return i;
-    before += here;
+  const auto lower = [](float value) { return std::nextafter(value, kBanned); };
+  low = std::min(low, lower(high));
+  double above = 0, within = total;  // high and low
+  const auto is_few = [&] {
+    const double least = weights == nullptr ? 1 : std::exp(static_cast<double>(low) - largest);
+    return within - above <= kFew * least;
+  };
+  constexpr float kAlike = 1e-9f;  // weights are equal; near 0 there are far more floats than that
+  while (lower(high) > low && high - low > kAlike && !is_few()) {
+    float levels[kLevels];
+    double sums[kLevels];
+    for (int64_t l = 0; l < kLevels; ++l) {
+      const double share = static_cast<double>(l + 1) / (kLevels + 1);
+      levels[l] = static_cast<float>(low + (static_cast<double>(high) - low) * share);
+    }
+    ChosenKernels().sums_above(x, weights, vocab, levels, sums);
+    for (int64_t l = 0; l < kLevels; ++l) {
+      if (sums[l] < limit) {
+        high = levels[l];
+        above = sums[l];
+        break;
+      }
+      low = levels[l];
+      within = sums[l];
+    }
   }
-  return most;
+  static thread_local std::vector<int32_t> ids;
+  ids.clear();
+  const auto is_between = [&](int64_t v) { return (x[v] > low) & (x[v] <= high); };
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, vocab);
+    int any = 0;
+    for (int64_t v = begin; v < end; ++v) any |= is_between(v);
+    if (any == 0) continue;
+    for (int64_t v = begin; v < end; ++v) {
+      if (is_between(v)) ids.push_back(static_cast<int32_t>(v));
+    }
+  }
+  const auto before = [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+  if (!std::is_sorted(ids.begin(), ids.end(), before)) std::sort(ids.begin(), ids.end(), before);
+  Survivors found{high, -1};
+  for (const int32_t id : ids) {
+    if (!(above < limit)) break;
+    found = {x[id], id};
+    above += weights == nullptr ? 1 : weights[id];
+  }
+  return found;
 }
 
-constexpr int64_t kCandidates = 256;
+// Of no more than so many tokens top-k takes the best and sorts them.
+constexpr int32_t kSortedTopK = 1024;
+
+// What survives a top-k of few tokens, and top-p and min-p after it.
+inline Survivors FewSurvivors(const Wishes& w, const float* x, int64_t vocab) {
+  static thread_local std::vector<float> values, weights;
+  static thread_local std::vector<int32_t> ids;
+  const int64_t count = std::min<int64_t>(w.top_k, vocab);
+  values.resize(static_cast<size_t>(count));
+  weights.resize(values.size());
+  ids.resize(values.size());
+  TopOfRow(x, vocab, count, values.data(), ids.data());
+  const double total = ChosenKernels().exp_each(values.data(), count, values[0], weights.data());
+  size_t kept = 1;
+  for (double before = weights[0]; kept < values.size(); ++kept) {
+    if (!(w.top_p >= 1 || before < w.top_p * total) || weights[kept] < w.min_p) break;
+    before += weights[kept];
+  }
+  return {values[kept - 1], ids[kept - 1]};
+}
+
+// What survives top-k, top-p over what top-k kept, and min-p.
+inline Survivors Filter(const Wishes& w, const float* x, int64_t vocab, float largest) {
+  if (w.top_k > 0 && w.top_k <= kSortedTopK) return FewSurvivors(w, x, vocab);
+  Survivors found;
+  if (w.top_k > 0 && w.top_k < vocab) {
+    const auto all = static_cast<double>(vocab);
+    found = SurvivorsWithin(x, nullptr, vocab, largest, all, w.top_k);
+  }
+  if (w.top_p < 1) {
+    static thread_local std::vector<float> weights;
+    weights.resize(std::max(weights.size(), static_cast<size_t>(vocab)));
+    const double all = ChosenKernels().exp_each(x, vocab, largest, weights.data());
+    double total = all;
+    if (found.least > kBanned) {
+      total = 0;
+      for (int64_t v = 0; v < vocab; ++v) total += found.have(x[v], v) ? weights[static_cast<size_t>(v)] : 0;
+    }
+    const double limit = std::max(w.top_p * total, std::numeric_limits<double>::min());
+    found = SurvivorsWithin(x, weights.data(), vocab, largest, all, limit);
+  }
+  if (w.min_p > 0) {
+    const float least = std::min(largest, largest + std::log(w.min_p));
+    if (least > found.least) found = {least};
+  }
+  return found;
+}
 
 // argmax of what survives of x / temperature, plus noise.
 inline int32_t Draw(const SampledRow& row, const float* x) {
   const Wishes& w = row.wishes;
   const Kernels& kernels = ChosenKernels();
-  const uint32_t key[2] = {w.seed, w.sample_index};
-  const auto counter = static_cast<uint32_t>(row.position);
-  for (int64_t v = 0; v < row.vocab; ++v) row.work[v] = x[v] / w.temperature;
-  if (!w.filters()) {
-    kernels.add_noise(key, counter, nullptr, row.vocab, row.work);
-    return static_cast<int32_t>(kernels.argmax(row.work, row.vocab));
+  if (w.temperature != 1) {
+    for (int64_t v = 0; v < row.vocab; ++v) row.work[v] = x[v] / w.temperature;
+    x = row.work;
   }
-  static thread_local std::vector<float> values;
-  static thread_local std::vector<int32_t> ids;
-  const float largest = row.work[kernels.argmax(row.work, row.vocab)];
-  const float total = kernels.exp_total(row.work, row.vocab, largest);
-  int64_t wanted = std::min<int64_t>(row.vocab, std::max<int64_t>(w.top_k, kCandidates)), kept = 0;
-  for (bool enough = false; !enough; wanted = std::min(row.vocab, 8 * wanted)) {
-    values.resize(static_cast<size_t>(wanted));
-    ids.resize(values.size());
-    TopOfRow(row.work, row.vocab, wanted, values.data(), ids.data());
-    kept = NumKept(w, values, total);
-    enough = kept < wanted || wanted == row.vocab || w.top_k > 0;
-  }
-  kernels.add_noise(key, counter, ids.data(), kept, values.data());
-  return ids[static_cast<size_t>(kernels.argmax(values.data(), kept))];
+  const int64_t first = kernels.argmax(x, row.vocab);
+  if (!std::isfinite(x[first])) return static_cast<int32_t>(first);
+  const Survivors kept = w.filters() ? Filter(w, x, row.vocab, x[first]) : Survivors{};
+  return static_cast<int32_t>(
+      kernels.draw({{w.seed, w.sample_index}, static_cast<uint32_t>(row.position), x, row.vocab,
+                    kept.least, kept.last, first}));
 }
 
 // What the row chooses; `count` most likely tokens where it asks for log-probabilities, else zeros.

@@ -359,30 +359,74 @@ void TestAbove(int64_t count, int64_t room) {
   Check("above, number", static_cast<float>(all.size()), static_cast<float>(next), 0);
 }
 
-// The noise of an id does not depend on where it stands, and belongs to the middle of a 2^23rd: near 0
-// and 1, where the steps of u are far apart in the noise, its logarithms have to be right for that.
-void TestNoise(int64_t count) {
-  std::vector<int32_t> ids(static_cast<size_t>(count));
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(7 * i);
-  std::vector<float> noise(ids.size(), 0.0f), iota(7 * ids.size(), 0.0f);
+// The first word of threefry2x32-20, as its authors write it.
+uint32_t Threefry(const uint32_t key[2], uint32_t x0, uint32_t x1) {
+  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
+  const int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  x0 += keys[0];
+  x1 += keys[1];
+  for (uint32_t block = 0; block < 5; ++block) {
+    for (const int by : rotations[block % 2]) {
+      x0 += x1;
+      x1 = (x1 << by | x1 >> (32 - by)) ^ x0;
+    }
+    x0 += keys[(block + 1) % 3];
+    x1 += keys[(block + 2) % 3] + block + 1;
+  }
+  return x0;
+}
+
+// Draws against plain loops: of logits `spread` apart, with and without some that do not survive.
+void TestDraw(int64_t count, float spread) {
+  auto x = Random(count, 10);
+  for (auto& value : x) value *= spread;
+  const auto first = static_cast<int64_t>(std::max_element(x.begin(), x.end()) - x.begin());
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    const int64_t last = seed % 2 == 0 ? count : static_cast<int64_t>(seed) % count;
+    const float least = seed % 2 == 0 ? -INFINITY : x[static_cast<size_t>(last)];
+    const uint32_t key[2] = {seed, 4};
+    std::vector<double> value(x.size(), -INFINITY);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const auto id = static_cast<uint32_t>(i);
+      const double u = ((Threefry(key, 5, id) >> 9) + 0.5) * 0x1p-23;
+      if (x[i] > least || (x[i] == least && static_cast<int64_t>(i) <= last)) {
+        value[i] = static_cast<double>(x[i]) - std::log(-std::log(u));
+      }
+    }
+    const int64_t found =
+        rooflax::ChosenKernels().draw({{seed, 4}, 5, x.data(), count, least, last, first});
+    const double best = *std::max_element(value.begin(), value.end());
+    Check("draw", static_cast<float>(value[static_cast<size_t>(found)] - best), 0, 1e-5f);
+  }
+}
+
+void TestSums(int64_t count) {
+  const auto x = Random(count, 11);
+  std::vector<float> weights(x.size());
   const auto& kernels = rooflax::ChosenKernels();
-  const uint32_t key[2] = {3, 4};
-  kernels.add_noise(key, 5, ids.data(), count, noise.data());
-  kernels.add_noise(key, 5, nullptr, static_cast<int64_t>(iota.size()), iota.data());
+  const double found = kernels.exp_each(x.data(), count, 3, weights.data());
   double total = 0;
-  for (size_t i = 0; i < ids.size(); ++i) {
-    float alone = 0;
-    kernels.add_noise(key, 5, &ids[i], 1, &alone);
-    Check("noise", noise[i] == alone && iota[7 * i] == alone ? 1 : 0, 1, 0);
-    total += std::exp(static_cast<double>(noise[i] - 20));
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double wanted = std::exp(static_cast<double>(x[i]) - 3);
+    Check("exponential", weights[i], static_cast<float>(wanted), 1e-6f * static_cast<float>(wanted));
+    total += wanted;
   }
-  for (float value : iota) {
-    const double u = std::exp(-std::exp(-static_cast<double>(value))), place = u * 0x1p23 - 0.5;
-    if (u > 0.01 && u < 0.99) continue;
-    Check("noise, place", static_cast<float>(place - std::round(place)), 0, 0.2f);
+  Check("sum of exponentials", static_cast<float>(found / total), 1, 1e-6f);
+  Check("sum of exponentials in float32", kernels.exp_total(x.data(), count, 3) / static_cast<float>(total), 1, 1e-5f);
+  const float levels[rooflax::kLevels] = {-5, -0.5f, x[0], 9};
+  double sums[rooflax::kLevels], numbers[rooflax::kLevels];
+  kernels.sums_above(x.data(), weights.data(), count, levels, sums);
+  kernels.sums_above(x.data(), nullptr, count, levels, numbers);
+  for (int64_t l = 0; l < rooflax::kLevels; ++l) {
+    double sum = 0, number = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (!(x[i] > levels[l])) continue;
+      sum += static_cast<double>(weights[i]);
+      ++number;
+    }
+    Check("sum above", static_cast<float>(sums[l]), static_cast<float>(sum), 1e-5f * static_cast<float>(sum));
+    Check("number above", static_cast<float>(numbers[l]), static_cast<float>(number), 0);
   }
-  const float found = kernels.exp_total(noise.data(), count, 20);
-  Check("sum of exponentials", found, static_cast<float>(total), 1e-5f * found);
 }
 
 // One row of the sampler, with everything that a sequence can want at once; -1 is nobody's id.
@@ -391,7 +435,8 @@ void TestSample(int64_t vocab, float temperature, bool filters) {
   rooflax::Wishes w{};
   w.temperature = temperature;
   w.top_p = filters ? 0.9f : 1.0f;
-  w.top_k = filters ? 300 : 0;
+  w.top_k = filters ? (vocab > 2000 ? 2000 : 300) : 0;
+  w.min_p = filters ? 0.01f : 0;
   w.repetition_penalty = 1.5f;
   w.presence_penalty = w.frequency_penalty = 0.5f;
   w.num_logprobs = 2;
@@ -469,10 +514,12 @@ int main() {
     }
     for (int64_t count : {1, 40, 1000}) {
       for (int64_t room : {1, 30, 2000}) TestAbove(count, room);
-      TestNoise(count);
+      TestSums(count);
+      for (float spread : {0.0f, 1.0f, 9.0f}) TestDraw(count, spread);
       if (count < 40) continue;
       for (float temperature : {0.0f, 0.7f}) {
         for (bool filters : {false, true}) TestSample(count, temperature, filters);
+        TestSample(3000, temperature, true);
       }
     }
     std::printf("%s: %s\n", name, failures == 0 ? "passed" : "FAILED");

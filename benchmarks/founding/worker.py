@@ -32,7 +32,7 @@ NO_CEILING = Ceiling(0.0, 0.0, "none")
 def cell(work: Workload) -> dict[str, Any]:
     """The product's engine: its first run, which compiles, and its warm trials."""
     bench = Bench(work)
-    read = ceiling_reader(bench.decode.total_bytes, bench.dtype)
+    read = ceiling_reader(bench.decode.total_bytes, bench.multiplied)
     found, trials = _cold_and_warm(bench.run, work, read)
     lines = [trial.timeline for trial in trials]
     if work.options.jit:  # eager rows have the tokens of a jitted one, which is checked

@@ -110,6 +110,7 @@ def test_every_value_has_its_type(is_valid, sample):
         ("compilations_while_timed", None),
         ("decode_roofline", -0.1),
         ("prefill_roofline", -0.1),
+        ("decode_bound", "read"),
         ("batch", 0),
         ("batch", 1.5),
         ("output_tokens", 1),

@@ -671,3 +671,101 @@ def test_what_does_not_fit_the_native_sampler_is_refused():
     for index, wrong in {1: values[1][:, :-1], 4: values[4] + 2}.items():
         with pytest.raises(Exception, match="rooflax sample: "):
             jax.block_until_ready(compiled("native")(*values[:index], wrong, *values[index + 1 :]))
+
+
+FLAT = {
+    "normal": lambda state, vocab: state.standard_normal(vocab) * 0.5,
+    "wide": lambda state, vocab: state.standard_normal(vocab) * 3 - 40,
+    "equal": lambda state, vocab: np.zeros(vocab),
+    "few values": lambda state, vocab: state.randint(0, 4, vocab) / 4,
+    "a peak": lambda state, vocab: np.where(np.arange(vocab) == 9, 7, state.rand(vocab)),
+}
+
+
+def noise_of(seeds, vocab):
+    """Of every token, for draws at position 5."""
+    zeros = jnp.zeros(len(seeds), jnp.uint32)
+    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), (len(seeds), vocab))
+    positions = jnp.full(len(seeds), 5, jnp.int32)
+    return np.asarray(gumbel(jnp.asarray(seeds, jnp.uint32), zeros, positions, ids))
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("vocab", [50_257, 151_936])
+@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("implementation", ["native"], indirect=True)
+def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
+    """The token that would win without a filter is the last that survives, or the first that
+    does not: whoever is wrong by one token draws another."""
+    if not force_instruction_set(instruction_set):
+        pytest.skip(f"this processor has no {instruction_set}")
+    logits = FLAT[kind](rng(vocab), vocab).astype(np.float32)
+    seeds = np.arange(4) + 11
+    noise = noise_of(seeds, vocab)
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp(logits[order].astype(np.float64) - logits.max())
+    upto = np.cumsum(weights) / weights.sum()
+    cuts = []
+    for row in range(len(seeds)):
+        rank = int(np.flatnonzero(order == np.argmax(logits + noise[row]))[0])
+        half = weights[rank] / weights.sum() / 2
+        cuts.append((row, {"top_k": rank + 1}, True))
+        cuts.append((row, {"top_p": upto[rank] - half}, True))
+        cuts.append((row, {"min_p": weights[rank] * (1 - 1e-5)}, True))
+        if rank == 0:
+            continue
+        cuts.append((row, {"top_k": rank}, False))
+        cuts.append((row, {"top_p": upto[rank] - 3 * half}, False))
+        if weights[rank] < 0.999:
+            cuts.append((row, {"min_p": weights[rank] * (1 + 1e-5)}, False))
+        both = {"top_k": rank + 1, "top_p": 1 - half / upto[rank]}
+        cuts.append((row, both, True))
+    given = {
+        name: [float(cut.get(name, DEFAULTS[name])) for _, cut, _ in cuts]
+        for name in ("top_k", "top_p", "min_p")
+    }
+    of_row = [row for row, _, _ in cuts]
+    full = settings(len(cuts), seed=seeds[of_row], **given)
+    try:
+        tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
+    finally:
+        force_instruction_set("")
+    for token, (row, cut, survives) in zip(tokens, cuts, strict=True):
+        filters = [float(np.float32(cut.get(n, DEFAULTS[n]))) for n in ("top_p", "min_p")]
+        kept, scaled = kept_by_hand(logits, 1.0, cut.get("top_k", 0), *filters)
+        wanted = kept[np.argmax(scaled.astype(np.float32) + noise[row, kept])]
+        assert (wanted == np.argmax(logits + noise[row])) == survives, cut
+        assert token == wanted, cut
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("vocab", [50_257, 151_936])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("implementation", ["native"], indirect=True)
+def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
+    implementation, instruction_set, vocab
+):
+    if not force_instruction_set(instruction_set):
+        pytest.skip(f"this processor has no {instruction_set}")
+    given = {
+        "temperature": [1.0, 1.7, 0.6, 1.0, 1.0, 1.3, 1.0, 1.0],
+        "top_p": [0.95, 0.999, 0.5, 1.0, 1.0, 0.9, 1.0, 1e-6],
+        "min_p": [0.0, 0.0, 0.0, 0.05, 0.5, 0.1, 0.0, 0.0],
+        "top_k": [0, 0, 0, 0, 30_000, 40_000, 5000, 0],
+    }
+    rows = len(given["top_k"])
+    logits = (rng(vocab).standard_normal((rows, vocab)) * 0.7).astype(np.float32)
+    full = settings(rows, seed=np.arange(rows), **given)
+    values, _ = arguments(logits, full)
+    try:
+        together = compiled("native")(*values).tokens.tolist()
+        alone = [
+            int(draw(logits[row : row + 1], jax.tree.map(lambda x, row=row: x[row : row + 1], full),
+                     [row]).tokens[0])
+            for row in range(rows)
+        ]  # fmt: skip
+    finally:
+        force_instruction_set("")
+    assert together == alone
+    assert together == compiled("reference")(*values).tokens.tolist()

@@ -51,7 +51,7 @@ class Rooflax:
             "kernels": bench.describe()["kernels"],
             "weights_bytes": bench.llm.model.weights_bytes,
             # Bench says float32 for a bfloat16 checkpoint even where it is quantised
-            "dtype": bench.dtype,
+            "dtype": bench.multiplied,
             "warm_ups": warm_ups,
             "costs": {name: vars(cost) for name, cost in steps.items()},
             **self._seconds(self.reference),

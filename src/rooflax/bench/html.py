@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.bench.plots import Plot, plots, row_labels
-from rooflax.bench.report import ablation_cells, options_of
+from rooflax.bench.report import ablation_cells, ceilings_of, options_of, share_of
 from rooflax.errors import RequestError
 from rooflax.models.memory import gib
 
@@ -32,9 +32,9 @@ FACTS: Columns = (
 """What ran; what all rows share is said once above them."""
 FIGURES: Columns = (
     ("prefill, tok/s", lambda r: _speed(r["prefill_tok_per_s"])),
-    ("of roofline", lambda r: f"{r['prefill_roofline']:.1%}"),
+    ("of roofline", lambda r: share_of(r, "prefill")),
     ("decode, tok/s", lambda r: _speed(r["decode_tok_per_s"])),
-    ("of roofline", lambda r: f"{r['decode_roofline']:.1%}"),
+    ("of roofline", lambda r: share_of(r, "decode")),
     ("weights", lambda r: gib(r["weights_bytes"])),
     ("KV cache", lambda r: gib(r["kv_cache_bytes"])),
     ("temporaries", lambda r: gib(r["memory"]["temporary_bytes"])),
@@ -117,13 +117,11 @@ def check_page(path: Path) -> None:
 
 def page(document: dict[str, Any]) -> str:
     """The page; the same document always gives the same text."""
-    results, roofline = document["results"], document["roofline"]
+    results = document["results"]
     title = "rooflax bench: " + ", ".join(dict.fromkeys(r["model"] for r in results))
-    read, multiply = roofline["read_gb_per_s"], roofline["flops_per_s"] / 1e9
-    ceilings = f"read {read:.1f} GB/s, multiply {multiply:.0f} GFLOP/s ({roofline['source']})"
     parts = [
         f"{HEAD}<title>{_safe(title)}</title>\n</head>\n<body>",
-        f"<h1>{_safe(title)}</h1>\n<p>Ceilings, median reading: {_safe(ceilings)}</p>",
+        f"<h1>{_safe(title)}</h1>\n<p>Ceilings, median reading: {_safe(ceilings_of(document))}</p>",
         "<h2>Results</h2>",
         *_results(results, row_labels(document) if "ablation" in document else None),
         *_warnings(results, row_labels(document)),

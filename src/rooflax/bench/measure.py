@@ -32,13 +32,14 @@ from rooflax.ops.kernels import chosen
 
 
 def multiplied_as(storage: Storage) -> str:
-    """The type of most products' operands, whose rate is the ceiling of operations.
+    """What most products multiply, whose rate is the ceiling of operations.
 
-    Formats that round multiply int8; other weights are widened to the activations as they are read.
+    Formats that round multiply their code by int8; other weights are widened to the activations as
+    they are read.
     """
     format = format_of(storage.format, head=False)
     if format in FORMATS:
-        return "int8" if FORMATS[format].rounds else storage.dtype
+        return FORMATS[format].code if FORMATS[format].rounds else storage.dtype
     return "float32" if storage.narrow else storage.dtype
 
 
@@ -109,7 +110,7 @@ class Bench:
         self.prompts = work.prompts(about.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
         precision = self.llm.precision
-        self.dtype = multiplied_as(self.llm.storage)
+        self.multiplied = multiplied_as(self.llm.storage)
         widths = {
             "storage": self.llm.storage,
             "kv_dtype": precision.kv_dtype or "float32",
@@ -170,7 +171,7 @@ class Bench:
 
 def timed_trials(bench: Bench) -> tuple[list[Trial], list[Trial], dict[str, Any]]:
     """(valid trials, void ones, the machine before and after); the ceilings' buffers are let go."""
-    read = _of_all(ceiling_reader(bench.decode.total_bytes, bench.dtype), bench.num_devices)
+    read = _of_all(ceiling_reader(bench.decode.total_bytes, bench.multiplied), bench.num_devices)
     before = machine_state()
     trials, void = run_trials(bench.run, read, bench.work.trials)
     return trials, void, {"before": before, "after": machine_state()}
@@ -237,6 +238,8 @@ def figures(
         "tpot_s": _summary([t.tpot_s for t in lines]),
         "decode_roofline": median_share(trials, [t.tpot_s for t in lines], decode),
         "prefill_roofline": median_share(trials, [t.ttft_s for t in lines], prefill),
+        "decode_bound": bound_of(trials, decode),
+        "prefill_bound": bound_of(trials, prefill),
         "ceilings": [{"before": vars(t.before), "after": vars(t.after)} for t in trials],
         "decode_step": vars(decode) | {"total_bytes": decode.total_bytes},
         "prefill_step": vars(prefill) | {"total_bytes": prefill.total_bytes},
@@ -255,9 +258,21 @@ def median_share(trials: list[Trial], seconds: list[float], cost: StepCost) -> f
 
 def share_of_roofline(cost: StepCost, before: Ceiling, after: Ceiling, seconds: float) -> float:
     """The longer of reading at the ceiling and multiplying at the ceiling, over the time taken."""
+    return max(least_seconds(cost, before, after).values()) / seconds
+
+
+def least_seconds(cost: StepCost, before: Ceiling, after: Ceiling) -> dict[str, float]:
+    """What reading takes at the memory's ceiling, and multiplying at its own."""
     read = (before.read_gb_per_s + after.read_gb_per_s) / 2 * 1e9
     multiply = (before.flops_per_s + after.flops_per_s) / 2
-    return max(cost.total_bytes / read, cost.operations / multiply) / seconds
+    return {"memory": cost.total_bytes / read, "multiply": cost.operations / multiply}
+
+
+def bound_of(trials: list[Trial], cost: StepCost) -> str:
+    """The ceiling that a step meets first: "memory" or "multiply", by the trials' medians."""
+    times = [least_seconds(cost, t.before, t.after) for t in trials]
+    median = {name: float(np.median([each[name] for each in times])) for name in times[0]}
+    return max(median, key=lambda name: median[name])
 
 
 def device_peak() -> int | None:

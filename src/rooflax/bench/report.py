@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from rooflax.models.memory import gib
 from rooflax.nn.execution import ExecutionOptions
 
 Result = dict[str, Any]
-HEADER = ("model", "size", "params", "format", "batch", "options", "test", "tok/s", "roofline")
-ALWAYS = ("batch", "test", "tok/s", "roofline")
+HEADER = (
+    "model", "size", "params", "format", "batch", "options", "test", "tok/s", "roofline",
+    "bound by",
+)  # fmt: skip
+ALWAYS = ("batch", "test", "tok/s", "roofline", "bound by")
 ABLATION = ("setting", "tok/s", "step", "in all", "temporary", "peak RSS", "tokens")
 BAR = 20
 
@@ -31,8 +35,28 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             speed = result[f"{test}_tok_per_s"]
             shown = f"{speed['mean']:.1f} ± {speed['std']:.1f}"
             share = f"{result[f'{test}_roofline']:.1%}"
-            out.append((*head, f"{test} {result[tokens]}", shown, share))
+            bound = result[f"{test}_bound"]
+            out.append((*head, f"{test} {result[tokens]}", shown, share, bound))
     return out
+
+
+def share_of(result: Result, test: str) -> str:
+    """Of the roofline, with the ceiling that the step meets first."""
+    return f"{result[f'{test}_roofline']:.1%} ({result[f'{test}_bound']})"
+
+
+def ceilings_of(document: dict[str, Any]) -> str:
+    """Median readings: the document's, and where formats differ, of multiplying each one's."""
+    roofline = document["roofline"]
+    readings: dict[str, list[float]] = {}
+    for result in document["results"]:
+        both = (trial[when] for trial in result["ceilings"] for when in ("before", "after"))
+        readings.setdefault(result["format"], []).extend(one["flops_per_s"] for one in both)
+    rates = [f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s"]
+    if len(readings) > 1:
+        rates = [f"{median(found) / 1e9:.0f} GFLOP/s {name}" for name, found in readings.items()]
+    read = f"read {roofline['read_gb_per_s']:.1f} GB/s"
+    return f"{read}, multiply {', '.join(rates)} ({roofline['source']})"
 
 
 def options_of(result: Result) -> str:
@@ -100,14 +124,8 @@ def _markdown(cells: Sequence[Sequence[str]]) -> str:
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """The ceiling, and what is doubtful."""
-    roofline = document["roofline"]
-    lines = [
-        (
-            f"ceiling: read {roofline['read_gb_per_s']:.1f} GB/s, multiply "
-            f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s ({roofline['source']})"
-        )
-    ]
+    """The ceilings, and what is doubtful."""
+    lines = [f"ceiling: {ceilings_of(document)}"]
     results = document["results"]
     for name, result in zip(labels(results), results, strict=True):
         note = f"note: {name}: " if len(results) > 1 else "note: "
@@ -166,15 +184,11 @@ def breakdown_table(found: dict[str, Any]) -> str:
 
 def full_report(document: dict[str, Any]) -> str:
     """Hardware, versions, settings, mean ± deviation, range, shares, memory, warnings."""
-    roofline = document["roofline"]
     parts = [
         "environment",
         *(f"  {key:<22} {value}" for key, value in document["environment"].items()),
         "",
-        (
-            f"roofline  read {roofline['read_gb_per_s']:.1f} GB/s, multiply "
-            f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s ({roofline['source']})"
-        ),
+        f"roofline  {ceilings_of(document)}",
     ]
     for result in document["results"]:
         parts += ["", *_result_block(result, _uncached(result, document["results"]))]
@@ -206,8 +220,8 @@ def _result_block(result: Result, uncached: Result | None) -> list[str]:
     memory = result["memory"]
     lines += [
         (
-            f"  of the roofline    prefill {result['prefill_roofline']:.1%}, "
-            f"decode {result['decode_roofline']:.1%}"
+            f"  of the roofline    prefill {share_of(result, 'prefill')}, "
+            f"decode {share_of(result, 'decode')}"
         ),
         (
             f"  load, compile      {result['load_s']:.2f} s, {result['compile_s']:.2f} s; "

@@ -1,0 +1,61 @@
+"""The ceilings of multiplying: each format's own, in the best instructions that it allows."""
+
+import pytest
+
+from rooflax.bench import ceilings
+from rooflax.bench.counting import StepCost
+from rooflax.bench.measure import bound_of, multiplied_as, share_of_roofline
+from rooflax.nn.storage import Storage
+from rooflax.ops import native
+from rooflax.ops.formats import FORMATS
+from tests.bench.samples import CEILING, trial
+
+NATIVE = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
+
+
+@pytest.fixture(scope="module")
+def rates():
+    """Of one thread, the best of some readings: other processes only lower them."""
+    found = native.load()
+    assert found is not None
+    library = ceilings._declare(found)
+    names = ("float32", "bfloat16", *sorted(ceilings.CODES))
+    return {name: max(ceilings.multiply_rate(library, name, 1) for _ in range(5)) for name in names}
+
+
+@NATIVE
+def test_whatever_can_be_multiplied_as_float32_is_no_slower_than_that(rates):
+    assert set(rates) == {"float32", "bfloat16", "int8", "int8-g32", "int4", "mxfp4"}
+    for name, rate in rates.items():
+        assert rate > 0.9 * rates["float32"], name
+
+
+@NATIVE
+def test_bytes_are_multiplied_faster_than_floats(rates):
+    """With AVX2 1.4 to 2.7 times as fast: what sums of 16 bits hold of a format tells how much."""
+    has_avx2 = native.force_instruction_set("avx2")
+    native.force_instruction_set("")
+    if not has_avx2:
+        pytest.skip("asks about AVX2")
+    for code in ceilings.CODES:
+        assert rates[code] > 1.2 * rates["float32"], code
+    assert rates["int4"] > 2 * rates["float32"]
+
+
+def test_a_format_that_rounds_has_the_ceiling_of_its_code():
+    wanted = {
+        "w8a8": "int8", "w8a8-g32": "int8-g32", "w4a8": "int4", "mxfp4-a8": "mxfp4",
+        "w4a16": "bfloat16", "fp8-a16": "bfloat16", "w4a8+head=w8a8": "int4",
+    }  # fmt: skip
+    for name, code in wanted.items():
+        assert multiplied_as(Storage("bfloat16", name)) == code
+    assert {f.code for f in FORMATS.values() if f.rounds} == ceilings.CODES
+
+
+@pytest.mark.parametrize(("operations", "bound"), [(10**9, "memory"), (10**10, "multiply")])
+def test_the_bound_is_the_ceiling_that_takes_longer(operations, bound):
+    """Half a gigabyte takes 5 ms at 100 GB/s, as five billion operations do at 10^12 a second."""
+    cost = StepCost(400_000_000, 100_000_000, operations)
+    assert bound_of([trial(), trial()], cost) == bound
+    least = max(0.005, operations / 1e12)
+    assert share_of_roofline(cost, CEILING, CEILING, 2 * least) == pytest.approx(0.5)

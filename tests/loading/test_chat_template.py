@@ -316,7 +316,8 @@ WITHOUT_END = {
 
 ENDS = (
     "equality of deep lists", "sum of lists", "equality of long texts", "search in long texts",
-    "search from the right", "tests", "date", "long date",
+    "search by method", "search from the right", "tests", "date", "long date", "map of map",
+    "sorted again and again",
 )  # fmt: skip
 """These take long, or little of what others take much of; they may end."""
 

@@ -317,7 +317,7 @@ WITHOUT_END = {
 ENDS = (
     "equality of deep lists", "sum of lists", "equality of long texts", "search in long texts",
     "search by method", "search from the right", "tests", "date", "long date", "map of map",
-    "sorted again and again",
+    "slices", "sorted again and again",
 )  # fmt: skip
 """These take long, or little of what others take much of; they may end."""
 

@@ -262,7 +262,7 @@ class LLM:
         Raises:
             RequestError: the checkpoint has no chat template, or it refuses the messages.
         """
-        from rooflax.loading.chat_template import encode_chat  # with jinja2: 0.1 s
+        from rooflax.loading.chat_template import encode_chat
 
         return encode_chat(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
 

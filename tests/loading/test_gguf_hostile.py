@@ -198,6 +198,25 @@ def test_tokenizers_that_do_not_hold_together(case, opened):
         describe(opened(content)).tokenizer()
 
 
+STRINGS = struct.pack("<IQ", 8, 1) + text("llama")
+NUMBERS = struct.pack("<IQ2I", 4, 2, 1, 2)
+ARRAYS = {
+    "architecture": ([pair("general.architecture", 9, STRINGS)], "the architecture .'llama'."),
+    "architectures": ([pair("general.architecture", 9, NUMBERS)], "the architecture array"),
+    "parts": (
+        [pair("general.architecture", 8, text("llama")), pair("split.count", 9, NUMBERS)],
+        "split.count is not one whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_arrays_where_one_value_belongs(case, opened):
+    pairs, reason = ARRAYS[case]
+    with pytest.raises(RooflaxError, match=reason):
+        describe(opened(build(pairs)))
+
+
 def opens(path: Path) -> None:
     """Everything that is read of a file; nothing but a RooflaxError may come of it."""
     with contextlib.suppress(RooflaxError):

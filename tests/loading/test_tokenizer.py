@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -57,11 +57,126 @@ def test_tokens_that_only_the_config_declares_are_added_as_transformers_does(
     extra = {"content": "<extra>", "special": True, "normalized": False}
     next_id = Tokenizer(write_folder(tmp_path, "gpt2")).vocab_size
     folder = write_folder(
-        tmp_path, "gpt2", added_tokens_decoder={str(next_id): extra}, pad_token="<pad>"
+        tmp_path, "gpt2", added_tokens_decoder={str(next_id): extra}, sep_token="<sep>"
     )
     ours, theirs = Tokenizer(folder), auto_tokenizer(folder)
-    assert ours.encode("a<extra><pad>b") == theirs("a<extra><pad>b")["input_ids"]
+    assert ours.encode("a<extra><sep>b") == theirs("a<extra><sep>b")["input_ids"]
     assert ours.token_to_id("<extra>") == next_id
+
+
+def test_a_padding_token_that_the_vocabulary_lacks_is_ignored(write_folder, tmp_path):
+    size = Tokenizer(write_folder(tmp_path, "gpt2")).vocab_size
+    tokenizer = Tokenizer(write_folder(tmp_path, "gpt2", pad_token="<pad>"))
+    assert tokenizer.vocab_size == size
+    assert "pad_token" not in tokenizer.special_tokens
+    assert tokenizer.token_to_id("<pad>") is None
+    declared = {str(size): {"content": "<pad>", "special": True}}
+    write_folder(tmp_path, "gpt2", pad_token="<pad>", added_tokens_decoder=declared)
+    assert Tokenizer(tmp_path).special_tokens["pad_token"] == "<pad>"
+    assert Tokenizer(tmp_path).token_to_id("<pad>") == size
+
+
+DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BOMBS = {
+    "doubling": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLES] * 20}},
+    "doubling while an added token is read": {
+        "normalizer": {"type": "Sequence", "normalizers": [DOUBLES] * 60},
+        "added_tokens": [
+            {"id": 0, "content": "a", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": True, "special": False},
+        ],
+    },
+    "one long replacement": {"normalizer": DOUBLES | {"content": "a" * 1000}},
+    "a replacement of nothing": {
+        "normalizer": DOUBLES | {"pattern": {"Regex": ""}, "content": "a" * 99}
+    },
+    "a long beginning": {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+    "nested": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Sequence", "normalizers": [DOUBLES] * 4}] * 5,
+        }
+    },
+    "bytes of bytes": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                 "use_regex": False}
+            ] * 20,
+        }
+    },
+    "many steps": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1000}},
+    "decoders": {"decoder": {"type": "Sequence", "decoders": [DOUBLES] * 20}},
+    "around a text": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 40
+            + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+            "special_tokens": {"a": {"id": "a", "ids": [0] * 1000, "tokens": ["a"] * 1000}},
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("case", BOMBS)
+def test_tokenizers_that_make_much_of_little_are_refused(write_folder, tmp_path, case, escaped):
+    path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
+    text = json.dumps(json.loads(path.read_text()) | BOMBS[case])
+    path.write_text(text.replace('"normalizer"', '"normalize\\u0072"') if escaped else text)
+    with pytest.raises(
+        CheckpointError, match=r"too long: it may have 64 steps, make a text 64 times"
+    ):
+        Tokenizer(tmp_path)
+
+
+def test_a_normalizer_named_twice_is_found(write_folder, tmp_path):
+    path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
+    bomb = json.dumps(BOMBS["doubling while an added token is read"]["normalizer"])
+    text = path.read_text().replace('"normalizer":', f'"normalizer": {bomb}, "normalizer":', 1)
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="too long|duplicate"):
+        Tokenizer(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_error(write_folder, tmp_path):
+    path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(state))
+    tokenizer = Tokenizer(tmp_path)
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        with pytest.raises(CheckpointError, match="cannot encode this text: ") as caught:
+            encode("x" * 5000)
+        assert "\n" not in str(caught.value)
+    assert tokenizer.encode("hello")
+
+
+def test_a_lone_surrogate_is_the_callers_mistake(loaded):
+    for encode in (loaded["gpt2"].encode, loaded["gpt2"].encode_plain):
+        with pytest.raises(RequestError, match=r"lone surrogate, U\+D800 at character 2; it must"):
+            encode("ab\ud800")
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"9" * 5000: {"content": "x"}}, {"-1": {"content": "x"}}, {"٣": {"content": "x"}},
+     {"": {"content": "x"}}, {"99999999999": {"content": "x"}}, {"7": "x"}, [1]],
+)  # fmt: skip
+def test_added_tokens_with_odd_ids(write_folder, tmp_path, declared):
+    with pytest.raises(CheckpointError, match="added_tokens_decoder") as caught:
+        Tokenizer(write_folder(tmp_path, "gpt2", added_tokens_decoder=declared))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["bos_token", "pad_token"])
+def test_special_tokens_that_are_no_text(write_folder, tmp_path, name):
+    with pytest.raises(CheckpointError, match="does not hold together"):
+        Tokenizer(write_folder(tmp_path, "gpt2", **{name: "\ud800"}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,23 +2,28 @@
 
 `render` gives the text that transformers' `apply_chat_template(tokenize=False)` gives;
 `encode_chat` the ids of `tokenize=True`, except that a special token's string inside a message is
-text. How a template is kept in bounds is `template_sandbox`'s matter.
+text. Templates run in processes of their own (`template_pool`), within limits of time and memory.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-import jinja2
-from jinja2.exceptions import SecurityError
-
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.template_sandbox import MAX_DEPTH, TemplateLimitError, render_bounded
-from rooflax.loading.tokenizer import Tokenizer
+from rooflax.loading import template_pool
+from rooflax.loading.tokenizer import Tokenizer, lone_surrogate
+
+MAX_TEMPLATE_CHARACTERS = 131_072
+MAX_INPUT_CHARACTERS = 4 * 2**20
+MAX_DEPTH = 56
+MAX_INT_BITS = 8_192
+# Room for templates that write a few things more than they are given.
+BASE_CHARACTERS = 1_000_000
+PER_INPUT_CHARACTER = 8
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -57,62 +62,83 @@ def render(
 
     Source: transformers, utils/chat_template_utils.py, `render_jinja_template`.
     """
-    given = {"bos_token": bos_token, "eos_token": eos_token}
-    variables = {
-        **(special_tokens or {}),
-        **{name: text for name, text in given.items() if text is not None},
-        **{name: _plain(value, name) for name, value in kwargs.items()},
+    named = {"bos_token": bos_token, "eos_token": eos_token}
+    given = {name: text for name, text in named.items() if text is not None}
+    variables = _variables(
+        messages, tools, documents, add_generation_prompt, {**(special_tokens or {}), **given}
+    )
+    return _render(template, variables | _plain_items(kwargs), None)
+
+
+def _variables(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    special_tokens: Mapping[str, str],
+) -> dict[str, Any]:
+    return _plain_items(special_tokens) | {
         "messages": _plain_messages(messages),
         "tools": None if tools is None else _plain(list(tools), "tools"),
         "documents": None if documents is None else _plain(list(documents), "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
-    return _render(template, variables)
 
 
-class _Refusal(jinja2.TemplateError):
-    """The template itself called `raise_exception`."""
+def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value, name) for name, value in values.items()}
 
 
-def _raise_exception(message: Any) -> None:
-    raise _Refusal(str(message)[:500])
+def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -> str:
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise CheckpointError(
+            f"the chat template is refused: it is longer than {MAX_TEMPLATE_CHARACTERS} characters"
+        )
+    if lone_surrogate(template) is not None:
+        raise CheckpointError("the chat template is refused: it holds a lone surrogate")
+    size = _size(variables)
+    if size > MAX_INPUT_CHARACTERS:
+        raise RequestError(
+            f"the messages and variables of the chat template have {size} characters; they may "
+            f"have {MAX_INPUT_CHARACTERS}"
+        )
+    most = BASE_CHARACTERS + PER_INPUT_CHARACTER * size
+    request = {
+        "template": template,
+        "variables": variables,
+        "max_characters": most,
+        "marks": {} if marks is None else marks.special,
+        "roles": {} if marks is None else marks.roles,
+    }
+    try:
+        # A control character takes six bytes of JSON.
+        found = template_pool.ask(request, 6 * most + 10_000)
+    except template_pool.WorkerEnded as error:
+        raise CheckpointError(f"the chat template is refused: {error}") from None
+    if "text" in found:
+        return found["text"]
+    kind, reason = found["error"], found["reason"]
+    if marks is not None:
+        reason = "".join(text for text, _ in marks.split(reason))
+    error, said = _ERRORS[kind]
+    raise error(f"the chat template {said} {reason}")
 
 
-def _strftime_now(pattern: Any) -> str:
-    if not isinstance(pattern, str) or len(pattern) > 200:
-        raise TemplateLimitError("it formats the date by a pattern that is too long")
-    # `%1000000d` is a width in the C library's dialect.
-    if re.search(r"%[^%a-zA-Z]*\d{3}", pattern):
-        raise TemplateLimitError("it pads the date to a width that is too large")
-    return datetime.now().strftime(pattern)
-
-
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "raise_exception": _raise_exception,
-    "strftime_now": _strftime_now,
+_ERRORS: Mapping[str, tuple[type[CheckpointError] | type[RequestError], str]] = {
+    "refusal": (RequestError, "refuses these messages:"),
+    "failure": (RequestError, "fails on these messages:"),
+    "limit": (CheckpointError, "is refused:"),
+    "invalid": (CheckpointError, "is not valid"),
+    "forbidden": (CheckpointError, "does what is forbidden:"),
 }
 
 
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    try:
-        return render_bounded(template, variables, _FUNCTIONS)
-    except _Refusal as error:
-        raise RequestError(f"the chat template refuses these messages: {error}") from None
-    except TemplateLimitError as error:
-        raise CheckpointError(f"the chat template is refused: {error}") from None
-    except (RecursionError, MemoryError):
-        raise CheckpointError("the chat template is refused: it nests without end") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(
-            f"the chat template is not valid (line {error.lineno}): {error.message}"
-        ) from None
-    except SecurityError as error:
-        raise CheckpointError(f"the chat template does what is forbidden: {error}") from None
-    except SyntaxError:  # of the Python code that jinja2 makes, for example too many nested blocks
-        raise CheckpointError("the chat template is not valid: it nests too deeply") from None
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise RequestError(f"the chat template fails on these messages: {reason}") from error
+def _size(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return 1 + sum(_size(k) + _size(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return 1 + sum(map(_size, value))
+    return 1 + len(value) if isinstance(value, str) else 1
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -136,13 +162,25 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    if depth > MAX_DEPTH - 8:
+    if depth > MAX_DEPTH:
         raise RequestError(f"{where} is nested too deeply")
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (float, bool):
         return value
     if isinstance(value, str):
+        at = lone_surrogate(value)
+        if at is not None:
+            raise RequestError(
+                f"{where} holds a lone surrogate, U+{ord(value[at]):04X} at character {at} of a "
+                "text, which is no Unicode text"
+            )
         return str.__str__(value)
+    if type(value) is int:
+        if value.bit_length() > MAX_INT_BITS:
+            raise RequestError(f"{where} holds a number of more than {MAX_INT_BITS} bits")
+        return value
     if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{where} holds a dict whose keys are not all strings")
         return {_plain(k, where): _plain(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, where, depth + 1) for item in value]
@@ -177,19 +215,34 @@ def encode_chat(
         CheckpointError: as `render`.
     """
     template = template if template is not None else _choose_template(tokenizer, tools)
-    marks = _Marks.for_inputs(tokenizer, template, messages, tools, kwargs)
+    strings = tokenizer.special_token_strings - {""}
+    marks = _marks(strings) if strings else None
+    documents = kwargs.pop("documents", None)
+    special = kwargs.pop("special_tokens", tokenizer.special_tokens)
     if marks is not None:
-        messages, tools, kwargs = (marks.put(value) for value in (messages, tools, kwargs))
-    text = render(
-        template,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        **{"special_tokens": tokenizer.special_tokens, **kwargs},
-    )
+        special = {name: marks.put(text) for name, text in special.items()}
+    variables = _variables(messages, tools, documents, add_generation_prompt, special)
+    text = _render(template, variables | _plain_items(kwargs), marks)
     if marks is None:
         return tokenizer.encode(text, add_special_tokens=False)
-    return tokenizer.plain.encode(marks.resolve(text, tokenizer.plain.mark))
+    return _encode(tokenizer, marks, marks.split(text))
+
+
+def _encode(tokenizer: Tokenizer, marks: _Marks, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+    spans, length = [], 0
+    for piece, special in pieces:
+        if special:
+            spans.append((length, length + len(piece)))
+        length += len(piece)
+    text = "".join(piece for piece, _ in pieces)
+    if marks.spans(text) == spans:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        wanted = [tokenizer.token_to_id(piece) for piece, special in pieces if special]
+        # A tokenizer may rewrite a text into a special token's string.
+        if [i for i in ids if i in tokenizer.special_token_ids] == wanted:
+            return ids
+    plain = tokenizer.plain
+    return plain.encode("".join(plain.mark[p] if special else p for p, special in pieces))
 
 
 def _choose_template(tokenizer: Tokenizer, tools: Any) -> str:
@@ -204,59 +257,59 @@ def _choose_template(tokenizer: Tokenizer, tools: Any) -> str:
     return template
 
 
-class _Marks:
-    """Two characters around each special string of the input, by which it is known afterwards.
+# Some templates write the token of a role as `'<|' + message.role + '|>'`.
+_ROLES = (
+    "assistant", "developer", "environment", "function", "ipython", "model", "observation",
+    "system", "tool", "user",
+)  # fmt: skip
+_NONCE = "".join(secrets.choice("123456789") for _ in range(24))
 
-    They are private-use characters that occur nowhere in this input, so nothing of it is lost or
-    mistaken. What becomes special are the strings without a mark at either end, which only the
-    template can have written: one mark is enough, in case the template cut the text at the other.
+
+class _Marks:
+    """What stands for special tokens while a chat is rendered: only the template writes it.
+
+    The worker puts a mark in the place of each special token's string that the template itself
+    holds, and so nothing that comes out of messages, tools or their keys is special, however it
+    was joined or cut. Marks are digits that nobody can guess; upper case and JSON leave them alone.
+
+    Args:
+        strings: the special tokens'.
     """
 
-    def __init__(self, strings: Sequence[str], begin: str, end: str):
-        self._begin, self._end = begin, end
-        longest_first = sorted(strings, key=len, reverse=True)
-        special = "|".join(map(re.escape, longest_first))
-        self._special = re.compile(special)
-        self._marked_or_special = re.compile(f"{begin}(?:{special})|(?:{special}){end}|({special})")
+    def __init__(self, strings: Iterable[str]):
+        ordered = sorted(strings, key=lambda text: (-len(text), text))
+        numbered = enumerate([*ordered, *_ROLES])
+        self._text = {f"{_NONCE}{i:06d}": text for i, text in numbered}
+        marks = list(self._text)
+        self.special = dict(zip(ordered, marks, strict=False))
+        made = [role for role in _ROLES if any(role in s and role != s for s in ordered)]
+        self.roles = {role: marks[len(ordered) + _ROLES.index(role)] for role in made}
+        self._composed = {
+            text.replace(role, self.roles[role], 1): text for text in ordered for role in made
+            if role in text and role != text
+        }  # fmt: skip
+        self._special = re.compile("|".join(map(re.escape, ordered)))
+        composed = [re.escape(text) for text in sorted(self._composed, key=len, reverse=True)]
+        self._mark = re.compile("|".join([*composed, rf"{_NONCE}\d{{6}}"]))
 
-    @classmethod
-    def for_inputs(cls, tokenizer: Tokenizer, template: str, *inputs: Any) -> _Marks | None:
-        """The marks that these inputs need, None if they hold no special string."""
-        strings = [text for text in tokenizer.special_token_strings if text]
-        given = "\0".join(_strings_in(inputs))
-        if not any(text in given for text in strings):
-            return None
-        taken = set(given) | set(template)
-        free = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in taken)
-        try:
-            return cls(strings, next(free), next(free))
-        except StopIteration:
-            raise RequestError("the messages use every private character of Unicode") from None
+    def put(self, text: str) -> str:
+        """A text of the checkpoint's with its special tokens as marks."""
+        return self._special.sub(lambda match: self.special[match[0]], text)
 
-    def put(self, value: Any) -> Any:
-        """The same data with marks around special strings; keys and roles stay as they are."""
-        if isinstance(value, str):
-            return self._special.sub(lambda m: f"{self._begin}{m[0]}{self._end}", value)
-        if isinstance(value, Mapping):
-            return {k: v if k == "role" else self.put(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.put(item) for item in value]
-        return value
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """A rendered text in pieces, each with whether it is a special token."""
+        pieces, at = [], 0
+        for match in self._mark.finditer(text):
+            meant = self._composed.get(match[0]) or self._text.get(match[0], "")
+            pieces += [(text[at : match.start()], False), (meant, meant in self.special)]
+            at = match.end()
+        return [*pieces, (text[at:], False)]
 
-    def resolve(self, text: str, spelling: Mapping[str, str]) -> str:
-        """The rendered text without marks, special tokens of the template spelled as given."""
-        for mark in (self._begin, self._end):
-            # A template may write JSON in ASCII.
-            text = text.replace(json.dumps(mark)[1:-1], mark)
-        text = self._marked_or_special.sub(lambda m: spelling[m[1]] if m[1] else m[0], text)
-        return text.replace(self._begin, "").replace(self._end, "")
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where special tokens' strings are in a text."""
+        return [match.span() for match in self._special.finditer(text)]
 
 
-def _strings_in(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _strings_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [text for item in value for text in _strings_in(item)]
-    return []
+@lru_cache(maxsize=4)
+def _marks(strings: frozenset[str]) -> _Marks:
+    return _Marks(strings)

@@ -16,6 +16,9 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.loading.json_files import read_json_object
 
+MAX_NUMBER = 2**31 - 1
+"""Of what the files state in whole numbers, ids and counts alike."""
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:
@@ -110,7 +113,7 @@ class _Fields:
         self.path, self.values = path, values
 
     def _bad(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {name} is {self.values[name]!r}, not {wanted}")
+        return CheckpointError(f"{self.path}: {name} is {self.values[name]!r:.60}, not {wanted}")
 
     def number(
         self,
@@ -123,7 +126,9 @@ class _Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        if type(value) not in (int, float) or not math.isfinite(value):
+        # A whole number may be too large for a float.
+        numeric = type(value) is float or (type(value) is int and abs(value) <= MAX_NUMBER)
+        if not numeric or not math.isfinite(value):
             raise self._bad(name, "a finite number")
         if not (low <= value <= high and value > above):
             least = f"at least {low:g}" if math.isfinite(low) else f"above {above:g}"
@@ -138,8 +143,8 @@ class _Fields:
         # Some files write -1 for a pad token that does not exist.
         if name == "pad_token_id" and value == -1:
             return None
-        if type(value) is not int or value < 0:
-            raise self._bad(name, "a whole number of at least 0")
+        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+            raise self._bad(name, f"a whole number of at least 0 and at most {MAX_NUMBER}")
         return value
 
     def flag(self, name: str) -> bool | None:
@@ -153,6 +158,6 @@ class _Fields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and i >= 0 for i in ids):
+        if not all(type(i) is int and 0 <= i <= MAX_NUMBER for i in ids):
             raise self._bad(name, "a token id or a list of them")
         return tuple(dict.fromkeys(ids))

@@ -106,12 +106,14 @@ class _Metadata:
     def __init__(self, file: GGUFFile):
         self.file = file
         architecture = file.metadata.get("general.architecture")
-        if architecture not in FAMILIES:
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModelError(
-                f"{file.path} holds the architecture {architecture!r}, which is not one of those "
-                f"that rooflax computes: {', '.join(FAMILIES)}."
+                f"{file.path} holds the architecture {architecture!r:.60}, which is not one of "
+                f"those that rooflax computes: {', '.join(FAMILIES)}."
             )
         parts = file.metadata.get("split.count", 1)
+        if type(parts) is not int:
+            raise CheckpointError(f"{file.path}: split.count is not one whole number.")
         if parts not in (0, 1):
             raise UnsupportedModelError(
                 f"{file.path} is one of {parts} parts; join them first, with llama-gguf-split "

@@ -95,7 +95,7 @@ def read_gguf_tokenizer(
         CheckpointError: what the tokenizer needs is missing or malformed.
     """
     vocabulary = _Vocabulary(file)
-    kind = file.metadata.get("tokenizer.ggml.model")
+    kind = vocabulary.get("model", str, None)
     if kind == "gpt2":
         backend = _byte_level(vocabulary)
     elif kind == "llama":

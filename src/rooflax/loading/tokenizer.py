@@ -9,23 +9,34 @@ go out, ids come in.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.json_files import read_json_object
 
-__all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer"]
+__all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer", "lone_surrogate"]
+
+MAX_STEPS = 64
+"""Steps of a normalizer, pre-tokenizer, post-processor or decoder."""
+MAX_GROWTH = 64
+"""Times that such steps may make a text longer, Unicode's normal forms not counted."""
+MAX_SURROUNDING = 1024
+"""Tokens that a post-processor may put around a text."""
+MAX_TOKEN_ID = 2**31 - 1
 
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -131,8 +142,13 @@ class Tokenizer:
         Args:
             text: any text.
             add_special_tokens: also what the tokenizer puts around a text, such as BOS.
+
+        Raises:
+            RequestError: the text holds a lone surrogate.
+            CheckpointError: the tokenizer fails on it, for example by a regular expression that
+                gives up.
         """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special: `"<s>"` is three characters."""
@@ -164,7 +180,10 @@ class Tokenizer:
         return "".join([*pieces, self._decode_run(run, skip_special_tokens)])
 
     def _decode_run(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
+        if not ids:
+            return ""
+        with _library("the tokenizer cannot decode these tokens"):
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class PlainTokenizer:
@@ -192,8 +211,46 @@ class PlainTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without BOS; `mark`ed strings become their special tokens."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._tokenizer, text, False)
         return [self._real_id.get(token_id, token_id) for token_id in ids]
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where a text holds half of a pair of UTF-16, which is no character; None if nowhere."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+@contextmanager
+def _library(failure: str) -> Iterator[None]:
+    """Errors of the tokenizers library, its panics too, as CheckpointErrors."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust code is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, (CheckpointError, RequestError)):
+            raise
+        reason = " ".join(str(error).encode("utf-8", "replace").decode().split())[:300]
+        raise CheckpointError(f"{failure}: {reason}") from None
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    with _library("the tokenizer cannot encode this text"):
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception:
+            at = lone_surrogate(text)
+            if at is None:
+                raise
+    raise RequestError(
+        f"the text holds a lone surrogate, U+{ord(text[at]):04X} at character {at}; it must be "
+        "Unicode text"
+    )
 
 
 def _renamed(token: AddedToken, content: str) -> AddedToken:
@@ -212,29 +269,114 @@ def _read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], di
     """The tokenizer, its special tokens, and its chat templates by name."""
     config = read_json_object(folder / "tokenizer_config.json")
     backend = _load_backend(folder)
-    special = _special_tokens(folder, config, backend)
-    _add_missing_tokens(backend, config, special)
-    if not (folder / "tokenizer.json").is_file():
-        _surround(backend, config, special)
-    # A file may ask for cutting or padding, which made sense for its training batches only.
-    backend.no_truncation()
-    backend.no_padding()
+    with _library(f"the tokenizer of {folder} does not hold together"):
+        special = _special_tokens(folder, config, backend)
+        _add_missing_tokens(backend, config, special)
+        if not (folder / "tokenizer.json").is_file():
+            _surround(backend, config, special)
+        # A file may ask for cutting or padding, which made sense for its training batches only.
+        backend.no_truncation()
+        backend.no_padding()
     return backend, special, _chat_templates(folder, config)
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    try:
-        if path.is_file():
-            return tokenizers.Tokenizer.from_file(str(path))
-        if vocab.is_file() and merges.is_file():
-            path = vocab
+    if not path.is_file() and vocab.is_file() and merges.is_file():
+        path = vocab
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt"
+        )
+    with _library(f"{path} is not a tokenizer that can be read"):
+        if path == vocab:
             return _gpt2_backend(vocab, merges)
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CheckpointError(f"{path} is not a tokenizer that can be read: {error}") from error
-    raise CheckpointError(
-        f"{folder} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt"
-    )
+        data = path.read_bytes()
+        # Added tokens pass through the normalizer while the file is read.
+        _check_growth(path, "normalizer", _normalizers(data))
+        backend = tokenizers.Tokenizer.from_buffer(data)
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            part = getattr(backend, name)
+            if part is not None:
+                _check_growth(path, name, [json.loads(part.__getstate__())])
+        return backend
+
+
+_ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")
+
+
+def _normalizers(data: bytes) -> list[Any]:
+    """What a tokenizer.json may have as its normalizer, found without reading its vocabulary."""
+    found, decoder = [], json.JSONDecoder()
+    matches = list(re.finditer(rb'"normalizer"\s*:\s*(?=\{)', data))
+    # Letters may be escaped, so that the key looks otherwise; then everything is read.
+    if len(matches) > MAX_STEPS or _ESCAPED_LETTER.search(data):
+        return _values_of(data, "normalizer")
+    for match in matches:
+        text = data[match.end() : match.end() + 2**20].decode("utf-8", "replace")
+        try:
+            found.append(decoder.raw_decode(text)[0])
+        except ValueError:
+            return _values_of(data, "normalizer")
+    return found
+
+
+def _values_of(data: bytes, name: str) -> list[Any]:
+    found = []
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found.extend(value for key, value in pairs if key == name)
+        return dict(pairs)
+
+    json.loads(data, object_pairs_hook=look)
+    return found
+
+
+def _check_growth(path: Path, name: str, parts: list[Any]) -> None:
+    """CheckpointError if a part's steps make texts longer without bounds."""
+    num_steps, growth, tokens = 0, 1.0, 0
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            continue
+        inner = [part.get(key) for key in _INNER]
+        parts += [step for steps in inner if isinstance(steps, list) for step in steps]
+        num_steps += 1
+        growth *= _growth(part)
+        tokens += _surrounding(part)
+        if num_steps > MAX_STEPS or growth > MAX_GROWTH or tokens > MAX_SURROUNDING:
+            raise CheckpointError(
+                f"{path}: its {name} can make a text too long: it may have {MAX_STEPS} steps, "
+                f"make a text {MAX_GROWTH} times as long and add {MAX_SURROUNDING} tokens"
+            )
+
+
+_INNER = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times as long a step can make a text, from below where Unicode decides."""
+    if step.get("type") == "ByteLevel":
+        return 2.0  # a byte beyond ASCII becomes a character of two
+    if step.get("type") == "Prepend":
+        return 1.0 + len(str(step.get("prepend")))
+    if step.get("type") != "Replace":
+        return 1.0
+    pattern, content = step.get("pattern"), step.get("content")
+    string = pattern.get("String") if isinstance(pattern, dict) else None
+    if not isinstance(content, str):
+        return math.inf
+    # A regular expression may match nothing, before each character.
+    return max(1.0, len(content) / len(string)) if string else 1.0 + len(content)
+
+
+def _surrounding(step: dict[str, Any]) -> int:
+    """The most tokens that a post-processor puts around one text."""
+    pieces, tokens = step.get("single"), step.get("special_tokens")
+    if not isinstance(pieces, list) or not isinstance(tokens, dict):
+        return 0
+    longest = max((len(token.get("ids", ())) for token in tokens.values()), default=0)
+    return len(pieces) * max(1, longest)
 
 
 def _gpt2_backend(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
@@ -260,9 +402,14 @@ def _special_tokens(
     found = {}
     for name in SPECIAL_TOKEN_NAMES:
         text = _text_of(config.get(name)) if name in config else _text_of(legacy.get(name))
-        if text is not None:
+        # A padding token that the vocabulary lacks would only make it larger; nothing pads here.
+        if text is not None and not (name == "pad_token" and _lacks(backend, config, text)):
             found[name] = text
     return found or _customary_special_tokens(backend)
+
+
+def _lacks(backend: tokenizers.Tokenizer, config: dict[str, Any], text: str) -> bool:
+    return backend.token_to_id(text) is None and text not in map(_text_of, _declared(config))
 
 
 def _customary_special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
@@ -278,10 +425,7 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = config.get("added_tokens_decoder") or {}
-    if not isinstance(declared, dict) or not all(key.isdecimal() for key in declared):
-        raise CheckpointError("tokenizer_config.json: added_tokens_decoder does not map ids")
-    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+    for entry in _declared(config):
         text = _text_of(entry)
         if text and text not in known:
             flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -292,6 +436,21 @@ def _add_missing_tokens(
         if text not in known:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
             known.add(text)
+
+
+def _declared(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of `added_tokens_decoder` in the order of their ids."""
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict):
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder does not map ids")
+    for key, entry in declared.items():
+        is_id = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID
+        if not is_id or not isinstance(entry, dict):
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder has the entry {key[:20]!r}; it must "
+                f"map ids from 0 to {MAX_TOKEN_ID} to tokens"
+            )
+    return [declared[key] for key in sorted(declared, key=int)]
 
 
 def _surround(

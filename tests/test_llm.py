@@ -162,6 +162,22 @@ def test_stop_strings_split_over_tokens_are_never_emitted(llm, ascii_only):
             assert stop not in llm.tokenizer.decode(final.tokens[:-1])
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4, 16])
+def test_a_stop_string_below_min_tokens_ends_nothing_in_any_number_of_steps(folder, steps):
+    """What a token below min_tokens completed stays text; the next one of the kind counts."""
+    llm = LLM(folder, options=ExecutionOptions(decode_steps=steps))
+    whole = llm.generate([PROMPTS[1]], params(max_tokens=24))[0]
+    texts = [llm.tokenizer.decode(whole.tokens[: n + 1]) for n in range(24)]
+    stop = texts[3][len(texts[1]) :] or texts[4]
+    given = params(max_tokens=24, min_tokens=5, stop=[stop])
+    later = texts[-1].find(stop, len(texts[4]) - len(stop) + 1)
+    wanted = texts[-1] if later < 0 else texts[-1][:later]
+    pieces = [delta.text for delta in llm.stream([PROMPTS[1]], given)]
+    (found,) = llm.generate([PROMPTS[1]], given)
+    assert "".join(pieces) == found.text == wanted
+    assert len(found.tokens) >= 5
+
+
 def test_of_several_stop_strings_the_first_in_the_text_counts(llm, ascii_only):
     said = {"max_tokens": 40, "logit_bias": ascii_only, "seed": 3, "temperature": 3.0}
     text = llm.generate([PROMPTS[1]], params(**said))[0].text

@@ -9,7 +9,7 @@ SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
 
 @pytest.mark.parametrize("format", [(), ("-q", "int8")], ids=["float32", "int8"])
 def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
-    """The command compares the tokens itself, and ends with 1 only for a figure below its target."""
+    """The command compares the tokens itself; it ends with 1 only for a figure below its target."""
     ran = rooflax("bench", "preset:gpt2", *format, "--concurrent", "--trials", 1, *SHORT, "--json")
     assert ran.code in (0, 1), ran.err
     found = json.loads(ran.out)

@@ -292,6 +292,22 @@ def test_a_shared_beginning_is_computed_once():
     assert step.decodes == sequences  # of each the last token is left
 
 
+def test_no_salt_is_what_the_blocks_of_another_hash_to():
+    """A digest that is text, as a salt, would publish blocks behind that block's."""
+    blocks = BlockManager((None,), (99,), 16)
+    for first in range(200_000):
+        mine = sequence(tokens=[first, *range(40)])
+        digest, following = blocks.hashes(mine, 2)
+        try:
+            salt = digest.decode()
+        except UnicodeDecodeError:
+            continue
+        forged = sequence(tokens=mine.tokens[16:], salt=salt)
+        assert blocks.hashes(forged, 1) != [following]
+        return
+    raise AssertionError("no digest was text")
+
+
 def test_shared_blocks_are_reported_and_salted():
     scheduler = make((None,), chunk=30, longest=40)
     stub = StubModel(scheduler)

@@ -174,6 +174,7 @@ class BlockManager:
             sequence.first_positions.append(num_cached - len(blocks) * self.block_size)
         sequence.num_computed_tokens = num_cached
         sequence.num_published_blocks = num_cached // self.block_size
+        sequence.is_forked = False
 
     def let_go_behind(self, sequence: Sequence) -> None:
         """Releases what the next query, at `num_computed_tokens`, cannot see."""
@@ -185,6 +186,12 @@ class BlockManager:
             while table and sequence.first_positions[group] + self.block_size <= first_visible:
                 self.pools[group].release(table.pop(0))
                 sequence.first_positions[group] += self.block_size
+
+    def holds(self, sequence: Sequence, up_to: int) -> bool:
+        """Whether the sequence can write its tokens below `up_to` into blocks that it has."""
+        pairs = zip(sequence.first_positions, sequence.block_tables, strict=True)
+        ends = (first + self.block_size * len(table) for first, table in pairs)
+        return not sequence.is_forked and all(end >= up_to for end in ends)
 
     def missing(self, sequence: Sequence, up_to: int) -> list[int]:
         """Per group, the blocks that the positions below `up_to` still lack."""
@@ -206,7 +213,7 @@ class BlockManager:
     def can_allocate(self, missing: list[list[int]]) -> bool:
         """Whether all of these find free blocks together."""
         needed = [sum(group) for group in zip(*missing, strict=True)]
-        return all(n <= len(pool.free) for n, pool in zip(needed, self.pools, strict=True))
+        return all(n <= len(pool.free) for n, pool in zip(needed, self.pools, strict=False))
 
     def allocate(self, sequence: Sequence, up_to: int) -> list[BlockCopy]:
         """Gives the sequence blocks for its tokens at positions below `up_to`.
@@ -241,12 +248,15 @@ class BlockManager:
         child.block_hashes = list(parent.block_hashes)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_published_blocks = parent.num_published_blocks
+        child.is_forked = parent.is_forked = True
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the blocks that the last step filled known to other sequences."""
         if not self.prefix_caching:
             return
         full = sequence.num_computed_tokens // self.block_size
+        if full == sequence.num_published_blocks:
+            return
         hashes = self.hashes(sequence, full)
         for pool, first, table in zip(
             self.pools, sequence.first_positions, sequence.block_tables, strict=True

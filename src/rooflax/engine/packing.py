@@ -120,14 +120,14 @@ class Writer:
         row, total = self.rows[index], count + len(drafts)
         samples = start + count >= sequence.num_tokens
         following = 0 if samples else sequence.tokens[start + count]
-        row[:FIRST] = (sequence.slot, start, self._ends[part], total, samples, following)
+        columns = [sequence.slot, start, self._ends[part], total, samples, following]
         if layout.tables:
-            at = FIRST + len(layout.tables)
-            row[FIRST:at] = sequence.first_positions
-            for length, blocks in zip(layout.tables, sequence.block_tables, strict=True):
-                held = blocks[:length]  # a sequence may hold blocks for more steps than this one
-                row[at : at + len(held)] = held
-                at += length
+            columns += sequence.first_positions
+        for length, blocks in zip(layout.tables, sequence.block_tables, strict=False):
+            held = blocks[:length]  # a sequence may hold blocks for more steps than this one
+            columns += held
+            columns += [0] * (length - len(held)) if len(layout.tables) > 1 else []
+        row[: len(columns)] = columns
         tokens = self._tokens[index] if layout.dense else self._tokens[self._ends[part] :]
         tokens[:count] = sequence.tokens[start : start + count]
         if drafts:

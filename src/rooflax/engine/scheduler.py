@@ -285,6 +285,8 @@ class Scheduler:
             return False
         self.blocks.let_go_behind(sequence)
         up_to = sequence.num_computed_tokens + count
+        if self.blocks.holds(sequence, up_to):
+            return True
         while not self.blocks.can_allocate([self.blocks.missing(sequence, up_to)]):
             victim = self.running[-1]
             self.preempt(victim)
@@ -300,13 +302,16 @@ class Scheduler:
         if any(s.needs_host for s in decodes):
             room = 1
 
-        def missing() -> list[list[int]]:
-            return [self.blocks.missing(s, s.num_computed_tokens + room) for s in decodes]
+        def lacking() -> list[tuple[Sequence, int]]:
+            ends = ((s, s.num_computed_tokens + room) for s in decodes)
+            return [(s, end) for s, end in ends if not self.blocks.holds(s, end)]
 
-        while room > 1 and not self.blocks.can_allocate(missing()):
+        while room > 1 and not self.blocks.can_allocate(
+            [self.blocks.missing(*needed) for needed in lacking()]
+        ):
             room //= 2
-        for sequence in decodes:
-            self.blocks.allocate(sequence, sequence.num_computed_tokens + room)
+        for sequence, end in lacking():
+            self.blocks.allocate(sequence, end)
         return room
 
     def preempt(self, sequence: Sequence) -> None:

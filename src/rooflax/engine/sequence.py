@@ -92,6 +92,7 @@ class Sequence:
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
         block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
+        is_forked: others may own the block that its next token goes into.
         num_published_blocks: how many of them other sequences may share.
         slot: the row of per-sequence device state; None while waiting.
         logprobs: per generated token, if asked for.
@@ -124,6 +125,7 @@ class Sequence:
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    is_forked: bool = False
     num_published_blocks: int = 0
     slot: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)

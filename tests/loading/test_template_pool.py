@@ -31,7 +31,7 @@ HOSTILE = {
     ),
     "nested statements": "{% if a %}" * 4000 + "{% endif %}" * 4000,
     "many statements": (
-        "{% for i in [1] %}" + "{% if a %}{% set b = 1 %}{% endif %}" * 3000 + "{% endfor %}"
+        "{% for i in [1] %}" + "{% if a %}{% set b = 1 %}{% endif %}" * 12000 + "{% endfor %}"
     ),
     "loops": FOR_EVER,
     "ten gigabytes": "{{ 'a' * 10000000000 }}",

@@ -1,4 +1,4 @@
-"""What requests gave in 0.1.0, whose steps were rectangles: tokens of lists of tokens must equal them.
+"""What requests gave in 0.1.0, whose steps were rectangles; lists of tokens must give the same.
 
     python -m tests.engine.pinned > tests/data/pinned_tokens.json
 

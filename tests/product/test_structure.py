@@ -25,8 +25,8 @@ def test_size_in_lines() -> None:
     """What is added has to be worth its lines: kernels for GPU and TPU, and meshes, were 5,400,
     vectors for processors without AVX-512 another 700, their tables and few rows 200, the sampler
     as one native call 500, weights' memory made while JAX starts 100, compiler options 30,
-    what published and damaged files state 90, steps as lists of tokens and faults that end one request
-    700, templates in processes and hostile tokenizers 300, draws and ceilings without a sort 400."""
+    what published and damaged files state 90, steps as lists of tokens and faults that end one
+    request 700, templates in processes and hostile tokenizers 300, draws and ceilings 400."""
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (*SOURCES, *NATIVE)]
     assert sum(lines) <= 35_300
 

@@ -1,6 +1,7 @@
-"""rooflax beside llama.cpp, OpenVINO, CTranslate2 and transformers, on the same checkpoints.
+"""rooflax beside other engines, on the same checkpoints.
 
     python benchmarks/peers/compare.py [--quick] [--models gpt2,qwen2.5-0.5b] [--out FILE.json]
+    python benchmarks/peers/compare.py --jobs serving
 
 Every engine has a process of its own, which is stopped while another one works. Each job is taken
 in rounds, one trial of each engine in turn, every other round in the opposite order, with the
@@ -23,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import plan
-from engine_process import EngineFailed, EngineProcess
+from engine_process import EngineFailed, EngineProcess, rounded, timed
 from plan import OURS, PEERS, Job
 from prepare import Installation, Unavailable
+from serving import Serving
 
 HERE = Path(__file__).parent
-MOST_TRIES = 3
 SLOW, SLOW_ROUNDS = 3.0, 2
 """A peer that takes SLOW times as long as the quickest one in the first round, in all that becomes
 a row, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
-IDLE_CPU_S = 0.05
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Comparison:
 
     Attributes:
         jobs: one entry per model, width and shape of work, as the document has them.
+        serving: one per model and kind of arrivals.
         problems: what could not be measured, a sentence each.
         about: per engine what it said of itself, or why it is missing.
         installed: the engines that take part.
@@ -64,6 +65,7 @@ class Comparison:
     def __init__(self, at: Installation, args: argparse.Namespace):
         self.at, self.args = at, args
         self.jobs: list[dict[str, Any]] = []
+        self.serving: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self.about: dict[str, Any] = {}
         self.installed = [OURS]
@@ -75,21 +77,43 @@ class Comparison:
 
     def run(self) -> None:
         for model in self.args.models:
-            for width in self.args.widths:
-                engines = self._start(model, width)
-                try:
-                    for job in self.args.jobs:
-                        self._compare(model, width, job, engines)
-                finally:
-                    for engine in engines:
-                        engine.close()
+            if "batches" in self.args.jobs:
+                for width in self.args.widths:
+                    self._batches(model, width)
+            if "serving" in self.args.jobs and plan.SERVED[model] in self.args.widths:
+                self._serve(model, plan.SERVED[model])
 
-    def _start(self, model: str, width: str) -> list[EngineProcess]:
-        """The engines that have this width, loaded and stopped."""
+    def _batches(self, model: str, width: str) -> None:
+        names = [name for name in self.installed if width in plan.FORMATS[name]]
+        engines = self._start(model, width, names)
+        try:
+            for job in self.args.shapes:
+                self._compare(model, width, job, engines)
+        finally:
+            for engine in engines:
+                engine.close()
+
+    def _serve(self, model: str, width: str) -> None:
+        """Two processes of ours measure the parts of the ideal time."""
+        peers = [name for name in (plan.SERVING_PEER,) if name in self.installed]
+        engines = self._start(model, width, [OURS, *peers, *[OURS] * len(plan.PARTS)])
+        try:
+            if len(engines) == 1 + len(peers) + len(plan.PARTS):
+                what = f"{model} {width}, serving"
+                server = Serving(what, engines, peers, self.args.rounds, self._problem)
+                head = {"model": model, "width": width}
+                for found in server.run():
+                    self.serving.append(head | found)
+        except EngineFailed as error:
+            self._problem(f"{model} {width}, serving: {error}")
+        finally:
+            for engine in engines:
+                engine.close()
+
+    def _start(self, model: str, width: str, names: Sequence[str]) -> list[EngineProcess]:
+        """These engines, loaded and stopped."""
         started = []
-        for name in self.installed:
-            if width not in plan.FORMATS[name]:
-                continue
+        for name in names:
             try:
                 command = self.at.command(name, model, width, self.args.threads)
                 log = self.at.files / f"{name}.log"
@@ -164,28 +188,17 @@ def reader(opened: dict[str, Any]) -> Any:
 
 
 def trial(engine: EngineProcess, read: Any, engines: Sequence[EngineProcess]) -> dict[str, Any]:
-    """One timed run between two readings; taken again if something compiled meanwhile.
+    """One timed run between two readings.
 
     Raises:
-        EngineFailed: it fails, it compiles every time, or a waiting engine computed.
+        EngineFailed: as `timed`.
     """
-    for _ in range(MOST_TRIES):
-        waiting = [e for e in engines if e is not engine]
-        cpu = [e.cpu_s() for e in waiting]
-        before = read()
-        found = engine.ask(do="trial")
-        after = read()
-        for other, earlier in zip(waiting, cpu, strict=True):
-            if earlier is not None and (other.cpu_s() or 0.0) - earlier > IDLE_CPU_S:
-                raise EngineFailed(f"{other.name} computed while it was stopped")
-        if not found.pop("compilations", 0):
-            return rounded(found) | {"before": rounded(vars(before)), "after": rounded(vars(after))}
-    raise EngineFailed(f"{engine.name} compiled something in each of {MOST_TRIES} trials")
 
+    def ask() -> dict[str, Any]:
+        before, found, after = read(), engine.ask(do="trial"), read()
+        return rounded(found) | {"before": rounded(vars(before)), "after": rounded(vars(after))}
 
-def rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    """Five digits are more than any of them is good for."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in figures.items()}
+    return timed(engine, engines, ask)
 
 
 def entry(model: str, width: str, job: Job, columns: list[Column]) -> dict[str, Any]:
@@ -221,7 +234,7 @@ def speeds(job: Job, columns: list[Column]) -> str:
 
 def chosen(args: argparse.Namespace) -> dict[str, list[str]]:
     """Of what flags name a part, that part."""
-    whole = {"models": plan.MODELS, "widths": plan.WIDTHS, "engines": PEERS}
+    whole = {"models": plan.MODELS, "widths": plan.WIDTHS, "engines": PEERS, "jobs": plan.KINDS}
     parts = {flag: [str(name) for name in getattr(args, flag)] for flag in whole}
     return {flag: part for flag, part in parts.items() if part != [str(n) for n in whole[flag]]}
 
@@ -234,6 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=names_of(plan.MODELS), default=plan.MODELS)
     parser.add_argument("--widths", type=names_of(plan.WIDTHS), default=plan.WIDTHS)
     parser.add_argument("--engines", type=names_of(PEERS), default=PEERS, help="which peers")
+    parser.add_argument("--jobs", type=names_of(plan.KINDS), default=plan.KINDS)
     parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=2)
@@ -250,7 +264,7 @@ def arguments() -> argparse.Namespace:
     args.llama_cpp = args.llama_cpp or folder / "llama.cpp"
     args.rounds = args.rounds or (plan.QUICK_ROUNDS if args.quick else plan.ROUNDS)
     batches = args.batches or (plan.QUICK_BATCHES if args.quick else plan.BATCHES)
-    args.jobs = plan.jobs(batches, quick=args.quick)
+    args.shapes = plan.jobs(batches, quick=args.quick)
     return args
 
 
@@ -289,6 +303,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "engines": comparison.about,
         "problems": comparison.problems,
         "jobs": comparison.jobs,
+        "serving": comparison.serving,
     }
 
 

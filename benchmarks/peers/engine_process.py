@@ -12,11 +12,13 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ANSWER_WITHIN_S = 900.0
+MOST_TRIES = 3
+IDLE_CPU_S = 0.05
 CLOSE_WITHIN_S = 20.0
 
 
@@ -119,3 +121,33 @@ class EngineProcess:
             self.pending += piece
         line, _, self.pending = self.pending.partition(b"\n")
         return line
+
+
+def timed(
+    engine: EngineProcess,
+    engines: Sequence[EngineProcess],
+    ask: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """What `ask` gets of an engine; asked again if something compiled meanwhile.
+
+    Args:
+        engines: those that must stand still, and maybe the one that works.
+
+    Raises:
+        EngineFailed: it fails, it compiles every time, or a waiting engine computed.
+    """
+    waiting = [other for other in engines if other is not engine]
+    for _ in range(MOST_TRIES):
+        cpu = [other.cpu_s() for other in waiting]
+        found = ask()
+        for other, earlier in zip(waiting, cpu, strict=True):
+            if earlier is not None and (other.cpu_s() or 0.0) - earlier > IDLE_CPU_S:
+                raise EngineFailed(f"{other.name} computed while it was stopped")
+        if not found.pop("compilations", 0):
+            return found
+    raise EngineFailed(f"{engine.name} compiled something in each of {MOST_TRIES} trials")
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    """Five digits are more than any of them is good for."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in figures.items()}

@@ -7,24 +7,29 @@ from statistics import median
 from typing import Any
 
 import plan
-from plan import OURS, PEERS
+from plan import AT_ONCE, OUR_WAYS, OURS, PEERS, SERVING_PEER
 
 from rooflax.bench.ceilings import Ceiling
 from rooflax.bench.counting import StepCost
 from rooflax.bench.measure import share_of_roofline
 from rooflax.bench.statistics import MIN_PAIRS, Summary, paired_ratio
 
+SEEN = ("ttft_p50_s", "ttft_p99_s", "longest_gap_s")
 SHAPE = ("batch", "prompt_tokens", "new_tokens")
-HEADER = (
-    "test", "width", OURS, *PEERS, "to the best peer", "roofline", "best peer's", "target", "met",
+AFTER_SPEEDS = ("to the best peer", "roofline", "best peer's", "target", "met")
+SERVING_HEADER = (
+    "model", "arrivals", "engine", "tok/s", f"of {SERVING_PEER}'s", "of the ideal", "TTFT p50 ms",
+    "p99 ms", "longest gap ms", "target", "met",
 )  # fmt: skip
 BEST_HEADER = ("model", "test", OURS, "best peer", "ratio", "target", "met")
 
 
 def with_rows(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with `rows` and `best_prefill` computed anew from `jobs`."""
+    """The document with its rows computed anew from `jobs` and `serving`."""
     rows = [row(job, test) for job in document["jobs"] for test in shape(job).tests]
-    return document | {"rows": rows, "best_prefill": best_prefill(rows)}
+    cpu = document["environment"]["cpu"]
+    serving = [one for found in document.get("serving", ()) for one in serving_rows(found, cpu)]
+    return document | {"rows": rows, "best_prefill": best_prefill(rows), "serving_rows": serving}
 
 
 def shape(job: dict[str, Any]) -> plan.Job:
@@ -108,15 +113,66 @@ def _best(key: tuple[str, int, int], group: list[dict[str, Any]]) -> dict[str, A
     }
 
 
+def serving_rows(found: dict[str, Any], cpu: str) -> list[dict[str, Any]]:
+    """A row per engine of one kind of arrivals, in the order of the document."""
+    tokens = found["requests"] * found["new_tokens"]
+    prompts = sum(found["prompt_tokens"])
+    rows = {}
+    for name, engine in found["engines"].items():
+        trials = engine["trials"]
+        rows[name] = {
+            **{key: found[key] for key in ("model", "width", "load")},
+            "rate": found.get("rate"),
+            "engine": name,
+            "tok_per_s": Summary.of([tokens / trial["seconds"] for trial in trials]).as_json(),
+            **{key: median(trial[key] for trial in trials) for key in SEEN},
+            "ratio": None,
+            "of_ideal": None,
+        }
+        if name in OUR_WAYS and "parts" in found:
+            rows[name]["of_ideal"] = median(
+                plan.ideal_s(prompts, tokens, parts) / trial["seconds"]
+                for parts, trial in zip(found["parts"], trials, strict=True)
+            )
+    peer = rows.get(SERVING_PEER)
+    for name, one in rows.items():
+        if peer and name in OUR_WAYS and found["load"] == AT_ONCE:
+            one["ratio"] = speed(one) / speed(peer)
+        one |= vars(serving_verdict(one, peer, cpu))
+    return list(rows.values())
+
+
+def serving_verdict(one: dict[str, Any], peer: dict[str, Any] | None, cpu: str) -> plan.Verdict:
+    """Of a row; a peer's has no target, nor has `LLM.generate`'s longest gap."""
+    if one["engine"] not in OUR_WAYS:
+        return plan.Verdict()
+    if one["load"] != AT_ONCE:
+        words = f"TTFT below {SERVING_PEER}'s"
+        parts = ("ttft_p50_s", "ttft_p99_s")
+        below = None if peer is None else all(one[part] < peer[part] for part in parts)
+        return plan.Verdict(words, below)
+    wanted, share_wanted = plan.serving_ratio(cpu), plan.SERVING_SHARE
+    words, kept = f"{share_wanted:.0%} of the ideal", one["of_ideal"] >= share_wanted
+    if one["engine"] == OUR_WAYS[0]:
+        words = f">= {wanted}x, {words}, gap <= {plan.LONGEST_GAP_S:g} s"
+        kept = kept and one["longest_gap_s"] <= plan.LONGEST_GAP_S
+        kept = kept and (None if peer is None else one["ratio"] >= wanted)
+    return plan.Verdict(words, kept)
+
+
 def rendered(document: dict[str, Any]) -> str:
     """The page; a function of the document alone."""
     parts = ["# rooflax beside its peers", *introduction(document)]
+    names = [name for name in PEERS if name in document["engines"]]
+    header = ("test", "width", OURS, *names, *AFTER_SPEEDS)
     for model in dict.fromkeys(found["model"] for found in document["rows"]):
         rows = [found for found in document["rows"] if found["model"] == model]
-        parts += [f"## {model}", table(HEADER, [cells(found) for found in rows])]
+        parts += [f"## {model}", table(header, [cells(found, names) for found in rows])]
     if document["best_prefill"]:
         lines = [best_cells(found) for found in document["best_prefill"]]
         parts += ["## Prefill, the best width of each", table(BEST_HEADER, lines)]
+    if document["serving_rows"]:
+        parts += serving_section(document)
     short = short_of_target(document)
     parts += ["## What falls short", short or "Nothing that has a target."]
     if document["problems"]:
@@ -149,6 +205,8 @@ def introduction(document: dict[str, Any]) -> list[str]:
             f"{at['date']}, {document['seconds']:.0f} s, {settings['rounds']} rounds."
         ),
         "; ".join(versions) + ".",
+    ]
+    batches_facts = [
         (
             "Tokens per second, the median of the trials; random weights of real sizes. Engines "
             "take turns, trial by trial; only one computes at a time. `N x P` is N prompts of P "
@@ -160,6 +218,8 @@ def introduction(document: dict[str, Any]) -> list[str]:
             "best peer too. A ratio has its 99% interval from five rounds up."
         ),
     ]
+    if document["jobs"]:
+        facts += batches_facts
     return [f"Written by `python {command}`; every trial is in the JSON beside it.", bullets(facts)]
 
 
@@ -167,10 +227,59 @@ def version(about: Any) -> str:
     return about["version"] if isinstance(about, dict) else about
 
 
-def cells(found: dict[str, Any]) -> tuple[str, ...]:
-    """A row of a model's table."""
+def serving_section(document: dict[str, Any]) -> list[str]:
+    """What was served, and the table."""
+    rows, one = document["serving_rows"], document["serving"][0]
+    lengths = one["prompt_tokens"]
+    facts = [
+        (
+            f"{one['requests']} requests with prompts of {min(lengths)} to {max(lengths)} tokens, "
+            f"{one['new_tokens']} new ones each, greedy, on {one['slots']} slots. {OUR_WAYS[0]} "
+            f"and {OUR_WAYS[1]} are rooflax's; {SERVING_PEER} batches as its server does. A figure "
+            "is the median of the rounds'; p99 is the slowest request of a round."
+        ),
+        (
+            "The ideal is the prompts' tokens at the rate of prefill "
+            f"{_parts_name('prefill')} and the new ones at that of decode {_parts_name('decode')}, "
+            "same format, measured in the same round."
+        ),
+        (
+            f"Poisson arrivals come at {plan.LOAD} of the requests a second that {SERVING_PEER} "
+            "completes when all come at once, at the same times for both; the time to first "
+            "token (TTFT) counts from the arrival."
+        ),
+    ]
+    return ["## Serving", bullets(facts), table(SERVING_HEADER, [serving_cells(r) for r in rows])]
+
+
+def _parts_name(part: str) -> str:
+    return f"{plan.PARTS[part].batch} x {plan.PARTS[part].prompt_tokens}"
+
+
+def serving_cells(found: dict[str, Any]) -> tuple[str, ...]:
+    ratio, ideal = found["ratio"], found["of_ideal"]
+    return (
+        f"{found['model']} {found['width']}",
+        arrivals(found),
+        found["engine"],
+        f"{speed(found):,.0f}",
+        "" if ratio is None else f"{ratio:.2f}x",
+        "" if ideal is None else f"{ideal:.0%}",
+        *(f"{found[key] * 1e3:,.0f}" for key in SEEN),
+        found["target"] or "",
+        met(found["met"]),
+    )
+
+
+def arrivals(found: dict[str, Any]) -> str:
+    """All at once, or at which rate."""
+    return found["load"] + (f" {found['rate']:.2f}/s" if found["rate"] else "")
+
+
+def cells(found: dict[str, Any], names: list[str]) -> tuple[str, ...]:
+    """A row of a model's table; `names` are the peers'."""
     engines, best = found["engines"], found["best_peer"]
-    speeds = [_speed_cell(engines.get(name), name == best) for name in (OURS, *PEERS)]
+    speeds = [_speed_cell(engines.get(name), name == best) for name in (OURS, *names)]
     peer = f"{engines[best]['roofline']:.1%}" if best else ""
     own = f"{engines[OURS]['roofline']:.1%}"
     verdict = (found["target"] or "", met(found["met"]))
@@ -226,7 +335,22 @@ def short_of_target(document: dict[str, Any]) -> str:
         for found in document["best_prefill"]
         if found["met"] is False
     ]
+    missed += [
+        f"serving {found['model']} {found['width']} by {found['engine']}, {arrivals(found)}: "
+        f"{served(found)}; the target is {found['target']}"
+        for found in document["serving_rows"]
+        if found["met"] is False
+    ]
     return bullets(missed)
+
+
+def served(found: dict[str, Any]) -> str:
+    """The figures that a target is about."""
+    if found["load"] != AT_ONCE:
+        return f"{found['ttft_p50_s'] * 1e3:,.0f} and {found['ttft_p99_s'] * 1e3:,.0f} ms"
+    beside = "" if found["ratio"] is None else f"{found['ratio']:.2f}x of {SERVING_PEER}, "
+    gap = f"longest gap {found['longest_gap_s']:.2f} s"
+    return f"{beside}{found['of_ideal']:.0%} of the ideal, {gap}"
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -1,17 +1,21 @@
 """What is compared: models, widths, engines, jobs, and the targets beside each row.
 
+There are two kinds of jobs: batches of prompts of one length, and requests that are served.
+
 Which format of an engine counts for a width is written here once. An engine without one takes no
 part in that width.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 MODELS = ("gpt2", "qwen2.5-0.5b")
 WIDTHS = ("float32", "bf16", "int8", "int4")
 OURS = "rooflax"
-PEERS = ("llama.cpp", "OpenVINO", "CTranslate2", "transformers")
+PEERS = ("llama.cpp", "OpenVINO", "CTranslate2", "transformers", "onnxruntime-genai")
+KINDS = ("batches", "serving")
 
 FORMATS = {
     OURS: {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"},
@@ -19,6 +23,7 @@ FORMATS = {
     "OpenVINO": {"int8": "int8", "int4": "int4"},
     "CTranslate2": {"float32": "float32", "int8": "int8"},
     "transformers": {"float32": "float32", "bf16": "bfloat16"},
+    "onnxruntime-genai": {"int4": "int4"},
 }
 
 PROMPT_TOKENS = 64
@@ -36,6 +41,20 @@ BATCH_RATIO_WIDTHS = ("int8", "int4")
 PREFILL_RATIO = 1.1
 PEER_NEAR_CEILING, OWN_SHARE_THEN = 0.80, 0.90
 """A batch-1 peer above the first leaves no room: then not slower, and at least the second."""
+
+SERVED = {"gpt2": "int8", "qwen2.5-0.5b": "int4"}
+"""The width in which a model is served."""
+SERVING = {"requests": 32, "new_tokens": 64, "slots": 16}
+SERVING_PEER = "llama.cpp"
+OUR_WAYS = ("AsyncLLM", "LLM.generate")
+AT_ONCE, SPREAD = "at once", "Poisson"
+LOAD = 0.6
+"""Of the requests a second that the serving peer completes when all come at once."""
+
+SERVING_RATIO = {"avx512": 2.5, "avx2": 2.0}
+SERVING_SHARE = 0.85
+LONGEST_GAP_S = 1.0
+"""Targets of all requests at once; of spread ones it is the peer's time to first token."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,30 @@ def jobs(batches: tuple[int, ...], *, quick: bool) -> list[Job]:
     return decoding if quick else [*decoding, Job(1, LONG_PROMPT, 0)]
 
 
+PARTS = {"prefill": Job(8, PROMPT_TOKENS, 0), "decode": Job(16, PROMPT_TOKENS, NEW_TOKENS)}
+"""What the ideal time of serving is made of."""
+
+
+def poisson(rate: float, count: int, seed: int) -> list[float]:
+    """Arrivals of `count` requests, `rate` a second on average; the first comes at 0."""
+    draw, times = random.Random(seed), [0.0]
+    while len(times) < count:
+        times.append(times[-1] + draw.expovariate(rate))
+    return [round(at, 4) for at in times]
+
+
+def ideal_s(prompt_tokens: int, new_tokens: int, parts: dict[str, float]) -> float:
+    """Seconds for this many tokens at the rates of PARTS.
+
+    Args:
+        parts: seconds that each of PARTS took.
+    """
+    prefill, decode = PARTS["prefill"], PARTS["decode"]
+    return prompt_tokens * parts["prefill"] / (
+        prefill.batch * prefill.prompt_tokens
+    ) + new_tokens * parts["decode"] / (decode.batch * decode.new_tokens)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A target in words, and whether it is met; both None where there is none."""
@@ -94,3 +137,8 @@ def _batch_1(width: str, ratio: float | None, share: float, peer_share: float | 
         words = f">= {wanted}x, or >= 1x and {OWN_SHARE_THEN:.0%} (peer near the ceiling)"
         return Verdict(words, reached or kept_up)
     return Verdict(f">= {wanted}x or {part:.0%}", reached or share >= part)
+
+
+def serving_ratio(cpu: str) -> float:
+    """What is wanted of the peer's tokens a second, on a processor as `environment` names it."""
+    return SERVING_RATIO["avx512" if "avx512" in cpu.lower() else "avx2"]

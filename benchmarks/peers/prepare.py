@@ -20,6 +20,7 @@ MODULES = {
     "OpenVINO": "openvino",
     "CTranslate2": "ctranslate2",
     "transformers": "transformers",
+    "onnxruntime-genai": "onnxruntime_genai",
 }
 DRIVERS = {
     OURS: "rooflax_driver.py",
@@ -27,8 +28,11 @@ DRIVERS = {
     "OpenVINO": "openvino_driver.py",
     "CTranslate2": "ctranslate2_driver.py",
     "transformers": "transformers_driver.py",
+    "onnxruntime-genai": "onnxruntime_genai_driver.py",
 }
 PRE_TOKENIZER = "gpt-2"
+NOT_BUILT = ("gpt2",)
+"""Models that onnxruntime-genai's builder does not know."""
 
 
 class Unavailable(Exception):
@@ -113,12 +117,25 @@ def ctranslate2(at: Installation, model: str, form: str) -> Path:
     )
 
 
+def onnxruntime_genai(at: Installation, model: str, form: str) -> Path:
+    if model in NOT_BUILT:
+        raise Unavailable(f"onnxruntime-genai's model builder does not know {model}")
+    source, builder = checkpoint(at, model), [at.python, "-m", "onnxruntime_genai.models.builder"]
+    last_logits = ["--extra_options", "prune_lm_head=true"]
+    how = ["-e", "cpu", "-c", at.files / "onnxruntime-cache", *last_logits]
+    return made(
+        at.files / f"{model}-onnxruntime-{form}",
+        lambda part: [[*builder, "-i", source, "-o", part, "-p", form, *how]],
+    )
+
+
 MAKERS: dict[str, Callable[[Installation, str, str], Path]] = {
     OURS: checkpoint,
     "llama.cpp": gguf,
     "OpenVINO": openvino,
     "CTranslate2": ctranslate2,
     "transformers": checkpoint,
+    "onnxruntime-genai": onnxruntime_genai,
 }
 
 
@@ -147,4 +164,5 @@ def run(command: Sequence[object], files: Path) -> None:
     with log.open("ab") as sink:
         done = subprocess.run(words, stdout=sink, stderr=sink, check=False)
     if done.returncode:
-        raise Unavailable(f"{Path(words[1]).name} failed; see {log.name}")
+        what = " ".join(Path(word).name for word in words[:3])
+        raise Unavailable(f"{what} failed; see {log.name}")

@@ -9,7 +9,8 @@ import importlib.metadata
 from typing import Any
 
 import llama_cpp
-from serve import Job, arguments, clock, serve
+from llama_cpp_server import Server
+from serve import Job, ServingJob, arguments, clock, serve
 
 MICRO_BATCH = 512
 SPARE_TOKENS = 256
@@ -52,6 +53,14 @@ class LlamaCpp:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         return clock(self._prefill, self._decode)
 
+    def open_serving(self, job: ServingJob) -> dict[str, Any]:
+        self._close()
+        self.server = Server(self.model, self.threads, job)
+        return self.server.run([0.0] * job.requests)
+
+    def serve(self, by: str, arrivals: list[float]) -> dict[str, Any]:
+        return self.server.run(arrivals)
+
     def _prefill(self) -> None:
         last = self.job.prompt_tokens - 1
         self._run(
@@ -82,6 +91,7 @@ class LlamaCpp:
         if self.context is not None:
             llama_cpp.llama_batch_free(self.batch)
             llama_cpp.llama_free(self.context)
+            self.context = self.batch = None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve import Job, arguments, serve
+from rooflax_server import Server
+from serve import Job, ServingJob, arguments, serve
 
 import rooflax
 from rooflax.bench.measure import Bench, check_output
@@ -26,6 +27,7 @@ class Rooflax:
         self.folder = folder
         self.precision = PRECISIONS.get(form) or Precision(quantize=form)
         self.bench: Bench | None = None
+        self.server: Server | None = None
 
     def about(self) -> dict[str, Any]:
         return {"version": rooflax.__version__}
@@ -64,6 +66,16 @@ class Rooflax:
         if timeline.tokens != self.reference.tokens:
             raise ValueError("two trials of the same work gave different tokens")
         return {**self._seconds(timeline), "compilations": compiled.requests}
+
+    def open_serving(self, job: ServingJob) -> dict[str, Any]:
+        self.server = Server(self.folder, self.precision, job)
+        return self.server.about()
+
+    def serve(self, by: str, arrivals: list[float]) -> dict[str, Any]:
+        assert self.server is not None
+        with count_compilations() as compiled:
+            found = self.server.run(by, arrivals)
+        return {**found, "compilations": compiled.requests}
 
     def _seconds(self, timeline: Any) -> dict[str, float]:
         decode = timeline.decode_s if self.new_tokens else 0.0

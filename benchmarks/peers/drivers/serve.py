@@ -2,19 +2,24 @@
 
     {"do": "open", "batch": 8, "prompt_tokens": 64, "new_tokens": 64}    -> whatever is known then
     {"do": "trial"}                                                      -> seconds of one run
+    {"do": "open_serving", "requests": 32, "new_tokens": 64, "slots": 16}
+    {"do": "serve", "by": "AsyncLLM", "arrivals": [0.0, ...]}            -> what its callers saw
 
-The first line out says what the engine is. Standard library only: each driver runs in the Python of
-its engine.
+The first line out says what the engine is. The last two are for engines that serve, and `by`
+chooses where an engine has several ways to. Standard library only: each driver runs in the Python
+of its engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +39,53 @@ class Job:
         return [(row * 101 + i * 7 + 3) % vocab_size for i in range(self.prompt_tokens)]
 
 
+@dataclass(frozen=True)
+class ServingJob:
+    """Requests of unequal prompts, `new_tokens` for each, `slots` of them at a time."""
+
+    requests: int
+    new_tokens: int
+    slots: int
+
+    def prompts(self, run: int, vocab_size: int = 50000) -> list[list[int]]:
+        """48 to 87 ids each. No two of a process begin alike: no run finds another's in a cache."""
+        return [
+            [(i * 7 + 3 + k * 11 + run * 401) % vocab_size for i in range(48 + (k * 13) % 40)]
+            for k in range(self.requests)
+        ]
+
+
+def seen(
+    job: ServingJob, arrivals: Sequence[float], times: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """What the callers of a run saw.
+
+    Args:
+        arrivals: when each request came, in seconds of the run.
+        times: when each of its tokens came back.
+
+    Raises:
+        ValueError: a request has another number of tokens than was asked for.
+    """
+    if len(times) != job.requests or any(len(row) != job.new_tokens for row in times):
+        raise ValueError(f"{[len(row) for row in times]} tokens came, not {job.new_tokens} each")
+    waits = sorted(row[0] - came for came, row in zip(arrivals, times, strict=True))
+    gaps = [after - before for row in times for before, after in itertools.pairwise(row)]
+    return {
+        "seconds": max(row[-1] for row in times) - min(arrivals),
+        "ttft_p50_s": quantile(waits, 0.50),
+        "ttft_p99_s": quantile(waits, 0.99),
+        "longest_gap_s": max(gaps, default=0.0),
+    }
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest of sorted values that is not below `part` of them; of 32, p99 is the largest."""
+    return values[math.ceil(part * len(values)) - 1]
+
+
 class Engine(Protocol):
-    """What a driver is."""
+    """What a driver is. One that serves has `open_serving(job)` and `serve(by, arrivals)` too."""
 
     def about(self) -> dict[str, Any]:
         """Versions and settings, for the head of a report."""
@@ -95,8 +145,13 @@ def serve(make: Callable[[], Engine]) -> None:
     for line in sys.stdin:
         message = json.loads(line)
         kind = message.pop("do")
-        if kind == "open":
-            job = Job(**message)
-            answer(lambda job=job: engine[0].open(job))
-        else:
-            answer(engine[0].trial)
+        answer(lambda kind=kind, message=message: done(engine[0], kind, message))
+
+
+def done(engine: Any, kind: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A message's answer."""
+    if kind == "open":
+        return engine.open(Job(**message))
+    if kind == "open_serving":
+        return engine.open_serving(ServingJob(**message))
+    return engine.serve(**message) if kind == "serve" else engine.trial()

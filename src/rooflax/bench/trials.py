@@ -40,7 +40,7 @@ class Trial:
         return self.compilations > 0
 
 
-def warm_up(job: Job) -> int:
+def warm_up(job: Callable[[], object]) -> int:
     """Runs the whole job until a run compiles nothing; how many runs that took.
 
     Raises:

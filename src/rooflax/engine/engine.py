@@ -447,6 +447,7 @@ class Engine:
             if result.scores is not None:
                 _take_scores(sequence, result, call.counts[row])
             sequence.num_computed_tokens += call.counts[row]
+            sequence.num_uncounted = min(sequence.num_uncounted, sequence.num_uncomputed_tokens)
             before = sequence.num_output_tokens
             if sequence.num_uncomputed_tokens == 0 or not result.is_finite(0, row):
                 try:
@@ -490,6 +491,10 @@ class Engine:
             sequence.append(result.token(index, row), now_s)
             if sequence.is_finished:
                 return
+        while (token := sequence.forced_token) is not None:  # runs with the next step
+            self.metrics.token(sequence, now_s)
+            sequence.append(token, now_s)
+            sequence.num_uncounted += 1
 
     def _watch(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics

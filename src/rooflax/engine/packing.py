@@ -24,9 +24,9 @@ from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
 NUM_STEPS, NUM_SAMPLED, HEADER = range(3)
 """Numbers of the whole step: decode steps, and how many of the first sequences sample."""
-SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, FIRST = range(7)
+SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, FIRST = range(8)
 """Columns of a sequence; from FIRST on: first positions, block tables. NEXT is the token after its
-tokens, where it has one."""
+tokens, where it has one; UNCOUNTED is how many of its last tokens the device has yet to count."""
 TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
@@ -120,7 +120,8 @@ class Writer:
         row, total = self.rows[index], count + len(drafts)
         samples = start + count >= sequence.num_tokens
         following = 0 if samples else sequence.tokens[start + count]
-        columns = [sequence.slot, start, self._ends[part], total, samples, following]
+        uncounted = max(0, start + count + sequence.num_uncounted - sequence.num_tokens)
+        columns = [sequence.slot, start, self._ends[part], total, samples, following, uncounted]
         if layout.tables:
             columns += sequence.first_positions
         for length, blocks in zip(layout.tables, sequence.block_tables, strict=False):

@@ -139,7 +139,7 @@ class Runner:
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
         self._masks = np.full((self.num_slots + 1, words), -1, np.int32)
-        self._device_masks = self._put(self._masks.copy())
+        self._no_masks = self._put(self._masks.copy())
 
     def _allocate_cache(self) -> Any:
         config, shards = self.model.config, self._shards
@@ -263,13 +263,16 @@ class Runner:
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._seat(call.sequences)
-        self._guide(call)
-        return self._dispatch(call, num_steps)
+        return self._dispatch(call, num_steps, self._guide(call))
 
-    def _dispatch(self, call: Call, num_steps: int = 1) -> StepResult:
+    def _dispatch(
+        self, call: Call, num_steps: int = 1, masks: np.ndarray | None = None
+    ) -> StepResult:
         if self.is_sealed and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
         function, (host, rows) = self._function(call.shape.kind), self._inputs(call, num_steps)
+        if masks is not None:
+            host = replace(host, masks=masks)
         self.lost_state = True  # donated to a program that may fail, also while its result is read
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
@@ -309,7 +312,7 @@ class Runner:
             start = sequence.num_computed_tokens if self.options.use_cache else 0
             drafts = call.drafts[number] if call.drafts else packing.NO_DRAFTS
             own.append(writer.add(sequence, start, end - start, drafts, parts[number]))
-        masks = None if self._plain else self._device_masks
+        masks = None if self._plain else self._no_masks
         step = StepInput(writer.packed, self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
         return step, own
 
@@ -337,24 +340,27 @@ class Runner:
             with _fault_of(sequence):
                 packing.write_params(self._params[slot], sequence)
             self._seated[slot] = sequence
+            sequence.num_uncounted = 0  # here all of its tokens are counted
             changed |= not np.array_equal(before, self._params[slot])
             if sequence.params.has_penalties:
                 self._seat_counts(slot, sequence)
         if changed:
             self._device_params = self._put(self._params.copy())
 
-    def _guide(self, call: Call) -> None:
-        """Tells the device what the rows with a guide may choose after this call."""
-        changed = False
+    def _guide(self, call: Call) -> np.ndarray | None:
+        """What the rows with a guide may choose after this call; None if there are none.
+
+        The masks go with the step: an array of its own costs the host several times as much.
+        """
+        is_guided = False
         for sequence, count in zip(call.sequences, call.counts, strict=True):
             if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
                 with _fault_of(sequence):
                     mask, row = sequence.guide.mask, self._masks[sequence.slot]
-                    row[:] = 0
                     row[: mask.size] = mask
-                changed = True
-        if changed:
-            self._device_masks = self._put(self._masks.copy())
+                    row[mask.size :] = 0
+                is_guided = True
+        return self._masks.copy() if is_guided else None
 
     def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
         seen = np.zeros(self.model.config.vocab_size, np.int32)
@@ -450,6 +456,8 @@ class Runner:
         self._wanted = set()
         if not self.options.jit or not sequences or self.is_sealed:
             return
+        if any(s.guide is not None for s in sequences):  # steps with a few forced tokens
+            self._add_tokens(bucket(2 * self.num_slots, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
         self._warm_wanted("step", "dense")

@@ -88,6 +88,8 @@ class Sequence:
         num_computed_tokens: how many of them have their K and V in the cache.
         num_cached_tokens: how many of the prompt's were there when it was first admitted.
         num_preemptions: how often it lost its blocks and started over.
+        num_uncounted: how many of its last tokens were forced, not sampled, and the penalties on
+            the device do not know yet.
         num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
@@ -120,6 +122,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    num_uncounted: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
@@ -202,6 +205,20 @@ class Sequence:
         return self.guide is not None or self.group is not None
 
     @property
+    def forced_token(self) -> int | None:
+        """What the sampler could not but choose next, because its guide leaves nothing else.
+
+        None where more is asked than the token, and where something else may forbid it.
+        """
+        params = self.params
+        asks = params.logprobs is not None or self.group is not None
+        if self.guide is None or self.is_finished or asks or params.allowed_token_ids:
+            return None
+        token = _only_one(self.guide.mask)
+        other = (self.stop_ids, params.banned_token_ids, params.logit_bias)
+        return None if any(token in ids for ids in other) else token
+
+    @property
     def may_share(self) -> bool:
         """Whether its first tokens may be taken from the prefix cache: not if all are scored."""
         return self.params.prompt_logprobs is None
@@ -251,3 +268,12 @@ class Sequence:
     def finish(self, reason: str, error: str | None = None) -> None:
         self.status = SequenceStatus.FINISHED
         self.finish_reason, self.error = reason, error
+
+
+def _only_one(mask: np.ndarray) -> int | None:
+    """The one token of a mask; None if there are more, or none."""
+    places = mask.nonzero()[0]
+    if len(places) != 1:
+        return None
+    word = int(mask[places[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(places[0]) + word.bit_length() - 1

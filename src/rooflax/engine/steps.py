@@ -349,6 +349,8 @@ def _choose(
         last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     else:
         last_hidden = hidden[0, jnp.minimum(batch.query_starts + last, hidden.shape[1] - 1)]
+    if not step.plain and step.layout.longest > 1:
+        counts = _count_forced(counts, step, batch)
     num_rows = step.num_sampled
     logits = model.logits(last_hidden, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
@@ -366,6 +368,20 @@ def _choose(
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
     is_finite = _are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
     return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+
+
+def _count_forced(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
+    """Counts the tokens that were appended without being sampled."""
+    if batch.query_starts is None:
+        slots = jnp.broadcast_to(step.slots[:, None], batch.tokens.shape)
+        number = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
+        first = (batch.query_lens - step.rows[:, packing.UNCOUNTED])[:, None]
+    else:
+        owner, number = batch.owners
+        slots = step.slots[owner]
+        first = (batch.query_lens - step.rows[:, packing.UNCOUNTED])[owner]
+    is_forced = (number >= first).reshape(batch.tokens.shape) & batch.valid
+    return counts.add_generated(slots.reshape(-1), batch.tokens.reshape(-1), is_forced.reshape(-1))
 
 
 def _are_finite(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Bool[Array, " B"]:

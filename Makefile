@@ -23,7 +23,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo test suite test-all lint sanitize goldens docs clean
+.PHONY: demo test suite test-all lint sanitize fuzz goldens docs clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -42,8 +42,18 @@ lint: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
-# The kernels' own test program under the sanitizers; skipped loudly without a compiler.
-sanitize: build/sanitized
+# The kernels' own test program under the sanitizers, and draws at their entries; skipped loudly
+# without a compiler. What needs no jaxlib can run while that is installed.
+sanitize: build/sanitized build/fuzzed
+
+# More draws than `make test` makes.
+FUZZ = 100000
+fuzz: build/sanitized $(VENV)/.installed-test
+	OPTIMISE=-O1 tools/fuzz.sh $(CXX) $(BIN)/python $(FUZZ)
+
+build/fuzzed: build/sanitized tools/fuzz.sh $(VENV)/.installed-test
+	@if command -v $(CXX) >/dev/null; then tools/fuzz.sh $(CXX) $(BIN)/python 2000 && touch $@; \
+	else echo "*** NOT FUZZED: no $(CXX) ***"; fi
 
 build/sanitized: $(wildcard csrc/*)
 	@mkdir -p build

@@ -45,7 +45,7 @@ bool Fits(const Inputs& in, const F32& out, int64_t window, Sizes& s) {
   }
   s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.tables, 0), Dim(in.k, 1), Dim(in.k, 2),
        Dim(in.tables, 1), Dim(in.k, 0), 0, window, Width::kFloat32};
-  if (Dim(in.k, 3) != s.head_dim || s.kv_heads < 1 || s.block_size < 1 ||
+  if (Dim(in.k, 3) != s.head_dim || s.head_dim < 1 || s.kv_heads < 1 || s.block_size < 1 ||
       s.heads % s.kv_heads != 0 || !WidthOf(in.k.element_type(), s.width) ||
       in.v.element_type() != in.k.element_type() || window < 0) {
     return false;
@@ -106,8 +106,9 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
   int64_t low = s.slots(), high = 0;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t query = i / s.group, head = kv_head * s.group + i % s.group;
-    const int64_t first = row.Oldest(query, s.window) - row.first_position;
-    const int64_t last = std::max(first, row.Past(query) - row.first_position);
+    // A query whose window begins behind the context sees nothing, and so no slot behind it.
+    const int64_t last = std::max<int64_t>(0, row.Past(query) - row.first_position);
+    const int64_t first = std::min(last, row.Oldest(query, s.window) - row.first_position);
     const int64_t at = ((row.start + query) * s.heads + head) * s.head_dim;
     queries[i - begin] = {in.q.typed_data() + at, out + at, first, last,
                           sinks == nullptr ? nullptr : sinks + head};
@@ -154,7 +155,9 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
     }
     const Row row = RowOf(in, r);
     first_tile.push_back(first_tile.back() + (row.count * s.group + kQueries - 1) / kQueries);
-    work += row.count * std::max<int64_t>(0, row.context);
+    if (row.count > 0) {
+      work += row.count * std::max<int64_t>(0, row.Past(row.count - 1) - row.first_position);
+    }
     queries += row.count;
   }
   TheComputed().attention_queries.fetch_add(queries, std::memory_order_relaxed);

@@ -24,6 +24,7 @@ ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
   const int64_t heads = Dim(pool, 1), block_size = Dim(pool, 2), head_dim = Dim(pool, 3);
   const int64_t num_slots = Dim(pool, 0) * block_size, tokens = Dim(x, 0);
   const int64_t item = width == Width::kFloat32 ? 4 : 2;
+  if (num_slots > kNoSlot) return Refuse("cache write: a pool with more slots than numbers for them");
   int64_t written = 0;
   for (int64_t token = 0; token < tokens; ++token) {
     const int64_t slot = slots.typed_data()[token];

@@ -417,12 +417,15 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
     return Refuse("product: attributes");
   }
+  const auto kind = static_cast<Before>(before);
+  const bool may_gate = kind >= Before::kSilu, must_gate = kind == Before::kClampedSwiglu;
+  if (gated ? !may_gate : must_gate) return Refuse("product: a gate");
   const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
                   num_rows};
   Product product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = bytes != 0;
-  product.before.kind = static_cast<Before>(before);
+  product.before.kind = kind;
   product.before.gated = gated != 0;
   product.before.eps = eps;
   product.before.alpha = alpha;

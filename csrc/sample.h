@@ -99,7 +99,7 @@ inline void Logprobs(const SampledRow& row, float largest, float* out) {
 // Penalties and the bias, on what `adjusted` holds.
 inline void Penalise(const SampledRow& row) {
   const Wishes& w = row.wishes;
-  const auto penalised = [&](float x, bool in_prompt, int32_t count) {
+  const auto penalised = [&](float x, bool in_prompt, int64_t count) {
     if (in_prompt || count > 0) x = x > 0 ? x / w.repetition_penalty : x * w.repetition_penalty;
     if (count > 0) x -= w.presence_penalty;
     return x - w.frequency_penalty * static_cast<float>(count);
@@ -115,7 +115,7 @@ inline void Penalise(const SampledRow& row) {
     }
     for (const int32_t* id = row.pending; id != end; ++id) {
       if (!row.knows(*id)) continue;
-      const auto count = row.generated[*id] + static_cast<int32_t>(std::count(row.pending, end, *id));
+      const int64_t count = row.generated[*id] + int64_t{std::count(row.pending, end, *id)};
       const float unchanged = before[static_cast<size_t>(id - row.pending)];
       row.adjusted[*id] = penalised(unchanged, row.in_prompt[*id], count);
     }

@@ -3,6 +3,7 @@
 # Which instructions compute makes no difference to threads: of those the generic kernels are enough.
 # Without optimisation, which would leave out some of what is wrong, and takes five times as long.
 # A processor without AVX-512 runs that code too, lane after lane (tools/avx512_in_lanes.h).
+# The objects with the address sanitizer stay in build/sanitizers, for tools/fuzz.sh.
 #   tools/sanitize.sh [compiler]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,10 +11,10 @@ compiler=${1:-c++}
 flags="-std=c++17 -O0 -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
 avx2=(-mavx2 -mfma -mf16c)
 avx512=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c)
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
 
 for sanitizer in address,undefined thread; do
+  out=build/sanitizers/${sanitizer%,*}
+  mkdir -p "$out"
   objects=()
   pids=()
   build() {

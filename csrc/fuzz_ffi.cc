@@ -1,0 +1,849 @@
+// The custom calls' handlers, entered through call frames as XLA's, with shapes, tables, ids and lengths
+// drawn at random, valid or not. Built with the address and undefined behaviour sanitizers by `make fuzz`.
+//
+// Every array lies in memory of exactly its size. What this file's own rules say of a draw, the handler
+// has to say too: it refuses, or its output is a plain loop's. Inputs never change, and neither does
+// an output that belongs to padding.
+//   fuzz [draws per handler and instruction set [instruction set]]
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi_common.h"
+#include "sample.h"
+
+extern "C" {
+const char* rooflax_instruction_set();
+int rooflax_force_instruction_set(const char* name);
+XLA_FFI_Handler rooflax_product, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
+    rooflax_cache_write;
+}
+
+struct XLA_FFI_Error {
+  std::string message;
+};
+
+namespace {
+
+using rooflax::kNoSlot;
+using Type = XLA_FFI_DataType;
+constexpr Type kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32, kF16 = XLA_FFI_DataType_F16,
+               kBf16 = XLA_FFI_DataType_BF16, kS8 = XLA_FFI_DataType_S8, kU8 = XLA_FFI_DataType_U8,
+               kFp8 = XLA_FFI_DataType_F8E4M3FN, kPred = XLA_FFI_DataType_PRED;
+
+// ---- Drawing ----
+
+struct Random {
+  uint64_t state;
+
+  uint64_t Next() {  // splitmix64
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  int64_t Below(int64_t n) { return static_cast<int64_t>(Next() % static_cast<uint64_t>(n)); }
+  int64_t In(int64_t low, int64_t high) { return low + Below(high - low + 1); }
+  bool OneIn(int64_t n) { return Below(n) == 0; }
+  // Multiples of 1/8, which every width holds.
+  float Float() { return static_cast<float>(In(-15, 15)) / 8; }
+  template <typename T>
+  T Of(std::initializer_list<T> values) {
+    return values.begin()[Below(static_cast<int64_t>(values.size()))];
+  }
+  // What no index of `limit` things is, or just is.
+  int32_t Strange(int64_t limit) {
+    const auto n = static_cast<int32_t>(limit);
+    return Of<int32_t>({-1, n, n + 1, n - 1, -n - 1, INT_MIN, INT_MAX, INT_MAX - 1,
+                        static_cast<int32_t>(kNoSlot), static_cast<int32_t>(kNoSlot) - 1,
+                        static_cast<int32_t>(Next())});
+  }
+};
+
+Random draw{0};
+const char* handler_name = "";
+int64_t draw_number = 0, refused = 0, computed = 0;
+
+[[noreturn]] void Fail(const std::string& what) {
+  std::printf("%s, %s, draw %lld: %s\n", handler_name, rooflax_instruction_set(),
+              static_cast<long long>(draw_number), what.c_str());
+  std::exit(1);
+}
+
+void Expect(bool condition, const char* what) {
+  if (!condition) Fail(what);
+}
+
+// ---- Arrays and call frames ----
+
+int64_t SizeOf(Type type) {
+  return static_cast<int64_t>(xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(type)));
+}
+
+constexpr unsigned char kUntouched = 0xAB;
+
+struct Array {
+  Type type;
+  std::vector<int64_t> dims;
+  std::unique_ptr<char, decltype(&std::free)> memory{nullptr, &std::free};
+
+  Array(Type type, std::vector<int64_t> dims) : type(type), dims(std::move(dims)) {}
+
+  int64_t Count() const {
+    int64_t count = 1;
+    for (int64_t dim : dims) count *= dim;
+    return count;
+  }
+  size_t Bytes() const { return static_cast<size_t>(Count() * SizeOf(type)); }
+  void Allocate() { memory.reset(static_cast<char*>(std::malloc(Bytes()))); }
+  template <typename T>
+  T* As() const {
+    return reinterpret_cast<T*>(memory.get());
+  }
+  template <typename T>
+  T& At(int64_t i) const {
+    return As<T>()[i];
+  }
+  // Members [first, first + count) of an array of `members`, or all of it.
+  Array Part(int64_t members, int64_t first, std::vector<int64_t> part_dims) const {
+    Array part(type, std::move(part_dims));
+    part.Allocate();
+    const size_t each = members == 0 ? 0 : Bytes() / static_cast<size_t>(members);
+    std::memcpy(part.As<char>(), As<char>() + static_cast<size_t>(first) * each, part.Bytes());
+    return part;
+  }
+  // Numbers of moderate size; of int32 small ones, and strange ones among them.
+  void Fill() {
+    Allocate();
+    for (int64_t i = 0; i < Count(); ++i) {
+      const uint64_t bits = draw.Next();
+      switch (type) {
+        case kF32: At<float>(i) = draw.Float(); break;
+        case kS32: At<int32_t>(i) = draw.OneIn(4) ? draw.Strange(2) : static_cast<int32_t>(bits % 3); break;
+        case kF16: At<uint16_t>(i) = static_cast<uint16_t>(bits & 0xBFFF); break;  // below 2
+        case kBf16: {
+          const float value = draw.Float();
+          std::memcpy(&At<uint16_t>(i), reinterpret_cast<const char*>(&value) + 2, 2);
+          break;
+        }
+        case kFp8: At<uint8_t>(i) = static_cast<uint8_t>(bits & 0xBF); break;  // below 2
+        case kPred: At<uint8_t>(i) = static_cast<uint8_t>(bits & 1); break;
+        default: std::memset(As<char>() + i * SizeOf(type), static_cast<int>(bits & 0xFF),
+                             static_cast<size_t>(SizeOf(type)));
+      }
+    }
+  }
+};
+
+float Decode(const Array& array, int64_t i) {
+  switch (array.type) {
+    case kF32: return array.At<float>(i);
+    case kS8: return array.At<int8_t>(i);
+    case kBf16: {
+      const uint32_t bits = static_cast<uint32_t>(array.At<uint16_t>(i)) << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof(value));
+      return value;
+    }
+    default: {
+      const bool half = array.type == kF16;
+      const int bits = half ? array.At<uint16_t>(i) : array.At<uint8_t>(i);
+      const int fraction = half ? 10 : 3, bias = half ? 15 : 7, sign = half ? 15 : 7;
+      const int exponent = (bits & ((1 << sign) - 1)) >> fraction, low = bits & ((1 << fraction) - 1);
+      const float size = exponent == 0
+          ? std::ldexp(static_cast<float>(low), 1 - bias - fraction)
+          : std::ldexp(static_cast<float>(low + (1 << fraction)), exponent - bias - fraction);
+      return bits >> sign ? -size : size;
+    }
+  }
+}
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
+  return new XLA_FFI_Error{args->message};
+}
+void MessageOf(XLA_FFI_Error_GetMessage_Args* args) { args->message = args->error->message.c_str(); }
+void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  args->task(args->data);
+  return nullptr;
+}
+XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = 2;
+  return nullptr;
+}
+
+const XLA_FFI_Api& Api() {
+  static XLA_FFI_Api api = [] {
+    XLA_FFI_Api made{};
+    made.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+    made.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                        XLA_FFI_API_MINOR};
+    made.XLA_FFI_Error_Create = CreateError;
+    made.XLA_FFI_Error_GetMessage = MessageOf;
+    made.XLA_FFI_Error_Destroy = DestroyError;
+    made.XLA_FFI_ThreadPool_Schedule = Schedule;
+    made.XLA_FFI_ThreadPool_NumThreads = NumThreads;
+    return made;
+  }();
+  return api;
+}
+
+XLA_FFI_CallFrame NewFrame() {
+  XLA_FFI_CallFrame frame{};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &Api();
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args.struct_size = XLA_FFI_Args_STRUCT_SIZE;
+  frame.rets.struct_size = XLA_FFI_Rets_STRUCT_SIZE;
+  frame.attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE;
+  return frame;
+}
+
+struct Attribute {
+  const char* name;
+  bool is_float;
+  int64_t whole;
+  float real;
+};
+Attribute Whole(const char* name, int64_t value) { return {name, false, value, 0}; }
+Attribute Real(const char* name, float value) { return {name, true, 0, value}; }
+
+struct Call {
+  XLA_FFI_Handler* handler;
+  std::vector<Array> args, rets;
+  std::vector<Attribute> attributes;  // by name
+  bool in_place = false;  // the result is the first argument's memory
+
+  // Sometimes an array that does not fit the others. True if there is one: its contents are random.
+  bool Mutate() {
+    if (!draw.OneIn(8)) return false;
+    const int64_t at = draw.Below(static_cast<int64_t>(args.size() + rets.size()));
+    const auto number = static_cast<size_t>(at);
+    Array& array = number < args.size() ? args[number] : rets[number - args.size()];
+    const auto rank = static_cast<int64_t>(array.dims.size());
+    switch (draw.Below(5)) {
+      case 0: array.dims.push_back(draw.In(0, 2)); break;
+      case 1: array.type = draw.Of({kF32, kS32, kF16, kBf16, kS8, kU8, kFp8, kPred}); break;
+      case 2: array.dims.resize(static_cast<size_t>(draw.Below(rank + 1))); break;
+      default: {
+        if (rank == 0) break;
+        int64_t& dim = array.dims[static_cast<size_t>(draw.Below(rank))];
+        dim = draw.OneIn(3) ? 0 : std::max<int64_t>(0, dim + draw.Of<int64_t>({-1, 1}));
+      }
+    }
+    in_place = false;
+    return true;
+  }
+
+  // What the handler says: "" where it computed.
+  std::string Run() {
+    static std::vector<char> before;  // the inputs, one behind the other
+    static std::vector<XLA_FFI_Buffer> buffers;
+    before.clear();
+    buffers.clear();
+    std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
+    std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+    std::vector<XLA_FFI_AttrType> attr_types(attributes.size(), XLA_FFI_AttrType_SCALAR);
+    std::vector<XLA_FFI_ByteSpan> names;
+    std::vector<XLA_FFI_Scalar> scalars;
+    std::vector<void*> all, attrs;
+    std::vector<XLA_FFI_ByteSpan*> name_pointers;
+    for (Array& ret : rets) {
+      ret.Allocate();
+      std::memset(ret.As<char>(), kUntouched, ret.Bytes());
+    }
+    for (const Array& arg : args) before.insert(before.end(), arg.As<char>(), arg.As<char>() + arg.Bytes());
+    const auto add = [&](Array& array, void* data) {
+      buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.type, data,
+                         static_cast<int64_t>(array.dims.size()), array.dims.data()});
+    };
+    for (Array& arg : args) add(arg, arg.As<void>());
+    for (Array& ret : rets) add(ret, in_place ? args[0].As<void>() : ret.As<void>());
+    for (XLA_FFI_Buffer& buffer : buffers) all.push_back(&buffer);
+    for (Attribute& a : attributes) {
+      names.push_back({a.name, std::strlen(a.name)});
+      scalars.push_back({a.is_float ? kF32 : XLA_FFI_DataType_S64,
+                         a.is_float ? static_cast<void*>(&a.real) : &a.whole});
+    }
+    for (XLA_FFI_ByteSpan& name : names) name_pointers.push_back(&name);
+    for (XLA_FFI_Scalar& scalar : scalars) attrs.push_back(&scalar);
+    XLA_FFI_CallFrame frame = NewFrame();
+    frame.args.size = static_cast<int64_t>(args.size());
+    frame.args.types = arg_types.data();
+    frame.args.args = all.data();
+    frame.rets.size = static_cast<int64_t>(rets.size());
+    frame.rets.types = ret_types.data();
+    frame.rets.rets = all.data() + args.size();
+    frame.attrs.size = static_cast<int64_t>(attributes.size());
+    frame.attrs.types = attr_types.data();
+    frame.attrs.names = name_pointers.data();
+    frame.attrs.attrs = attrs.data();
+    const std::unique_ptr<XLA_FFI_Error> error(handler(&frame));
+    if (in_place) {
+      std::memcpy(rets[0].As<char>(), args[0].As<char>(), rets[0].Bytes());
+    }
+    auto unchanged = before.begin();
+    for (const Array& arg : args) {
+      const bool is_result = in_place && error == nullptr && &arg == args.data();
+      Expect(is_result || std::equal(arg.As<char>(), arg.As<char>() + arg.Bytes(), unchanged),
+             "an input was written");
+      unchanged += static_cast<std::ptrdiff_t>(arg.Bytes());
+    }
+    Expect(error == nullptr || !error->message.empty(), "an error without a sentence");
+    return error == nullptr ? "" : error->message;
+  }
+
+  // Runs it; true if it computed, which it has to exactly where the draw is valid.
+  bool RunExpecting(bool valid) {
+    const std::string why = Run();
+    ++(why.empty() ? computed : refused);
+    if (why.empty() && !valid) Fail("computed what is not valid");
+    if (!why.empty() && valid) Fail("refused what is valid: " + why);
+    Expect(why.empty() || why.rfind("rooflax ", 0) == 0, "a sentence that does not say whose it is");
+    return why.empty();
+  }
+
+  // What no rule here says anything about: only the sanitizers look. Sums are no indices: they are zero.
+  void RunMutated(size_t sums = SIZE_MAX) {
+    for (Array& arg : args) arg.Fill();
+    if (sums < args.size()) std::memset(args[sums].As<char>(), 0, args[sums].Bytes());
+    ++(Run().empty() ? computed : refused);
+  }
+};
+
+bool IsUntouched(const Array& array, int64_t begin, int64_t end) {
+  const auto* bytes = array.As<unsigned char>();
+  const int64_t item = SizeOf(array.type);
+  return std::all_of(bytes + begin * item, bytes + end * item,
+                     [](unsigned char byte) { return byte == kUntouched; });
+}
+
+void ExpectNear(float found, double wanted, const char* what) {
+  if (!(std::fabs(found - wanted) <= 2e-3 * (1 + std::fabs(wanted)))) {
+    Fail(std::string(what) + ": " + std::to_string(found) + ", wanted " + std::to_string(wanted));
+  }
+}
+
+// ---- Number of rows ----
+
+struct RealRows {
+  Array array;
+  int64_t rows;
+  bool valid;
+};
+
+// Of `most`: not given, or given, seldom no such number.
+RealRows DrawRealRows(int64_t most) {
+  const bool given = draw.OneIn(2);
+  RealRows real{Array(kS32, {given ? 1 : 0}), most, true};
+  real.array.Fill();
+  if (given) {
+    real.rows = real.array.At<int32_t>(0) = static_cast<int32_t>(
+        draw.OneIn(8) ? draw.Strange(most) : draw.In(0, most));
+    real.valid = real.rows >= 0 && real.rows <= most;
+  }
+  return real;
+}
+
+// Indices below `limit`, seldom a strange one.
+void FillIndices(Array& array, int64_t limit, int64_t odds) {
+  array.Allocate();
+  for (int64_t i = 0; i < array.Count(); ++i) {
+    array.At<int32_t>(i) = static_cast<int32_t>(limit == 0 ? 0 : draw.Below(limit));
+  }
+  if (array.Count() > 0 && draw.OneIn(odds)) {
+    array.At<int32_t>(draw.Below(array.Count())) = draw.Strange(limit);
+  }
+}
+
+bool AllBelow(const Array& array, int64_t count, int64_t limit) {
+  return std::all_of(array.As<int32_t>(), array.As<int32_t>() + count,
+                     [&](int32_t i) { return i >= 0 && i < limit; });
+}
+
+// ---- The handlers ----
+
+void FuzzRows() {
+  const int64_t outer = draw.In(0, 6), inner = draw.In(0, 20), n = draw.In(0, 5);
+  Call call{rooflax_rows, {}, {}, {}};
+  call.args.emplace_back(draw.Of({kF32, kBf16}), std::vector<int64_t>{outer, inner});
+  call.args.emplace_back(kS32, std::vector<int64_t>{n});
+  RealRows real = DrawRealRows(n);
+  call.args.push_back(std::move(real.array));
+  call.rets.emplace_back(kF32, std::vector<int64_t>{n, inner});
+  if (call.Mutate()) return call.RunMutated();
+  const Array &table = call.args[0], &index = call.args[1], &y = call.rets[0];
+  call.args[0].Fill();
+  FillIndices(call.args[1], outer, 4);
+  if (!call.RunExpecting(real.valid && AllBelow(index, real.rows, outer))) return;
+  for (int64_t i = 0; i < real.rows * inner; ++i) {
+    const int64_t from = index.At<int32_t>(i / inner) * inner + i % inner;
+    Expect(y.At<float>(i) == Decode(table, from), "a row");
+  }
+  Expect(IsUntouched(y, real.rows * inner, n * inner), "padding was written");
+}
+
+// A value as a vocabulary's logits hold, seldom one that is none.
+void FillLogits(Array& logits) {
+  logits.Fill();
+  if (logits.Count() > 0 && draw.OneIn(4)) {
+    logits.At<float>(draw.Below(logits.Count())) = draw.Of({NAN, INFINITY, -INFINITY, 3e38f, -3e38f});
+  }
+}
+
+int64_t NaiveArgmax(const float* x, int64_t count) {
+  int64_t best = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::isnan(x[i])) return i;
+    if (x[i] > x[best]) best = i;
+  }
+  return best;
+}
+
+void FuzzArgmax() {
+  const int64_t rows = draw.In(0, 4), columns = draw.In(0, 40);
+  Call call{rooflax_argmax, {}, {}, {}};
+  call.args.emplace_back(kF32, std::vector<int64_t>{rows, columns});
+  RealRows real = DrawRealRows(rows);
+  call.args.push_back(std::move(real.array));
+  call.rets.emplace_back(kS32, std::vector<int64_t>{rows});
+  if (call.Mutate()) return call.RunMutated();
+  FillLogits(call.args[0]);
+  if (!call.RunExpecting(real.valid && columns > 0)) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = call.args[0].As<float>() + row * columns;
+    Expect(call.rets[0].At<int32_t>(row) == (row < real.rows ? NaiveArgmax(x, columns) : 0), "argmax");
+  }
+}
+
+void FuzzCacheWrite() {
+  const int64_t blocks = draw.In(0, 4), heads = draw.In(1, 3), size = draw.In(1, 4);
+  const int64_t dim = draw.In(1, 20), tokens = draw.OneIn(50) ? 40 : draw.In(0, 6);
+  const int64_t slots = blocks * size;
+  Call call{rooflax_cache_write, {}, {}, {}};
+  const Type type = draw.Of({kF32, kBf16, kF16});
+  call.args.emplace_back(type, std::vector<int64_t>{blocks, heads, size, dim});
+  call.args.emplace_back(kF32, std::vector<int64_t>{tokens, heads, dim});
+  call.args.emplace_back(kS32, std::vector<int64_t>{tokens});
+  call.rets.emplace_back(type, call.args[0].dims);
+  call.in_place = draw.OneIn(2);
+  if (call.Mutate()) return call.RunMutated();
+  const Array &pool = call.args[0], &x = call.args[1], &where = call.args[2], &out = call.rets[0];
+  call.args[0].Fill();
+  call.args[1].Fill();
+  FillIndices(call.args[2], slots, 6);
+  for (int64_t token = 0; token < tokens; ++token) {
+    if (slots > 0 && !draw.OneIn(4)) continue;
+    where.At<int32_t>(token) = draw.Of<int32_t>({static_cast<int32_t>(kNoSlot), INT_MAX,
+                                                 static_cast<int32_t>(kNoSlot + slots)});
+  }
+  const bool valid = std::all_of(where.As<int32_t>(), where.As<int32_t>() + tokens, [&](int32_t slot) {
+    return slot >= kNoSlot || (slot >= 0 && slot < slots);
+  });
+  const Array old = pool.Part(1, 0, pool.dims);
+  if (!call.RunExpecting(valid)) return;
+  std::vector<int64_t> writer(static_cast<size_t>(slots), -1);  // the last token of each slot
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t slot = where.At<int32_t>(token);
+    if (slot < slots) writer[static_cast<size_t>(slot)] = token;
+  }
+  for (int64_t i = 0; i < old.Count(); ++i) {
+    const int64_t d = i % dim, offset = i / dim % size, head = i / dim / size % heads;
+    const int64_t token = writer[static_cast<size_t>(i / dim / size / heads * size + offset)];
+    const float wanted = token < 0 ? Decode(old, i) : x.At<float>((token * heads + head) * dim + d);
+    Expect(Decode(out, i) == wanted, "a cache's element");
+  }
+}
+
+struct Sequence {
+  int64_t first_position, start, count, position, context;
+};
+
+void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t window, float scale) {
+  const Array &q = call.args[0], &k = call.args[1], &v = call.args[2], &tables = call.args[5];
+  const Array &sinks = call.args[11], &out = call.rets[0];
+  const int64_t tokens = q.dims[0], heads = q.dims[1], dim = q.dims[2], kv = k.dims[1], size = k.dims[2];
+  const int64_t slots = tables.dims[1] * size;
+  std::vector<int> owners(static_cast<size_t>(tokens));
+  for (const Sequence& row : rows) {
+    for (int64_t t = 0; t < row.count; ++t) ++owners[static_cast<size_t>(row.start + t)];
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (owners[static_cast<size_t>(t)] > 0) continue;
+    Expect(IsUntouched(out, t * heads * dim, (t + 1) * heads * dim), "padding was written");
+  }
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const Sequence& row = rows[r];
+    for (int64_t i = 0; i < row.count * heads; ++i) {
+      const int64_t token = row.start + i / heads, head = i % heads, here = row.position + i / heads;
+      if (owners[static_cast<size_t>(token)] > 1) continue;  // of rows that overlap any may be last
+      const float* query = q.As<float>() + (token * heads + head) * dim;
+      std::vector<double> wanted(static_cast<size_t>(dim));
+      double total = sinks.Count() == 0 ? 0 : std::exp(static_cast<double>(sinks.At<float>(head)));
+      for (int64_t slot = 0; slot < slots; ++slot) {
+        const int64_t position = row.first_position + slot;
+        if (position >= row.context || position > here) continue;
+        if (window > 0 && position <= here - window) continue;
+        const int64_t block = tables.At<int32_t>(static_cast<int64_t>(r) * tables.dims[1] + slot / size);
+        const int64_t at = (block * kv + head / (heads / kv)) * size + slot % size;
+        double score = 0;
+        for (int64_t d = 0; d < dim; ++d) score += query[d] * Decode(k, at * dim + d);
+        const bool bytes = call.args[3].Count() > 0;
+        const double weight =
+            std::exp(score * scale * (bytes ? call.args[3].At<float>(at) : 1));
+        total += weight;
+        for (int64_t d = 0; d < dim; ++d) {
+          wanted[static_cast<size_t>(d)] +=
+              weight * Decode(v, at * dim + d) * (bytes ? call.args[4].At<float>(at) : 1);
+        }
+      }
+      for (int64_t d = 0; d < dim; ++d) {
+        const double value = total > 0 ? wanted[static_cast<size_t>(d)] / total : 0;
+        ExpectNear(out.At<float>((token * heads + head) * dim + d), value, "attention");
+      }
+    }
+  }
+}
+
+void FuzzAttention() {
+  const bool large = draw.OneIn(500);  // worth a second thread
+  const int64_t dim = draw.Of<int64_t>({0, 1, 3, 16, 16, 19, 32}), kv = draw.In(1, 2);
+  const int64_t heads = kv * draw.In(1, 3), size = draw.In(1, 4), per_row = large ? 40 : draw.In(0, 4);
+  const int64_t blocks = draw.In(0, 5), num_rows = draw.In(0, 3), tokens = large ? 30 : draw.In(0, 5);
+  const int64_t window = draw.OneIn(40) ? draw.Of<int64_t>({-1, INT64_MIN, INT64_MAX})
+                                        : draw.OneIn(2) ? 0 : draw.In(1, 6);
+  const Type type = draw.Of({kF32, kBf16, kF16, kS8, kFp8});
+  const bool bytes = type == kS8 || type == kFp8;
+  const float scale = 0.25f;
+  Call call{rooflax_attention, {}, {}, {Real("scale", scale), Whole("window", window)}};
+  const std::vector<int64_t> pool{blocks, kv, size, dim};
+  call.args.emplace_back(kF32, std::vector<int64_t>{tokens, heads, dim});
+  for (int i = 0; i < 2; ++i) call.args.emplace_back(type, pool);
+  for (int i = 0; i < 2; ++i) {
+    call.args.emplace_back(kF32, bytes ? std::vector<int64_t>{blocks, kv, size} : std::vector<int64_t>{0});
+  }
+  call.args.emplace_back(kS32, std::vector<int64_t>{num_rows, per_row});
+  for (int i = 0; i < 5; ++i) call.args.emplace_back(kS32, std::vector<int64_t>{num_rows});
+  call.args.emplace_back(kF32, std::vector<int64_t>{draw.OneIn(2) ? heads : 0});
+  call.rets.emplace_back(kF32, call.args[0].dims);
+  if (call.Mutate()) return call.RunMutated();
+  for (Array& arg : call.args) {
+    if (arg.type != kS32) arg.Fill();
+  }
+  for (size_t i = 3; i < 5; ++i) {
+    for (int64_t k = 0; k < call.args[i].Count(); ++k) call.args[i].At<float>(k) /= 64;
+  }
+  FillIndices(call.args[5], blocks, 3);
+  for (size_t i = 6; i < 11; ++i) call.args[i].Allocate();
+  const int64_t slots = per_row * size;
+  for (int64_t r = 0, start = 0; r < num_rows; ++r) {  // a valid sequence
+    const int64_t count = draw.OneIn(5) ? 0 : draw.In(0, std::min(tokens - start, slots));
+    const int64_t first = draw.OneIn(3) ? draw.In(0, 100) : 0;
+    const int64_t position = first + draw.In(0, slots - count);
+    const int64_t context = position + (draw.OneIn(4) ? draw.In(0, count) : count);
+    const int64_t numbers[5] = {first, start, count, position, context};
+    for (size_t i = 0; i < 5; ++i) call.args[6 + i].At<int32_t>(r) = static_cast<int32_t>(numbers[i]);
+    start += draw.OneIn(20) ? 0 : count + draw.In(0, 1);
+    start = std::min(start, tokens);
+  }
+  if (num_rows > 0 && draw.OneIn(2)) {  // and then perhaps none
+    call.args[static_cast<size_t>(draw.In(6, 10))].At<int32_t>(draw.Below(num_rows)) =
+        draw.OneIn(2) ? draw.Strange(tokens) : static_cast<int32_t>(draw.In(-2, 120));
+  }
+  bool valid = dim > 0 && window >= 0;
+  std::vector<Sequence> rows;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const auto of = [&](size_t i) -> int64_t { return call.args[i].At<int32_t>(r); };
+    const Sequence row{of(6), of(7), of(8), of(9), of(10)};
+    rows.push_back(row);
+    if (row.count == 0) continue;
+    valid &= row.count > 0 && row.start >= 0 && row.start + row.count <= tokens;
+    valid &= row.first_position >= 0 && row.position >= row.first_position;
+    if (!valid) continue;
+    const int64_t past = std::min(row.position + row.count, row.context) - row.first_position;
+    valid &= past <= slots;
+    const int64_t oldest = window > 0 ? row.position + 1 - window - row.first_position : 0;
+    for (int64_t block = 0; block < per_row && past <= slots; ++block) {
+      if (block * size >= past || (block + 1) * size <= oldest) continue;
+      const int32_t number = call.args[5].At<int32_t>(r * per_row + block);
+      valid &= number >= 0 && number < blocks;
+    }
+  }
+  if (call.RunExpecting(valid)) CheckAttention(call, rows, window, scale);
+}
+
+// Wishes of any kind: the ids need not be tokens.
+void FillWishes(Array& params, int64_t vocab, bool plain) {
+  using rooflax::Wishes;
+  params.Allocate();
+  const auto id = [&] { return draw.OneIn(3) ? draw.Strange(vocab) : static_cast<int32_t>(draw.Below(vocab)); };
+  for (int64_t slot = 0; slot < params.dims[0]; ++slot) {
+    Wishes w{};
+    std::fill(std::begin(w.allowed), std::end(w.allowed), -1);
+    std::fill(std::begin(w.stop), std::end(w.stop), -1);
+    w.top_p = w.repetition_penalty = 1;
+    w.num_logprobs = static_cast<int32_t>(draw.In(-1, 3));
+    if (!plain) {
+      w.temperature = draw.Of({0.0f, 0.7f, 1.0f, 1e-38f, INFINITY, NAN, -1.0f});
+      w.top_p = draw.Of({1.0f, 0.9f, 0.0f, -1.0f, NAN});
+      w.min_p = draw.Of({0.0f, 0.1f, 2.0f});
+      w.repetition_penalty = draw.Of({1.0f, 1.5f, 0.0f});
+      w.presence_penalty = draw.Of({0.0f, 0.5f});
+      w.seed = static_cast<uint32_t>(draw.Next());
+      w.top_k = draw.OneIn(2) ? 0 : draw.Strange(vocab);
+      w.num_beams = static_cast<int32_t>(draw.In(1, 2));
+      w.is_guided = static_cast<int32_t>(draw.In(0, 1));
+      w.min_position = draw.Of({0, 5, INT_MAX});
+      for (int64_t i = draw.In(0, 3); i > 0; --i) {
+        const int64_t at = draw.Below(Wishes::kBias);
+        w.bias_ids[at] = id();
+        w.bias_values[at] = draw.Float();
+      }
+      for (int64_t i = draw.OneIn(2) ? draw.In(0, 4) : 0; i > 0; --i) {
+        w.allowed[draw.Below(Wishes::kAllowed)] = id();
+      }
+      for (int64_t i = draw.In(0, 3); i > 0; --i) w.stop[draw.Below(Wishes::kStop)] = id();
+    }
+    std::memcpy(params.As<char>() + slot * static_cast<int64_t>(sizeof(w)), &w, sizeof(w));
+  }
+}
+
+void FuzzSample() {
+  using rooflax::Wishes;
+  const int64_t rows = draw.In(0, 3), slots = draw.In(0, 2), pending = draw.In(0, 3);
+  const int64_t vocab = draw.OneIn(50) ? draw.In(1100, 1500) : draw.In(1, 70);
+  const int64_t top = draw.In(1, std::min<int64_t>(vocab, 5)), words = draw.OneIn(2) ? (vocab + 31) / 32 : 0;
+  using Dims = std::vector<int64_t>;
+  Call call{rooflax_sample, {}, {}, {}};
+  call.args.emplace_back(kF32, Dims{rows, vocab});
+  call.args.emplace_back(kS32, Dims{slots, static_cast<int64_t>(sizeof(Wishes) / 4)});
+  call.args.emplace_back(kS32, Dims{rows});
+  call.args.emplace_back(kPred, Dims{slots, vocab});
+  call.args.emplace_back(kS32, Dims{slots, vocab});
+  call.args.emplace_back(kS32, Dims{rows});
+  call.args.emplace_back(kS32, words == 0 ? Dims{0, 0} : Dims{slots, words});
+  call.args.emplace_back(kS32, pending == 0 ? Dims{0, 0} : Dims{rows, pending});
+  RealRows real = DrawRealRows(rows);
+  call.args.push_back(std::move(real.array));
+  for (Type type : {kS32, kPred, kPred, kF32}) call.rets.emplace_back(type, Dims{rows});
+  for (Type type : {kS32, kF32}) call.rets.emplace_back(type, Dims{rows, top});
+  if (call.Mutate()) return call.RunMutated();
+  const bool plain = draw.OneIn(4);
+  FillLogits(call.args[0]);
+  FillWishes(call.args[1], vocab, plain);
+  for (size_t i : {2, 3, 4, 6, 7}) call.args[i].Fill();
+  FillIndices(call.args[5], slots, 6);
+  if (!call.RunExpecting(real.valid && AllBelow(call.args[5], real.rows, slots))) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t token = call.rets[0].At<int32_t>(row);
+    const auto is_true = [&](size_t ret) { return call.rets[ret].At<uint8_t>(row) == 1; };
+    if (row >= real.rows) {
+      Expect(token == 0 && is_true(1) && is_true(2), "padding of the sampler");
+      continue;
+    }
+    Expect(token >= 0 && token < vocab, "a token outside the vocabulary");
+    Expect(AllBelow(call.rets[4].Part(rows, row, {top}), top, vocab), "a top token outside the vocabulary");
+    const int64_t slot = call.args[5].At<int32_t>(row);
+    Wishes w;
+    std::memcpy(&w, call.args[1].As<char>() + slot * static_cast<int64_t>(sizeof(w)), sizeof(w));
+    const float* x = call.args[0].As<float>() + row * vocab;
+    if (plain) Expect(token == NaiveArgmax(x, vocab), "the most likely token");
+    if (!is_true(1) || !is_true(2)) continue;
+    if (w.is_limited()) {
+      Expect(std::find(w.allowed, std::end(w.allowed), token) != std::end(w.allowed), "an id that is not allowed");
+    }
+    if (w.is_guided > 0 && words > 0) {
+      const auto word = static_cast<uint32_t>(call.args[6].At<int32_t>(slot * words + token / 32));
+      Expect((word >> (token % 32) & 1) != 0, "an id outside the mask");
+    }
+    if (call.args[2].At<int32_t>(row) < w.min_position) {
+      Expect(std::find(w.stop, std::end(w.stop), token) == std::end(w.stop), "a stop id too early");
+    }
+  }
+}
+
+// A product's sizes: what its arrays are made of.
+struct Product {
+  int64_t layout, bytes, kind, gated, rows, inner, outer, stack, selected, biases, norms;
+  bool has_residual;
+
+  bool IsPlain() const { return layout < 2; }
+  bool IsPerOutput() const { return layout == 2 || layout == 3; }
+  int64_t Panels() const { return (outer + 15) / 16; }
+  std::vector<Attribute> Attributes() const {
+    return {Real("alpha", 1.7f), Whole("before", kind), Whole("bytes", bytes), Real("eps", 1e-3f),
+            Whole("gated", gated), Whole("layout", layout), Real("limit", 7)};
+  }
+  std::vector<int64_t> Weight(bool stacked) const {
+    std::vector<int64_t> dims;
+    if (stacked) dims.push_back(stack);
+    for (int64_t dim : layout == 0       ? std::vector<int64_t>{inner, outer}
+                       : layout == 1     ? std::vector<int64_t>{outer, inner}
+                       : IsPerOutput()   ? std::vector<int64_t>{Panels(), (inner + 3) / 4, 16, 4}
+                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 ? 8 : 4, 16, 4}) {
+      dims.push_back(dim);
+    }
+    return dims;
+  }
+  int64_t Scales() const { return IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / 32); }
+  int64_t Sums() const { return layout == 2 ? Panels() * 16 : 0; }
+};
+
+// The row as a call of its own, with its member of everything: the same bits.
+void CheckProductRow(const Call& call, const Product& p, int64_t row) {
+  const Array& select = call.args[8];
+  const int64_t member = p.selected == 0 ? 0 : select.At<int32_t>(p.selected == 1 ? 0 : row);
+  Call alone{rooflax_product, {}, {}, p.Attributes()};
+  auto add = [&](size_t i, int64_t members, int64_t number, std::vector<int64_t> dims) {
+    alone.args.push_back(call.args[i].Part(members, number, std::move(dims)));
+  };
+  add(0, p.rows, row, {1, call.args[0].dims[1]});
+  add(1, p.stack, member, p.Weight(false));
+  add(2, p.stack, member, {p.Scales()});
+  add(3, p.stack, member, {p.Sums()});
+  add(4, p.biases, p.biases == 0 ? 0 : member % p.biases, {p.biases == 0 ? 0 : p.outer});
+  p.has_residual ? add(5, p.rows, row, {1, p.outer}) : add(5, 0, 0, {0});
+  // One norm for all rows: that of the first member in order.
+  int64_t first = member;
+  for (int64_t i = 0; p.selected > 1 && i < call.rets[0].dims[0]; ++i) {
+    if (!IsUntouched(call.rets[0], i * p.outer, (i + 1) * p.outer)) {
+      first = std::min<int64_t>(first, select.At<int32_t>(i));
+    }
+  }
+  for (size_t i : {6, 7}) {
+    const bool there = call.args[i].Count() > 0;
+    add(i, there ? p.norms : 0, there ? first / (p.stack / p.norms) : 0, {there ? p.inner : 0});
+  }
+  for (int i = 0; i < 2; ++i) {
+    alone.args.emplace_back(kS32, std::vector<int64_t>{0});
+    alone.args.back().Allocate();
+  }
+  alone.rets.emplace_back(kF32, std::vector<int64_t>{1, p.outer});
+  const std::string why = alone.Run();
+  if (!why.empty()) Fail("a row alone was refused: " + why);
+  const float* found = call.rets[0].As<float>() + row * p.outer;
+  Expect(std::memcmp(found, alone.rets[0].As<float>(), alone.rets[0].Bytes()) == 0, "a row among others");
+  if (!p.IsPlain() || p.kind != 0) return;
+  for (int64_t n = 0; n < p.outer; ++n) {
+    double sum = 0;
+    for (int64_t k = 0; k < p.inner; ++k) {
+      sum += alone.args[0].At<float>(k) *
+             Decode(alone.args[1], p.layout == 0 ? k * p.outer + n : n * p.inner + k);
+    }
+    if (p.biases > 0) sum += alone.args[4].At<float>(n);
+    if (p.has_residual) sum += alone.args[5].At<float>(n);
+    ExpectNear(found[n], sum, "a product");
+  }
+}
+
+void FuzzProduct() {
+  const bool large = draw.OneIn(2000);  // worth a second thread
+  Product p{};
+  p.layout = draw.Below(7);
+  p.bytes = draw.Below(2);
+  p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
+  p.gated = draw.OneIn(10) ? draw.Below(2) : p.kind == 7 || (p.kind >= 3 && draw.OneIn(2));
+  p.rows = large ? 8 : draw.OneIn(20) ? draw.In(9, 20) : draw.In(0, 4);
+  p.outer = large ? 96 : draw.In(1, 36);
+  p.inner = large ? 128 : p.IsPlain() || p.IsPerOutput() ? draw.In(1, 36) : 32 * draw.In(1, 2);
+  if (p.IsPlain() && !draw.OneIn(20)) p.bytes = 0;
+  p.selected = draw.Of<int64_t>({0, 1, p.rows, p.rows});
+  p.stack = p.selected == 0 ? 1 : draw.In(1, 3);
+  p.biases = draw.OneIn(2) ? 0 : draw.OneIn(2) ? 1 : p.stack;
+  p.norms = draw.OneIn(2) ? 1 : p.stack;
+  p.has_residual = p.selected <= 1 && p.rows > 0 && draw.OneIn(2);
+  const bool normed = p.kind == 1 || p.kind == 2;
+  const int64_t norm = normed ? p.norms * p.inner : 0;
+  using Dims = std::vector<int64_t>;
+  Call call{rooflax_product, {}, {}, p.Attributes()};
+  call.args.emplace_back(kF32, Dims{p.rows, p.inner * (p.gated ? 2 : 1)});
+  call.args.emplace_back(p.IsPlain() ? draw.Of({kF32, kBf16}) : p.layout == 3 ? kU8 : draw.Of({kS8, kU8}),
+                         p.Weight(p.selected > 0));
+  call.args.emplace_back(p.IsPlain() || p.IsPerOutput() ? kF32 : p.layout == 6 ? kU8 : kF16,
+                         Dims{p.stack * p.Scales()});
+  call.args.emplace_back(kS32, Dims{p.stack * p.Sums()});
+  call.args.emplace_back(kF32, Dims{p.biases * p.outer});
+  call.args.emplace_back(kF32, p.has_residual ? Dims{p.rows, p.outer} : Dims{0});
+  call.args.emplace_back(kF32, Dims{norm});
+  call.args.emplace_back(kF32, Dims{p.kind == 2 ? norm : 0});
+  call.args.emplace_back(kS32, Dims{p.selected});
+  RealRows real = DrawRealRows(p.rows);
+  call.args.push_back(std::move(real.array));
+  call.rets.emplace_back(kF32, Dims{p.rows, p.outer});
+  if (call.Mutate()) return call.RunMutated(3);
+  for (size_t i = 0; i < 8; ++i) call.args[i].Fill();
+  for (int64_t i = 0; i < call.args[3].Count(); ++i) {  // sums of bytes
+    call.args[3].At<int32_t>(i) = static_cast<int32_t>(draw.In(-1000, 1000));
+  }
+  if (p.layout == 6) {
+    for (int64_t i = 0; i < call.args[2].Count(); ++i) call.args[2].At<uint8_t>(i) &= 0x7F;  // finite sums
+  }
+  if (p.layout == 3) {
+    for (int64_t i = 0; i < call.args[1].Count(); ++i) call.args[1].At<uint8_t>(i) &= 0xBF;
+  }
+  FillIndices(call.args[8], p.stack, 4);
+  bool valid = real.valid && (p.gated ? p.kind >= 3 : p.kind != 7);
+  valid &= p.bytes == 0 || !(p.IsPlain() || p.layout == 3);
+  valid &= AllBelow(call.args[8], p.selected == 1 ? 1 : p.selected == 0 || !real.valid ? 0 : real.rows, p.stack);
+  if (!call.RunExpecting(valid)) return;
+  Expect(IsUntouched(call.rets[0], real.rows * p.outer, p.rows * p.outer), "padding was written");
+  if (real.rows > 0) CheckProductRow(call, p, draw.Below(real.rows));
+}
+
+void CheckMetadata(XLA_FFI_Handler* handler) {
+  XLA_FFI_Metadata metadata{};
+  metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
+  metadata.api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
+  XLA_FFI_Metadata_Extension extension{
+      {XLA_FFI_Metadata_Extension_STRUCT_SIZE, XLA_FFI_Extension_Metadata, nullptr}, &metadata};
+  XLA_FFI_CallFrame frame = NewFrame();
+  frame.extension_start = &extension.extension_base;
+  Expect(handler(&frame) == nullptr && metadata.api_version.minor_version == XLA_FFI_API_MINOR, "metadata");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t draws = argc > 1 ? std::atoll(argv[1]) : 2000;
+  const char* only = argc > 2 ? argv[2] : nullptr;
+  const struct {
+    const char* name;
+    XLA_FFI_Handler* handler;
+    void (*fuzz)();
+  } handlers[] = {{"rooflax_product", rooflax_product, FuzzProduct},
+                  {"rooflax_attention", rooflax_attention, FuzzAttention},
+                  {"rooflax_rows", rooflax_rows, FuzzRows},
+                  {"rooflax_argmax", rooflax_argmax, FuzzArgmax},
+                  {"rooflax_sample", rooflax_sample, FuzzSample},
+                  {"rooflax_cache_write", rooflax_cache_write, FuzzCacheWrite}};
+  for (const char* name : {"generic", "avx2", "avx512"}) {
+    if (only != nullptr && std::strcmp(name, only) != 0) continue;
+    if (!rooflax_force_instruction_set(name)) {
+      std::printf("%s: this processor has none\n", name);
+      continue;
+    }
+    for (const auto& one : handlers) {
+      handler_name = one.name;
+      refused = computed = 0;
+      CheckMetadata(one.handler);
+      const auto start = std::chrono::steady_clock::now();
+      for (draw_number = 0; draw_number < draws; ++draw_number) {
+        draw.state = static_cast<uint64_t>(draw_number) << 8;
+        one.fuzz();
+      }
+      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+      std::printf("%s, %s: %lld computed, %lld refused, %.1f s\n", name, one.name,
+                  static_cast<long long>(computed), static_cast<long long>(refused), seconds.count());
+      std::fflush(stdout);
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds csrc/fuzz_ffi.cc with the address and undefined behaviour sanitizers, with the kernels that
+# tools/sanitize.sh left in build/sanitizers; runs it for every instruction set.
+#   [OPTIMISE=-O1] tools/fuzz.sh [compiler [python with jaxlib [draws]]]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+compiler=${1:-c++}
+python=${2:-.venv/bin/python}
+draws=${3:-2000}
+jaxlib=$("$python" -c "import importlib.util as u; print(u.find_spec('jaxlib').submodule_search_locations[0])")
+kernels=build/sanitizers/address
+out=build/sanitizers/fuzz
+mkdir -p "$out"
+flags="-std=c++17 ${OPTIMISE:--O0} -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
+sources=(fuzz_ffi product_ffi sample_ffi attention_ffi cache_ffi rows_ffi)
+printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} \
+  "$compiler" $flags $sanitize -isystem "$jaxlib/include" -c "csrc/{}.cc" -o "$out/{}.o"
+"$compiler" $sanitize "$out"/*.o "$kernels"/{dispatch,kernels_*}.o -pthread -o "$out/fuzz"
+pids=()
+for set in generic avx2 avx512; do
+  "$out/fuzz" "$draws" "$set" &
+  pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid"; done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds csrc/fuzz_ffi.cc with the address and undefined behaviour sanitizers, with the kernels that
+# Builds tools/fuzz_ffi.cc with the address and undefined behaviour sanitizers, with the kernels that
 # tools/sanitize.sh left in build/sanitizers; runs it for every instruction set.
 #   [OPTIMISE=-O1] tools/fuzz.sh [compiler [python with jaxlib [draws]]]
 set -euo pipefail
@@ -13,9 +13,9 @@ out=build/sanitizers/fuzz
 mkdir -p "$out"
 flags="-std=c++17 ${OPTIMISE:--O0} -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
-sources=(fuzz_ffi product_ffi sample_ffi attention_ffi cache_ffi rows_ffi)
+sources=(tools/fuzz_ffi csrc/product_ffi csrc/sample_ffi csrc/attention_ffi csrc/cache_ffi csrc/rows_ffi)
 printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} \
-  "$compiler" $flags $sanitize -isystem "$jaxlib/include" -c "csrc/{}.cc" -o "$out/{}.o"
+  sh -c "$compiler $flags $sanitize -Icsrc -isystem $jaxlib/include -c {}.cc -o $out/\$(basename {}).o"
 "$compiler" $sanitize "$out"/*.o "$kernels"/{dispatch,kernels_*}.o -pthread -o "$out/fuzz"
 pids=()
 for set in generic avx2 avx512; do

@@ -1,6 +1,6 @@
 """The native kernels refuse indices outside the arrays they were given, and leave padding alone.
 
-What csrc/fuzz_ffi.cc draws at random, a few of each here, through jax.jit.
+What tools/fuzz_ffi.cc draws at random, a few of each here, through jax.jit.
 """
 
 import re

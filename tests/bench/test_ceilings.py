@@ -24,6 +24,7 @@ def rates():
 
 
 @NATIVE
+@pytest.mark.slow  # rates mean something on a quiet machine only
 def test_whatever_can_be_multiplied_as_float32_is_no_slower_than_that(rates):
     assert set(rates) == {"float32", "bfloat16", "int8", "int8-g32", "int4", "mxfp4"}
     for name, rate in rates.items():
@@ -31,6 +32,7 @@ def test_whatever_can_be_multiplied_as_float32_is_no_slower_than_that(rates):
 
 
 @NATIVE
+@pytest.mark.slow
 def test_bytes_are_multiplied_faster_than_floats(rates):
     """With AVX2 1.4 to 2.7 times as fast: what sums of 16 bits hold of a format tells how much."""
     has_avx2 = native.force_instruction_set("avx2")

@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,
+        "torch_dtype": "float32",
     },
 }  # fmt: skip
 """One model per family whose sizes divide by two and four; the vocabulary divides by nothing."""

@@ -26,6 +26,7 @@ from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.mesh import shards_of
 from rooflax.ops.accelerator import block_size
 
 DEFAULT_PREFILL_CHUNK = 512
@@ -87,7 +88,7 @@ class Engine:
         isolates_faults: bool = False,
         mesh: Mesh | None = None,
     ):
-        _check_layers(model, options)
+        _check_layers(model, options, mesh)
         assert speculation is None or options.use_cache
         self.model, self.options, self.speculation = model, options, speculation
         self.isolates_faults = isolates_faults
@@ -505,13 +506,15 @@ class Engine:
         metrics.num_preemptions = scheduler.num_preemptions
 
 
-def _check_layers(model: AnyModel, options: ExecutionOptions) -> None:
+def _check_layers(model: AnyModel, options: ExecutionOptions, mesh: Mesh | None) -> None:
     """
     Raises:
-        EngineError: the model's layers are not as the options say.
+        EngineError: the model's layers are not as the options say; over stages they are always
+            stacked, so that each device has its own.
     """
+    in_stages = mesh is not None and shards_of(mesh).stage > 1
     has = "stacked" if "stacked_layers" in model.weights else "unstacked"
-    wants = "stacked" if options.layers == "scan" else "unstacked"
+    wants = "stacked" if options.layers == "scan" or in_stages else "unstacked"
     if has != wants:
         raise EngineError(
             f"The model has {has} layers and layers={options.layers!r} runs {wants} ones; use the "

@@ -205,12 +205,12 @@ class Runner:
             if self.options.jit:
                 rows, context = self.num_slots, self.buckets.context(context)
             return Shape("dense", rows, context, context)
+        if self.num_lists > 1 and not decodes_alone:  # each list holds the longest one
+            rows, total = self.num_slots, self.num_lists * max(map(sum, self._parts(counts)))
         if not self.options.jit:
             return Shape("decode" if decodes_alone else "step", rows, total, context)
         if decodes_alone:
             return self.buckets.decode(rows, context)
-        if self.num_lists > 1:
-            total = self.num_lists * max(map(sum, self._parts(counts)))
         shape = self.buckets.step(total, context)
         if shape is None:
             assert not self.is_sealed, f"{total} tokens are more than a step's budget"

@@ -19,13 +19,14 @@ from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.drafting import NGRAM, Drafting, check_same_tokens
-from rooflax.engine.beams import BeamGroup, check_beams, with_beams
+from rooflax.engine.beams import BeamGroup, check_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
 from rooflax.engine.request_checks import check_prompt, check_salt, check_sequence
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation, check_speculate
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
@@ -385,7 +386,7 @@ class LLM:
 
     def engine_for(self, sequences: list[EngineSequence]) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
-        slots = min(bucket(len(with_beams(sequences))), self.max_num_seqs)
+        slots = min(bucket(len(with_siblings(sequences))), self.max_num_seqs)
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
@@ -473,8 +474,7 @@ def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:
     started = time.perf_counter()
     work()
     seconds = time.perf_counter() - started
-    members = {id(m): m for sample in samples for m in sample.sequence.members}
-    for sequence in members.values():
+    for sequence in with_siblings(sample.sequence for sample in samples):
         sequence.pause(seconds)
     for sample in samples:
         sample.times_s = [time_s + seconds for time_s in sample.times_s]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooflax.engine.beams import BeamGroup, with_beams
+from rooflax.engine.beams import BeamGroup, advance
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
-from rooflax.engine.sequence import Sequence, SequenceStatus
+from rooflax.engine.sequence import Sequence, SequenceStatus, with_siblings
 from rooflax.nn.layout import blocks_needed
 
 BLOCK_SIZE = 4
@@ -40,7 +40,7 @@ def candidates(seq):
     """A model of ten tokens: log-probabilities that depend on every token before."""
     past = bytes(seq.tokens)
     scored = [(token, -3 * zlib.crc32(past + bytes([token])) / 2**32) for token in range(10)]
-    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.group.num_candidates])
+    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.num_candidates])
 
 
 def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=1.0, **given):
@@ -71,7 +71,7 @@ class StubModel:
             self.compute(seq, 1)
             if seq.group is not None:
                 assert step.num_steps == 1
-                seq.group.take(seq, candidates(seq))
+                seq.candidates = candidates(seq)
                 continue
             for index in range(num_steps):
                 if index:
@@ -82,12 +82,11 @@ class StubModel:
         for seq, count in step.prefills:
             self.compute(seq, count)
             if seq.num_uncomputed_tokens == 0 and seq.group is not None:
-                seq.group.take(seq, candidates(seq))
+                seq.candidates = candidates(seq)
             elif seq.num_uncomputed_tokens == 0:
                 seq.append(self.next_token(seq), 0.0)
         self.scheduler.finish_step(step)
-        for group in self.scheduler.ready_groups():
-            self.scheduler.advance(group, 0.0)
+        advance(self.scheduler, 0.0)
 
     def compute(self, seq, count):
         """Writes tokens into their slots, after checking that each query sees its own past."""
@@ -135,7 +134,8 @@ def check_step(scheduler, step):
     """Rows are running sequences, once each, within the budget; queues are in order of arrival."""
     rows = step.sequences
     assert len({id(seq) for seq in rows}) == len(rows)
-    assert rows or scheduler.ready_groups(), "a step must get somebody on"
+    ready = any(s.group is not None and s.group.is_ready for s in scheduler.running)
+    assert rows or ready, "a step must get somebody on"
     assert all(seq.status is SequenceStatus.RUNNING for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
     assert 1 <= step.num_steps <= scheduler.decode_steps
@@ -205,7 +205,7 @@ def test_random_requests_leak_nothing_and_mix_nothing(
             seq = beams(2 + first % 2, max_tokens=second, request=len(everyone), tokens=tokens)
             if scheduler.can_ever_run(seq):
                 everyone.append(seq)
-                for member in with_beams([seq]):
+                for member in with_siblings([seq]):
                     scheduler.add(member)
         elif action == "abort" and everyone:
             chosen = everyone[first % len(everyone)]
@@ -220,10 +220,10 @@ def test_random_requests_leak_nothing_and_mix_nothing(
         if not step():
             break
     assert not scheduler.has_unfinished
-    assert all(s.is_finished and s.block_tables == [] for s in with_beams(everyone))
+    assert all(s.is_finished and s.block_tables == [] for s in with_siblings(everyone))
     for seq in everyone:
         if seq.group is not None and seq.finish_reason != "abort":
-            assert [(m.tokens, m.score) for m in seq.members] == beams_alone(seq)
+            assert [(m.tokens, m.score) for m in seq.siblings] == beams_alone(seq)
     assert scheduler.blocks.num_free == [p.num_blocks - 1 for p in scheduler.blocks.pools]
     assert scheduler.blocks.num_used == [0] * len(windows)
 
@@ -231,12 +231,12 @@ def test_random_requests_leak_nothing_and_mix_nothing(
 def beams_alone(seq):
     """What the group gives with nobody beside it and room for all."""
     scheduler = make((None,), chunk=40, longest=40)
-    alone = beams(len(seq.members), max_tokens=seq.max_tokens, tokens=list(seq.prompt_tokens))
-    for member in alone.members:
+    alone = beams(len(seq.siblings), max_tokens=seq.max_tokens, tokens=list(seq.prompt_tokens))
+    for member in alone.siblings:
         scheduler.add(member)
     run_all(scheduler, StubModel(scheduler))
     assert scheduler.num_preemptions == 0
-    return [(m.tokens, m.score) for m in alone.members]
+    return [(m.tokens, m.score) for m in alone.siblings]
 
 
 def run_all(scheduler, stub):
@@ -394,18 +394,18 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
     scheduler = make((None,), slots=4, chunk=40, longest=40)
     stub = StubModel(scheduler)
     first = beams(3, prompt=10, max_tokens=9)
-    for member in first.members:
+    for member in first.siblings:
         scheduler.add(member)
     step = scheduler.schedule()
     assert (step.sequences, len(scheduler.running)) == ([first], 3)
     stub.run(step)
     prompt = list(first.block_tables[0])
-    assert [m.block_tables for m in first.members] == [[prompt]] * 3
+    assert [m.block_tables for m in first.siblings] == [[prompt]] * 3
     assert scheduler.blocks.num_used == [3]
-    assert len({tuple(m.tokens) for m in first.members}) == 3
+    assert len({tuple(m.tokens) for m in first.siblings}) == 3
     step = scheduler.schedule()
-    assert step.decodes == first.members
-    tables = [m.block_tables[0] for m in first.members]
+    assert step.decodes == first.siblings
+    tables = [m.block_tables[0] for m in first.siblings]
     assert [(c.source, c.destination) for c in step.copies] == [
         (prompt[2], t[2]) for t in tables[:2]
     ]
@@ -413,7 +413,7 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
     assert [t[:2] for t in tables] == [prompt[:2]] * 3 and len({t[2] for t in tables}) == 3
     stub.run(step)
     run_all(scheduler, stub)
-    assert all(m.is_finished for m in first.members) and scheduler.blocks.num_used == [0]
+    assert all(m.is_finished for m in first.siblings) and scheduler.blocks.num_used == [0]
 
 
 def test_beams_choose_as_the_rules_say():
@@ -421,7 +421,7 @@ def test_beams_choose_as_the_rules_say():
 
     def group(**given):
         found = beams(2, prompt=2, max_tokens=4, **given).group
-        found.take(found.members[0], ((5, -1.0), (7, -1.5), (6, -2.0)))
+        found.members[0].candidates = ((5, -1.0), (7, -1.5), (6, -2.0))
         going = found.choose()
         assert going == {0: (-1.0, 0, 5), 1: (-2.0, 0, 6)}
         assert found.finished == [(-1.5, (7,))]
@@ -430,8 +430,8 @@ def test_beams_choose_as_the_rules_say():
         return found
 
     def second_step(found):
-        found.take(found.members[0], ((7, -0.5), (1, -0.75), (2, -9.0)))
-        found.take(found.members[1], ((3, -5.0), (4, -6.0), (7, -7.0)))
+        found.members[0].candidates = ((7, -0.5), (1, -0.75), (2, -9.0))
+        found.members[1].candidates = ((3, -5.0), (4, -6.0), (7, -7.0))
         return found.choose()
 
     found = group()

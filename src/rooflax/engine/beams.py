@@ -6,17 +6,16 @@ blocks and slots are the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import RequestError
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
-Candidates = tuple[tuple[int, float], ...]
-"""Token ids with their log-probabilities after all adjustments, best first."""
+if TYPE_CHECKING:
+    from rooflax.engine.scheduler import Scheduler
 
 
 class Continuation(NamedTuple):
@@ -44,8 +43,8 @@ class Hypothesis(NamedTuple):
 class BeamGroup:
     """The beams of one request.
 
-    At first only the first of them runs, over the prompt; the others are dormant until they take
-    over its cache. From then on every beam has the same number of tokens.
+    At first only the first of them runs, over the prompt; the others wait to be forked from it.
+    From then on every beam has the same number of tokens.
 
     Attributes:
         members: one sequence per beam, in no order of merit.
@@ -56,26 +55,18 @@ class BeamGroup:
     members: list[Sequence]
     scores: list[float] = field(default_factory=list)
     finished: list[Hypothesis] = field(default_factory=list)
-    _candidates: dict[int, Candidates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scores = [0.0] * len(self.members)
         for index, member in enumerate(self.members):
-            member.group, member.is_dormant = self, index > 0
-
-    @property
-    def num_candidates(self) -> int:
-        """Of each beam: enough if the best of all are those that would end it."""
-        return len(self.members) + len(self.members[0].stop_ids)
+            member.group, member.siblings, member.awaits_fork = self, self.members, index > 0
+            # enough if the best of all are those that would end it
+            member.num_candidates = len(self.members) + len(member.stop_ids)
 
     @property
     def is_ready(self) -> bool:
         """Whether every beam has its slot, and its candidates."""
         return all(m.slot is not None and m.num_uncomputed_tokens == 0 for m in self.members)
-
-    def take(self, sequence: Sequence, candidates: Candidates) -> None:
-        """What may follow a beam's last token."""
-        self._candidates[id(sequence)] = candidates
 
     def choose(self) -> dict[int, Continuation]:
         """The best continuations, by the beam that takes each; none if the search is over.
@@ -88,8 +79,7 @@ class BeamGroup:
         candidates = [
             Continuation(self.scores[index] + logprob, index, token)
             for index, member in enumerate(self.members)
-            if not member.is_dormant
-            for token, logprob in self._candidates[id(member)]
+            for token, logprob in member.candidates
         ]
         best = sorted(candidates, key=lambda c: -c.score)
         length = first.num_output_tokens + 1
@@ -138,9 +128,10 @@ class BeamGroup:
                 self.members[index].tokens = list(self.members[found.parent].tokens)
         for index, found in heirs.items():
             self.members[index].tokens.append(found.token)
-            self.members[index].is_dormant, self.scores[index] = False, found.score
+            self.scores[index] = found.score
+        for member in self.members:
+            member.candidates = ()
         self.members[0].token_times_s.append(now_s)
-        self._candidates.clear()
 
     def end(self, now_s: float) -> None:
         """Makes the beams the finished texts, the best one first."""
@@ -166,12 +157,24 @@ def _heirs(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
     return heirs | dict(zip(idle, others, strict=True))
 
 
-def with_beams(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """The sequences, and with each the other beams of its group."""
-    found: dict[int, Sequence] = {}
-    for sequence in sequences:
-        found |= {id(member): member for member in sequence.members}
-    return list(found.values())
+def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
+    """Lets each search of which every beam has run go on by a token, or ends it; which these are.
+
+    A beam goes on from the cache of the one that it continues.
+    """
+    groups = {id(s.group): s.group for s in scheduler.running if s.group is not None}
+    ready = [group for group in groups.values() if group.is_ready]
+    for group in ready:
+        heirs = group.choose()
+        for child, found in heirs.items():
+            if child != found.parent:
+                scheduler.fork(group.members[child], group.members[found.parent])
+        if heirs:
+            group.go_on(heirs, now_s)
+        else:
+            group.end(now_s)
+            scheduler.leave(group.members)
+    return ready
 
 
 def check_beams(

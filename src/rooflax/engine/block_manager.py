@@ -101,14 +101,14 @@ class BlockManager:
         return [pool.num_blocks - 1 - len(pool.free) for pool in self.pools]
 
     def fits_at_all(self, sequence: Sequence, new_tokens: int) -> bool:
-        """Whether the sequence, with the other beams of its group, could run to its end alone.
+        """Whether the sequence, with its siblings, could run to its end alone.
 
         Args:
             new_tokens: the most tokens written between two calls of `let_go_behind`.
         """
         needed = self._most_blocks(sequence.longest, new_tokens)
-        beams = len(sequence.members)
-        return all(beams * n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
+        count = len(sequence.siblings)
+        return all(count * n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
 
     def _most_blocks(self, num_tokens: int, new_tokens: int) -> list[int]:
         return [blocks_needed(w, num_tokens, new_tokens, self.block_size) for w in self.windows]

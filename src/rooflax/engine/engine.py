@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
-from rooflax.engine.beams import with_beams
+from rooflax.engine.beams import advance
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.metrics import Metrics
@@ -21,7 +21,7 @@ from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
 from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, RowError, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
-from rooflax.engine.sequence import Sequence, StepOutput
+from rooflax.engine.sequence import Sequence, StepOutput, with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
@@ -90,9 +90,10 @@ class Engine:
     ):
         _check_layers(model, options, mesh)
         assert speculation is None or options.use_cache
-        self.model, self.options, self.speculation = model, options, speculation
+        self.model, self.options = model, options
+        self.speculation = speculation or Speculation.none()
         self.isolates_faults = isolates_faults
-        draft_tokens = speculation.longest if speculation else 0
+        draft_tokens = self.speculation.longest
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
@@ -166,7 +167,7 @@ class Engine:
         """
         for sequence in sequences:
             check_sequence(sequence, self.model.config.vocab_size, self.max_tokens + 1)
-            beams = len(sequence.members)
+            beams = len(sequence.siblings)
             if beams > self.num_slots:
                 raise RequestError(
                     f"The request has {beams} beams, which run at the same time, and "
@@ -186,7 +187,7 @@ class Engine:
         *,
         is_checked: bool = False,
     ) -> None:
-        """Queues sequences, with all beams of their groups; they run as `step` is called.
+        """Queues sequences, with all siblings; they run as `step` is called.
 
         Args:
             arrival_s: when they came; None is now.
@@ -197,15 +198,15 @@ class Engine:
         """
         if not is_checked:
             self.check(sequences)
-        for sequence in with_beams(sequences):
+        for sequence in with_siblings(sequences):
             assert sequence.guide is not None or sequence.params.form is None
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Takes a sequence out with the other beams of its group, wherever they are; one that has
-        finished stays as it is."""
-        open_ = [member for member in sequence.members if not member.is_finished]
+        """Takes a sequence out with its siblings, wherever they are; one that has finished stays
+        as it is."""
+        open_ = [sibling for sibling in sequence.siblings if not sibling.is_finished]
         self.scheduler.abort(sequence)
         self._count_finished(open_, time.perf_counter())
 
@@ -222,14 +223,13 @@ class Engine:
     def warm_up_prefill(self, sequences: Seq[Sequence]) -> None:
         """Compiles what these sequences need up to their first tokens."""
         blocks = self.scheduler.blocks
-        sequences = [sequence for sequence in sequences if not sequence.is_dormant]
+        sequences = [sequence for sequence in sequences if not sequence.awaits_fork]
         self.runner.warm_up_prefill(sequences, [blocks.num_cached(s) for s in sequences])
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""
         self.runner.warm_up_decode()
-        if self.speculation is not None:
-            self.speculation.drafter.warm_up(self.speculation.longest)
+        self.speculation.warm_up()
 
     @property
     def decodes_next(self) -> bool:
@@ -246,9 +246,7 @@ class Engine:
             The manifest: every program, its seconds, and whether the persistent cache had it.
         """
         manifest = self.runner.seal(self.server_buckets(), report)
-        if self.speculation is not None:
-            manifest += self.speculation.drafter.seal(report, self.speculation.longest)
-        return manifest
+        return manifest + self.speculation.seal(report)
 
     def server_buckets(self) -> Buckets:
         """Shapes for any mixture of requests."""
@@ -273,8 +271,7 @@ class Engine:
         """An empty cache, after a failure of the device; nobody may be running."""
         assert not self.has_unfinished
         self.runner.reset()
-        if self.speculation is not None:
-            self.speculation.drafter.reset()
+        self.speculation.reset()
 
     def temporary_bytes(self) -> int:
         """Device memory for intermediates of the largest program; 0 when nothing is jitted.
@@ -308,7 +305,7 @@ class Engine:
             rows=self.num_slots,
             tokens=self.max_tokens,
             chunk=self.scheduler.prefill_chunk,
-            drafter=self.speculation.drafter.num_bytes if self.speculation else 0,
+            drafter=self.speculation.num_bytes,
         )
 
     def _run(self, step: ScheduledStep) -> list[StepOutput]:
@@ -351,9 +348,14 @@ class Engine:
         why = f"{FAILED}: {first_line(error)}"
         if isinstance(error, Exception) and exhaustion.is_exhausted(error):
             why = self._why_exhausted(error)
-        ended = self.scheduler.end(sequence, why)
-        self._count_finished(ended, time.perf_counter())
-        return [member.output_since(member.num_output_tokens) for member in ended]
+        return self._fail(sequence, why, time.perf_counter())
+
+    def _fail(self, sequence: Sequence, why: str, now_s: float) -> list[StepOutput]:
+        """Ends a sequence and its siblings with an error."""
+        ended = [sibling for sibling in sequence.siblings if not sibling.is_finished]
+        self.scheduler.fail(sequence, why)
+        self._count_finished(ended, now_s)
+        return [sibling.output_since(sibling.num_output_tokens) for sibling in ended]
 
     def _run_apart(self, call: Call, error: Exception) -> list[StepOutput]:
         """After a call's fault that no sequence is known for: its sequences are requeued and run
@@ -369,8 +371,7 @@ class Engine:
         """With an empty cache, after a step that took it with it: everybody is computed again."""
         self.scheduler.forget_blocks(self._new_blocks())
         self.runner.reset()
-        if self.speculation is not None:
-            self.speculation.drafter.reset()
+        self.speculation.reset()
 
     def _warm_untimed(self, call: Call) -> float:
         """Compiles what a call needs, in nobody's times; the seconds it took."""
@@ -383,17 +384,16 @@ class Engine:
 
     def _drafts(self, step: ScheduledStep) -> list[list[int]]:
         """For each decode row, or none at all; beside prompts nobody drafts."""
-        if self.speculation is None or step.prefills:
+        if step.prefills:
             return []
         return self.speculation.propose(step.decodes, step.room - 1)
 
     def _watch_call(self, call: Call, result: StepResult, seconds: float) -> None:
         """Tells the speculation what a call took, and what came of its drafts."""
-        if self.speculation is None or call.shape.kind not in ("decode", "verify"):
-            return
         rows = len(call.sequences)
         if call.drafts is None:
-            self.speculation.decoded(rows, result.num_steps, seconds)
+            if call.shape.kind == "decode":
+                self.speculation.decoded(rows, result.num_steps, seconds)
             return
         num_accepted = 0
         for row, (sequence, draft) in enumerate(zip(call.sequences, call.drafts, strict=True)):
@@ -407,21 +407,16 @@ class Engine:
         self.metrics.num_accepted_tokens += num_accepted
 
     def _step_beams(self, step: ScheduledStep) -> list[StepOutput]:
-        """Ends the groups of which a beam failed, and lets those go on of which all have run."""
+        """Ends the searches of which a beam failed, and lets those go on of which all have run."""
         now_s, outputs = time.perf_counter(), []
-        failed = {id(s.group): s.group for s in step.sequences if s.finish_reason == "error"}
-        for group in [*failed.values(), *self.scheduler.ready_groups()]:
-            if group is None:
-                continue
-            open_ = [member for member in group.members if not member.is_finished]
-            if id(group) in failed:
-                self.scheduler.fail(group)
-                outputs += [member.output_since(member.num_output_tokens) for member in open_]
-            else:
-                self.metrics.token(group.members[0], now_s)
-                self.scheduler.advance(group, now_s)
-                outputs += [member.output_since(0) for member in open_ if member.is_finished]
-            self._count_finished(open_, now_s)
+        for sequence in step.sequences:
+            if sequence.finish_reason == "error" and len(sequence.siblings) > 1:
+                outputs += self._fail(sequence, sequence.error or FAILED, now_s)
+        for group in advance(self.scheduler, now_s):
+            self.metrics.token(group.members[0], now_s)
+            ended = [member for member in group.members if member.is_finished]
+            self._count_finished(ended, now_s)
+            outputs += [member.output_since(0) for member in ended]
         return outputs
 
     def _set_pace(self, step_s: float) -> None:
@@ -434,8 +429,7 @@ class Engine:
             fitting = int(BURST_S / max(step_s, 1e-6))
             if jax.process_count() > 1:  # all must choose alike, and clocks differ
                 fitting = self.scheduler.decode_steps
-            if self.speculation is not None:
-                fitting = min(fitting, self.speculation.most_steps)
+            fitting = min(fitting, self.speculation.most_steps or fitting)
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
 
     def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
@@ -466,7 +460,6 @@ class Engine:
 
     def _start_over(self, sequence: Sequence) -> None:
         """Without drafts, which may be what is not finite; their K and V must not stay."""
-        assert self.speculation is not None
         self.speculation.leave_out(sequence)
         self.runner.clear(sequence)
         self.scheduler.preempt(sequence)
@@ -482,9 +475,8 @@ class Engine:
                 return
             if index:
                 sequence.num_computed_tokens += 1
-            if sequence.group is not None:
-                best = result.logprobs(index, row, sequence.group.num_candidates).top
-                sequence.group.take(sequence, best)
+            if sequence.num_candidates is not None:
+                sequence.candidates = result.logprobs(index, row, sequence.num_candidates).top
                 return
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(result.logprobs(index, row, sequence.params.logprobs))

@@ -333,8 +333,9 @@ class Runner:
         for sequence in sequences:
             slot = sequence.slot
             assert slot is not None
-            forgets = sequence.group is not None and sequence.params.has_penalties
-            if self._seated[slot] is sequence and not forgets:  # a beam's past may be another's
+            # what the device counted is not what the host chose
+            miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
+            if self._seated[slot] is sequence and not miscounts:
                 continue
             before = self._params[slot].copy()
             with _fault_of(sequence):
@@ -466,7 +467,7 @@ class Runner:
             self._warm_shape(scored)
         if any(s.params.has_penalties for s in sequences):
             self._seat_counts(self.num_slots, None)
-        if any(s.group is not None for s in sequences):
+        if any(len(s.siblings) > 1 for s in sequences):
             self.copy([])
         give_back_freed()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rooflax.engine.beams import BeamGroup
 from rooflax.engine.block_manager import BlockCopy, BlockManager
 from rooflax.engine.sequence import Sequence, SequenceStatus
 from rooflax.nn.layout import most_new_tokens
@@ -40,8 +39,8 @@ class Scheduler:
     """First come, first served.
 
     `running` is in order of arrival, and whatever waits has arrived later: who comes last is the
-    first to lose its blocks, and the first to get them back. The beams of a group stand one behind
-    the other, and each waits for all the others before every token.
+    first to lose its blocks, and the first to get them back. Siblings stand one behind the other,
+    and end together.
 
     Args:
         num_slots: sequences that run at once.
@@ -88,35 +87,40 @@ class Scheduler:
         return most_new_tokens(self.prefill_chunk, self.decode_steps, self.draft_tokens)
 
     def can_ever_run(self, sequence: Sequence) -> bool:
-        """Whether the sequence, with the other beams of its group, could run alone."""
-        has_slots = len(sequence.members) <= self.num_slots
+        """Whether the sequence, with its siblings, could run alone."""
+        has_slots = len(sequence.siblings) <= self.num_slots
         return has_slots and self.blocks.fits_at_all(sequence, self.new_tokens)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Ends a sequence and the other beams of its group; who has finished stays as it is."""
-        self._end(sequence.members, "abort")
+        """Ends a sequence and its siblings; who has finished stays as it is."""
+        self._end(sequence, "abort")
 
-    def _end(self, sequences: list[Sequence], reason: str, error: str | None = None) -> None:
-        for sequence in sequences:
-            if sequence in self.waiting:
-                self.waiting.remove(sequence)
-                sequence.finish(reason, error)
-            elif sequence in self.running:
-                sequence.finish(reason, error)
-                self._leave(sequence)
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """Ends a sequence and its siblings with an error; who has finished stays as it is."""
+        self._end(sequence, "error", error)
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        for sibling in sequence.siblings:
+            if sibling in self.waiting:
+                self.waiting.remove(sibling)
+                sibling.finish(reason, error)
+            elif sibling in self.running:
+                if not sibling.is_finished:
+                    sibling.finish(reason, error)
+                self._leave(sibling)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing is left to do.
 
-        A step that runs nothing let in the last beam of a group. Who was in a step that failed runs
-        apart, one after the other, before anybody else goes on.
+        A step that runs nothing let in the last of siblings that wait for a fork. Who was in a step
+        that failed runs apart, one after the other, before anybody else goes on.
         """
         suspect = next((s for s in (*self.running, *self.waiting) if s.is_suspect), None)
         if suspect is not None:
-            step = self._schedule(suspect.members)
+            step = self._schedule(suspect.siblings)
             if step is not None and step.sequences:
                 return step
         return self._schedule(None)
@@ -133,7 +137,7 @@ class Scheduler:
         budget = self.token_budget - sum(s.num_uncomputed_tokens == 1 for s in self.running)
         for sequence in list(self.running):  # earlier ones take blocks from later ones
             if sequence.num_uncomputed_tokens == 0:
-                continue  # a beam that waits for the others
+                continue  # it waits for its siblings
             if only is not None and sequence not in only:
                 continue
             if not sequence.is_prefill:
@@ -149,7 +153,6 @@ class Scheduler:
         if not decodes and not prefills:
             if only is not None:
                 return ScheduledStep()
-            assert not self.has_unfinished or self.ready_groups(), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
         room = 1 if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
@@ -165,24 +168,15 @@ class Scheduler:
             if sequence.is_finished:
                 self._leave(sequence)
 
-    def ready_groups(self) -> list[BeamGroup]:
-        """The groups of which every beam has run."""
-        firsts = [s for s in self.running if s.group is not None and s is s.members[0]]
-        return [s.group for s in firsts if s.group is not None and s.group.is_ready]
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """Lets a running sequence go on from the cache of its sibling."""
+        self.blocks.fork(child, parent)
+        child.awaits_fork = False
 
-    def advance(self, group: BeamGroup, now_s: float) -> None:
-        """Lets the beams of a ready group go on, each from the cache of the one it continues; or
-        ends the group."""
-        heirs = group.choose()
-        for child, found in heirs.items():
-            if child != found.parent:
-                self.blocks.fork(group.members[child], group.members[found.parent])
-        if heirs:
-            group.go_on(heirs, now_s)
-            return
-        group.end(now_s)
-        for member in group.members:
-            self._leave(member)
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Retires finished sequences that no step ran."""
+        for sequence in sequences:
+            self._leave(sequence)
 
     def forget_blocks(self, blocks: BlockManager) -> None:
         """Requeues everybody, and starts with an empty cache: what the old one held is lost."""
@@ -198,17 +192,6 @@ class Scheduler:
         for sequence in sorted(sequences, key=self.running.index, reverse=True):
             sequence.is_suspect = True
             self.preempt(sequence)
-
-    def end(self, sequence: Sequence, error: str) -> list[Sequence]:
-        """Ends a sequence, and the other beams of its group, with an error; who that were."""
-        ended = [member for member in sequence.members if not member.is_finished]
-        self._end(ended, "error", error)
-        return ended
-
-    def fail(self, group: BeamGroup) -> None:
-        """Ends every beam as the first one that failed did."""
-        failed = next(m for m in group.members if m.finish_reason == "error")
-        self._end(group.members, "error", failed.error)
 
     def _cut(self, decodes: int, prefills: list[tuple[Sequence, int]]) -> None:
         """Leaves the last prompts' tokens beyond a full bucket to the next step."""
@@ -235,8 +218,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if only is not None and sequence not in only:
                 return
-            num_cached = 0 if sequence.is_dormant else self.blocks.num_cached(sequence)
-            if not sequence.is_dormant and not self._may_enter(sequence, num_cached):
+            num_cached = 0 if sequence.awaits_fork else self.blocks.num_cached(sequence)
+            if not sequence.awaits_fork and not self._may_enter(sequence, num_cached):
                 return
             self.waiting.popleft()
             self.blocks.admit(sequence, num_cached)
@@ -245,7 +228,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
-            if sequence.is_dormant:
+            if sequence.awaits_fork:
                 continue
             count = self._chunk(sequence, budget)
             self.blocks.allocate(sequence, num_cached + count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -101,8 +102,12 @@ class Sequence:
         prompt_logprobs: per token of the prompt but the first, if asked for.
         guide: what its text must look like; None is anything.
         arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
-        group: the beams that it is one of.
-        is_dormant: has nothing to compute until it takes over another beam's cache.
+        siblings: sequences that wait, run and end together, itself included.
+        awaits_fork: has nothing to compute until it is forked from a sibling.
+        num_candidates: after each of its tokens, how many of the best next ones the host chooses
+            from; None where the device chooses.
+        candidates: those, best first, until the host has chosen.
+        group: its beam search.
         score: of a finished beam; see beams.Hypothesis.
         is_suspect: it was in a step that failed, and runs apart until it has a token; if that fails
             too, it ends.
@@ -136,13 +141,17 @@ class Sequence:
     guide: Guide | None = None
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
+    siblings: list[Sequence] = field(default_factory=list)
+    awaits_fork: bool = False
+    num_candidates: int | None = None
+    candidates: tuple[tuple[int, float], ...] = ()
     group: BeamGroup | None = None
-    is_dormant: bool = False
     score: float | None = None
     is_suspect: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
+        self.siblings = self.siblings or [self]
 
     def pause(self, seconds: float) -> None:
         """Leaves out of its times what passed between two steps: all before moves up to now."""
@@ -169,14 +178,9 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the next steps must run.
 
-        A decoding sequence has exactly one, and a beam that waits for the others none.
+        A decoding sequence has exactly one, and one that waits for its siblings none.
         """
-        return 0 if self.is_dormant else self.num_tokens - self.num_computed_tokens
-
-    @property
-    def members(self) -> list[Sequence]:
-        """The beams of its group, or itself."""
-        return [self] if self.group is None else self.group.members
+        return 0 if self.awaits_fork else self.num_tokens - self.num_computed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -202,7 +206,7 @@ class Sequence:
     @property
     def needs_host(self) -> bool:
         """Whether the host must see each token before the next one can be chosen."""
-        return self.guide is not None or self.group is not None
+        return self.guide is not None or self.num_candidates is not None
 
     @property
     def forced_token(self) -> int | None:
@@ -211,7 +215,7 @@ class Sequence:
         None where more is asked than the token, and where something else may forbid it.
         """
         params = self.params
-        asks = params.logprobs is not None or self.group is not None
+        asks = params.logprobs is not None or self.num_candidates is not None
         if self.guide is None or self.is_finished or asks or params.allowed_token_ids:
             return None
         token = _only_one(self.guide.mask)
@@ -268,6 +272,11 @@ class Sequence:
     def finish(self, reason: str, error: str | None = None) -> None:
         self.status = SequenceStatus.FINISHED
         self.finish_reason, self.error = reason, error
+
+
+def with_siblings(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """The sequences, each once, and with each its siblings."""
+    return list({id(other): other for s in sequences for other in s.siblings}.values())
 
 
 def _only_one(mask: np.ndarray) -> int | None:

@@ -31,11 +31,11 @@ AWAKE_STEPS = 4
 
 
 class Drafter:
-    """Guesses how sequences go on; a guess may be empty."""
+    """Guesses how sequences go on; a guess may be empty, and here all are."""
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         """At most `num_tokens` guesses for each sequence."""
-        raise NotImplementedError
+        return [[] for _ in sequences]
 
     def warm_up(self, num_tokens: int) -> None:
         """Compiles what drafting will need."""
@@ -94,7 +94,8 @@ class _Ngrams:
 
 
 class Speculation:
-    """Asks a drafter where that pays, by what steps took and how many drafts held.
+    """All that the engine knows of drafts: asks a drafter where that pays, by what steps took and
+    how many drafts held.
 
     A step with drafts pays if it gives more tokens per second than a decode step:
     (rows + acceptance * drafts) / verify_s > rows / decode_s. Where it does not, only a few trials
@@ -116,14 +117,36 @@ class Speculation:
         self._resting, self._rest = 0, SHORTEST_REST
         self._left_out: WeakSet[Sequence] = WeakSet()
 
+    @classmethod
+    def none(cls) -> Speculation:
+        """Nobody drafts."""
+        return cls(Drafter(), 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that the drafter takes."""
+        return self.drafter.num_bytes
+
+    def warm_up(self) -> None:
+        """Compiles what drafting will need."""
+        self.drafter.warm_up(self.longest)
+
+    def seal(self, report: Callable[[Any], None]) -> list[Any]:
+        """Compiles what drafting for any sequence can need; the lines of a manifest."""
+        return self.drafter.seal(report, self.longest)
+
+    def reset(self) -> None:
+        """Forgets what the drafter keeps of sequences, after a failure."""
+        self.drafter.reset()
+
     def leave_out(self, sequence: Sequence) -> None:
         """No drafts for this one any more."""
         self._left_out.add(sequence)
 
     @property
-    def most_steps(self) -> int:
-        """Decode steps until drafts may be wanted again."""
-        return self._resting or AWAKE_STEPS
+    def most_steps(self) -> int | None:
+        """Decode steps until drafts may be wanted again; None is any number."""
+        return (self._resting or AWAKE_STEPS) if self.longest else None
 
     def propose(self, sequences: Seq[Sequence], room: int) -> list[list[int]]:
         """Drafts for the rows of a decode step; none at all where they would not pay.
@@ -132,9 +155,10 @@ class Speculation:
             room: the most drafts of a row.
         """
         rows = len(sequences)
+        room = min(room, self.longest)
         if rows not in self._decode_s or self._resting > 0 or room < 1:
             return []
-        drafts = self.drafter.propose(sequences, min(room, self.longest))
+        drafts = self.drafter.propose(sequences, room)
         if self._left_out:
             pairs = zip(sequences, drafts, strict=True)
             drafts = [[] if sequence in self._left_out else draft for sequence, draft in pairs]

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from rooflax.engine.beams import with_beams
 from rooflax.engine.compilation import CompileCounts, count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
-from rooflax.engine.sequence import Sequence, StepOutput
+from rooflax.engine.sequence import Sequence, StepOutput, with_siblings
 from rooflax.errors import EngineError, QueueFull, first_line
 
 Deliver = Callable[[list[StepOutput]], None]
@@ -76,7 +75,7 @@ class EngineThread:
             EngineError: the engine is shutting down, or has failed.
         """
         self.engine.check(sequences)
-        sequences = with_beams(sequences)
+        sequences = with_siblings(sequences)
         now = time.perf_counter()
         with self._lock:
             self._check_alive()
@@ -94,7 +93,7 @@ class EngineThread:
         self._inbox.put(lambda: self._abort(mine))
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        open_ = [sequence for sequence in with_beams(sequences) if not sequence.is_finished]
+        open_ = [sequence for sequence in with_siblings(sequences) if not sequence.is_finished]
         for sequence in open_:
             self.engine.abort(sequence)
         self._close(len(open_))

@@ -47,11 +47,13 @@ class FormGuide:
         self._ends = np.array(sorted(end for end in ends if end < forms.vocab_size), np.int64)
         self._is_complete, self._error = False, None
         self._words = np.zeros(forms.num_words, np.int32)
+        self._pointer, self._num_bytes = self._words.ctypes.data, self._words.nbytes
+        self._mask = self._words[: (forms.vocab_size + 31) // 32]
         self._look()
 
     @property
     def mask(self) -> np.ndarray:
-        return self._words[: (self._forms.vocab_size + 31) // 32]
+        return self._mask
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +79,7 @@ class FormGuide:
         if self._is_complete:
             words[:] = 0
         elif not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            matcher.unsafe_compute_mask_ptr(self._pointer, self._num_bytes)
         if matcher.is_error():
             words[:] = 0
             self._error = f"The form that was asked for cannot go on: {reason(matcher)}."

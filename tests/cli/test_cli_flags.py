@@ -184,7 +184,7 @@ COMMANDS = {
 del COMMANDS["chat"][1]["--json"]
 
 
-GAIN = serving.BatchingGain(1.0, 5.0, 5.0, 6.0, 1.0)
+GAIN = serving.BatchingGain(512, 1.0, 5.0, 5.0, 6.0, 1.0)
 SERVED = {
     "requests": 3, "request_rate": 3.0, "prompt_tokens": 4, "output_tokens": 5,
     "output_tok_per_s": 6.0, "goodput_per_s": 1.0, "good_requests": 3,

@@ -25,3 +25,9 @@ def test_requests_at_a_rate_all_end(rooflax):
     assert found["metrics"]["num_finished"] == {"length": 4}
     assert found["metrics"]["num_generated_tokens"] == 4 * 5
     assert found["metrics"]["num_compilations"] == 0
+
+
+def test_the_embedded_model_is_served_with_the_prefix_that_its_context_holds(rooflax):
+    ran = rooflax("bench", "-q", "int8", "--concurrent", "--trials", 1, *SHORT, "--json")
+    assert ran.code in (0, 1), ran.err
+    assert json.loads(ran.out)["prefix_tokens"] == 448

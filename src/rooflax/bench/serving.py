@@ -25,11 +25,15 @@ PERCENTILES = (50, 90, 99)
 class Served:
     """A model behind a warm engine of `NUM_SLOTS`.
 
+    Args:
+        least_tokens: of context, without which nothing can be measured.
+        max_tokens: of context, as far as the model has it; None is `least_tokens`.
+
     Raises:
         RequestError: the context does not hold the work.
     """
 
-    def __init__(self, work: Workload, max_tokens: int):
+    def __init__(self, work: Workload, least_tokens: int, max_tokens: int | None = None):
         about = describe(work.model, **work.source)
         precision = work.precision
         self.llm = LLM(
@@ -41,16 +45,17 @@ class Served:
             max_num_seqs=NUM_SLOTS,
         )
         self.work, self.vocab = work, about.config.vocab_size
-        if max_tokens > self.llm.max_model_len:
+        if least_tokens > self.llm.max_model_len:
             raise RequestError(
-                f"the work takes {max_tokens} tokens of context, and that of {about.name} holds "
+                f"the work takes {least_tokens} tokens of context, and that of {about.name} holds "
                 f"{self.llm.max_model_len}"
             )
+        self.max_tokens = min(max_tokens or least_tokens, self.llm.max_model_len)
         self.engine = Engine(
             self.llm.model,
             self.llm.options,
             num_slots=NUM_SLOTS,
-            max_tokens=max_tokens,
+            max_tokens=self.max_tokens,
             kv_dtype=self.llm.precision.kv_dtype or "float32",
             token_budget=512,
         )
@@ -150,10 +155,12 @@ class BatchingGain:
     """What the engine brings; medians of interleaved trials.
 
     Attributes:
+        prefix_tokens: that prompts share.
         parts_tok_per_s: what the kernels allow: the time of all prompts, computed together, and of
             decode steps with all sequences.
     """
 
+    prefix_tokens: int
     alone_tok_per_s: float
     together_tok_per_s: float
     parts_tok_per_s: float
@@ -185,11 +192,17 @@ def batching_gain(work: Workload) -> BatchingGain:
     Raises:
         EngineError: the tokens differ between the two ways.
     """
-    longest = max(work.prompt_tokens + work.output_tokens, PREFIX_TOKENS + SUFFIX_TOKENS + 1)
-    served = Served(work, longest)
+    least = work.prompt_tokens + work.output_tokens
+    served = Served(work, least, max(least, PREFIX_TOKENS + SUFFIX_TOKENS + 1))
     rng = np.random.default_rng(PROMPT_SEED)
     trials = [_trial(served, rng) for _ in range(work.trials)]
-    return BatchingGain(*(float(np.median(column)) for column in zip(*trials, strict=True)))
+    medians = (float(np.median(column)) for column in zip(*trials, strict=True))
+    return BatchingGain(_prefix_tokens(served), *medians)
+
+
+def _prefix_tokens(served: Served) -> int:
+    """Of the shared prefix: what the context holds of it, in whole blocks of any size."""
+    return min(PREFIX_TOKENS, (served.max_tokens - SUFFIX_TOKENS - 1) // 64 * 64)
 
 
 def _trial(served: Served, rng: np.random.Generator) -> tuple[float, ...]:
@@ -211,7 +224,7 @@ def _trial(served: Served, rng: np.random.Generator) -> tuple[float, ...]:
     if tokens != wanted:
         raise EngineError("requests gave other tokens together than one after another")
     parts = _parts(served, prompts(NUM_SLOTS, work.prompt_tokens))
-    prefix, (first, second) = prompts(1, PREFIX_TOKENS)[0], prompts(2, SUFFIX_TOKENS)
+    prefix, (first, second) = prompts(1, _prefix_tokens(served))[0], prompts(2, SUFFIX_TOKENS)
     cold, warm = (served.sequence([*prefix, *own], 1) for own in (first, second))
     return alone, together, parts, served.run([cold]), served.run([warm])
 
@@ -255,8 +268,8 @@ def gain_lines(found: BatchingGain) -> str:
         f"{found.together_tok_per_s:.0f} tok/s: {found.speedup:.1f}x (at least "
         f"{LEAST_SPEEDUP:.0f}x, or {LEAST_SHARE:.0%} of what prompts and decode steps by "
         f"themselves allow: {found.share:.0%}), the same tokens\n"
-        f"prompt of {PREFIX_TOKENS + SUFFIX_TOKENS} tokens: first token after "
-        f"{1000 * found.cold_ttft_s:.0f} ms, with {PREFIX_TOKENS} of them cached after "
+        f"prompt of {found.prefix_tokens + SUFFIX_TOKENS} tokens: first token after "
+        f"{1000 * found.cold_ttft_s:.0f} ms, with {found.prefix_tokens} of them cached after "
         f"{1000 * found.warm_ttft_s:.0f} ms: {found.ttft_ratio:.1f}x (at least "
         f"{LEAST_TTFT_RATIO:.0f}x)"
     )

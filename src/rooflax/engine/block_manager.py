@@ -88,6 +88,7 @@ class BlockManager:
         prefix_caching: bool = True,
     ):
         self.windows = windows
+        self._windowed = [(i, w) for i, w in enumerate(windows) if w is not None]
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(count) for count in num_blocks]
@@ -174,13 +175,11 @@ class BlockManager:
             sequence.first_positions.append(num_cached - len(blocks) * self.block_size)
         sequence.num_computed_tokens = num_cached
         sequence.num_published_blocks = num_cached // self.block_size
-        sequence.is_forked = False
+        sequence.num_writable_tokens = num_cached
 
     def let_go_behind(self, sequence: Sequence) -> None:
         """Releases what the next query, at `num_computed_tokens`, cannot see."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
+        for group, window in self._windowed:
             table = sequence.block_tables[group]
             first_visible = sequence.num_computed_tokens - window + 1
             while table and sequence.first_positions[group] + self.block_size <= first_visible:
@@ -189,9 +188,7 @@ class BlockManager:
 
     def holds(self, sequence: Sequence, up_to: int) -> bool:
         """Whether the sequence can write its tokens below `up_to` into blocks that it has."""
-        pairs = zip(sequence.first_positions, sequence.block_tables, strict=True)
-        ends = (first + self.block_size * len(table) for first, table in pairs)
-        return not sequence.is_forked and all(end >= up_to for end in ends)
+        return up_to <= sequence.num_writable_tokens
 
     def missing(self, sequence: Sequence, up_to: int) -> list[int]:
         """Per group, the blocks that the positions below `up_to` still lack."""
@@ -232,6 +229,9 @@ class BlockManager:
         missing = self.missing(sequence, up_to)
         for pool, table, count in zip(self.pools, sequence.block_tables, missing, strict=True):
             table.extend(pool.take() for _ in range(count))
+        pairs = zip(sequence.first_positions, sequence.block_tables, strict=True)
+        ends = (first + self.block_size * len(table) for first, table in pairs)
+        sequence.num_writable_tokens = min(ends, default=up_to)
         return copies
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
@@ -248,7 +248,7 @@ class BlockManager:
         child.block_hashes = list(parent.block_hashes)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_published_blocks = parent.num_published_blocks
-        child.is_forked = parent.is_forked = True
+        child.num_writable_tokens = parent.num_writable_tokens = 0
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the blocks that the last step filled known to other sequences."""
@@ -271,3 +271,4 @@ class BlockManager:
             for block in reversed(table):
                 pool.release(block)
         sequence.block_tables, sequence.first_positions = [], []
+        sequence.num_writable_tokens = 0

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
 from rooflax.engine.beams import advance
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
+from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
@@ -117,6 +119,7 @@ class Engine:
         self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
         self._step_s = step_s
         self._token_s: float | None = None  # of a prompt, in a step of many
+        self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
         self.scheduler = self._new_scheduler()
         self._set_pace(BURST_S)
         self.metrics = Metrics()
@@ -134,9 +137,15 @@ class Engine:
             self._new_blocks(),
             num_slots=self.num_slots,
             token_budget=self._token_budget(),
+            guided_steps=self._guided_steps,
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
             **self._budget,
         )
+
+    def _guided_steps(self, decodes: list[Sequence], most: int) -> int:
+        if jax.process_count() > 1:  # all must choose alike, and clocks differ
+            return 1
+        return self._mask_reuse.num_steps(decodes, most)
 
     def _token_budget(self) -> int:
         """What a step may run: all that is allowed, or what takes at most `step_s`."""
@@ -320,6 +329,7 @@ class Engine:
             try:
                 if not self.runner.is_warm(call) and not self.runner.is_sealed:
                     start_s += self._warm_untimed(call)
+                begun_s = time.perf_counter()
                 result = self.runner.run(call, step.num_steps)
             except RowError as fault:  # of one row, before anything ran
                 outputs += self._end_row(fault.sequence, fault.error)
@@ -335,6 +345,10 @@ class Engine:
             now_s = time.perf_counter()
             self._watch_call(call, result, now_s - start_s)
             self._set_pace((now_s - start_s) / result.num_steps)
+            if call.shape.kind == "decode":
+                gap_s = begun_s - self._last_end_s
+                self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
+            self._last_end_s = now_s
             self._time_tokens(sum(call.counts), now_s - start_s)
             outputs += self._take(call, result, now_s)
             start_s = now_s
@@ -443,6 +457,7 @@ class Engine:
                 _take_scores(sequence, result, call.counts[row])
             sequence.num_computed_tokens += call.counts[row]
             sequence.num_uncounted = min(sequence.num_uncounted, sequence.num_uncomputed_tokens)
+            sequence.num_discarded = 0
             before = sequence.num_output_tokens
             if sequence.num_uncomputed_tokens == 0 or not result.is_finite(0, row):
                 try:
@@ -465,6 +480,7 @@ class Engine:
         self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
+        sent = None if sequence.guide is None else sequence.guide.mask.copy()
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
@@ -484,10 +500,23 @@ class Engine:
             sequence.append(result.token(index, row), now_s)
             if sequence.is_finished:
                 return
+            if sent is not None and not self._stays(sequence, sent):
+                rest = range(index + 1, result.num_tokens(row))
+                sequence.num_discarded = len(rest)  # they are run again
+                if not all(result.is_finite(i, row) for i in rest):
+                    self._start_over(sequence)
+                break
         while (token := sequence.forced_token) is not None:  # runs with the next step
             self.metrics.token(sequence, now_s)
             sequence.append(token, now_s)
             sequence.num_uncounted += 1
+
+    def _stays(self, sequence: Sequence, sent: np.ndarray) -> bool:
+        """Whether a guide's mask is still the one that the steps ran with."""
+        assert sequence.guide is not None
+        stays = np.array_equal(sequence.guide.mask, sent)
+        self._mask_reuse.watch(sequence, stays)
+        return stays
 
     def _watch(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics

@@ -9,6 +9,7 @@ slot changes hands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,9 +25,10 @@ from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
 NUM_STEPS, NUM_SAMPLED, HEADER = range(3)
 """Numbers of the whole step: decode steps, and how many of the first sequences sample."""
-SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, FIRST = range(8)
+SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, DISCARDED, FIRST = range(9)
 """Columns of a sequence; from FIRST on: first positions, block tables. NEXT is the token after its
-tokens, where it has one; UNCOUNTED is how many of its last tokens the device has yet to count."""
+tokens, where it has one; UNCOUNTED is how many of its last tokens the device has yet to count, and
+DISCARDED how many of those that it counted last do not stand."""
 TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
@@ -95,6 +97,7 @@ class Writer:
         self.packed = np.zeros(size, np.int32)
         self.header, self.rows, self._tokens = layout.split(self.packed)
         self.rows[:, SLOT] = scratch_slot
+        self._written: dict[int, list[int]] = {}
         self._ends = [part * (layout.tokens // lists) for part in range(lists)]
         self._counts = [0] * lists
 
@@ -117,25 +120,34 @@ class Writer:
         layout = self.layout
         index = part * (layout.sequences // len(self._counts)) + self._counts[part]
         self._counts[part] += 1
-        row, total = self.rows[index], count + len(drafts)
+        total = count + len(drafts)
         samples = start + count >= sequence.num_tokens
         following = 0 if samples else sequence.tokens[start + count]
         uncounted = max(0, start + count + sequence.num_uncounted - sequence.num_tokens)
         columns = [sequence.slot, start, self._ends[part], total, samples, following, uncounted]
+        columns.append(sequence.num_discarded)
         if layout.tables:
             columns += sequence.first_positions
         for length, blocks in zip(layout.tables, sequence.block_tables, strict=False):
             held = blocks[:length]  # a sequence may hold blocks for more steps than this one
             columns += held
-            columns += [0] * (length - len(held)) if len(layout.tables) > 1 else []
-        row[: len(columns)] = columns
-        tokens = self._tokens[index] if layout.dense else self._tokens[self._ends[part] :]
-        tokens[:count] = sequence.tokens[start : start + count]
-        if drafts:
-            tokens[count:total] = drafts
+            columns += [0] * (length - len(held))
+        self._written[index] = columns
+        tokens = self._tokens[index] if layout.dense else self._tokens
+        at = 0 if layout.dense else self._ends[part]
+        if total == 1:
+            tokens[at] = sequence.tokens[start]
+        else:
+            tokens[at : at + total] = sequence.tokens[start : start + count] + drafts
         if not layout.dense:
             self._ends[part] += total
         return index
+
+    def finish(self) -> np.ndarray:
+        """The array, with what `add` collected of every row: one copy is cheaper than one each."""
+        if self._written:
+            self.rows[list(self._written)] = list(self._written.values())
+        return self.packed
 
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
@@ -211,6 +223,14 @@ class StepResult:
     packed: np.ndarray
     scores: np.ndarray | None = None
 
+    @cached_property
+    def _states(self) -> list[list[int]]:
+        return self.packed[:, :, STATE].tolist()
+
+    @cached_property
+    def _tokens(self) -> list[list[int]]:
+        return self.packed[:, :, TOKEN].tolist()
+
     @property
     def num_steps(self) -> int:
         """Decode steps that ran."""
@@ -218,17 +238,19 @@ class StepResult:
 
     def num_tokens(self, row: int) -> int:
         """Tokens that a row got."""
-        return int(np.count_nonzero(self.packed[:, row, STATE]))
+        if self._states[-1][row]:
+            return len(self._states)
+        return sum(states[row] > 0 for states in self._states)
 
     def token(self, step: int, row: int) -> int:
-        return int(self.packed[step, row, TOKEN])
+        return self._tokens[step][row]
 
     def is_finite(self, step: int, row: int) -> bool:
-        return bool(self.packed[step, row, STATE] & FINITE)
+        return self._states[step][row] & FINITE > 0
 
     def is_allowed(self, step: int, row: int) -> bool:
         """Whether there was a token that the row may have."""
-        return bool(self.packed[step, row, STATE] & ALLOWED)
+        return self._states[step][row] & ALLOWED > 0
 
     def logprobs(self, step: int, row: int, count: int) -> TokenLogprobs:
         return unpack_logprobs(self.packed[step, row, STATE + 1 :], count)

@@ -133,7 +133,9 @@ class Runner:
         self.cache = self.counts = None  # before the new ones are there
         self.cache = self._allocate_cache() if self.options.use_cache else None
         shape = (self.num_slots + 1, self.model.config.vocab_size)
-        self.counts = self._put(TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32)))  # type: ignore[arg-type]
+        latest = np.zeros((self.num_slots + 1, self.decode_steps), np.int32)
+        counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32), latest)  # type: ignore[arg-type]
+        self.counts = self._put(counts)
         self._seated: list[Sequence | None] = [None] * self.num_slots
         self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
@@ -313,7 +315,7 @@ class Runner:
             drafts = call.drafts[number] if call.drafts else packing.NO_DRAFTS
             own.append(writer.add(sequence, start, end - start, drafts, parts[number]))
         masks = None if self._plain else self._no_masks
-        step = StepInput(writer.packed, self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
+        step = StepInput(writer.finish(), self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
         return step, own
 
     def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
@@ -341,7 +343,7 @@ class Runner:
             with _fault_of(sequence):
                 packing.write_params(self._params[slot], sequence)
             self._seated[slot] = sequence
-            sequence.num_uncounted = 0  # here all of its tokens are counted
+            sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
             changed |= not np.array_equal(before, self._params[slot])
             if sequence.params.has_penalties:
                 self._seat_counts(slot, sequence)

@@ -49,6 +49,8 @@ class Scheduler:
         prefill_chunk: the most tokens of one sequence in a step.
         decode_steps: the most decode steps of a dispatch.
         draft_tokens: the most drafts of a sequence in a step.
+        guided_steps: of decoding sequences of which one has a guide and of the most steps, how many
+            a dispatch should run; see `MaskReuse.num_steps`.
         worth_running: of so many decoding sequences and tokens in all, how many tokens a step
             should run now; see `Buckets.worth_running`.
 
@@ -65,9 +67,11 @@ class Scheduler:
         prefill_chunk: int,
         decode_steps: int,
         draft_tokens: int = 0,
+        guided_steps: Callable[[list[Sequence], int], int] = lambda decodes, most: 1,
         worth_running: Callable[[int, int], int] = lambda decodes, tokens: tokens,
     ):
         self.blocks, self._worth_running = blocks, worth_running
+        self._guided_steps = guided_steps
         self.num_slots, self.token_budget = num_slots, token_budget
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
         self.pace, self.draft_tokens = decode_steps, draft_tokens
@@ -136,11 +140,12 @@ class Scheduler:
         prefills: list[tuple[Sequence, int]] = []
         budget = self.token_budget - sum(s.num_uncomputed_tokens == 1 for s in self.running)
         for sequence in list(self.running):  # earlier ones take blocks from later ones
-            if sequence.num_uncomputed_tokens == 0:
+            uncomputed = sequence.num_uncomputed_tokens
+            if uncomputed == 0:
                 continue  # it waits for its siblings
             if only is not None and sequence not in only:
                 continue
-            if not sequence.is_prefill:
+            if uncomputed == 1:
                 if self._grow(sequence, 1):
                     decodes.append(sequence)
             elif (count := self._chunk(sequence, budget)) and self._grow(sequence, count):
@@ -156,7 +161,10 @@ class Scheduler:
             return ScheduledStep() if self.has_unfinished else None
         room = 1 if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
-        return ScheduledStep(decodes, min(room, self.pace), room, prefills, copies)
+        num_steps = min(room, self.pace)
+        if any(s.guide is not None for s in decodes):
+            room = 1  # for drafts
+        return ScheduledStep(decodes, num_steps, room, prefills, copies)
 
     def finish_step(self, step: ScheduledStep) -> None:
         """Shares what the step computed, and retires who has finished."""
@@ -282,18 +290,20 @@ class Scheduler:
         """Room for as many tokens as nobody has to give way for."""
         room = max(self.pace, 1 + self.draft_tokens)
         room = min(room, *(s.num_remaining_tokens for s in decodes))
-        if any(s.needs_host for s in decodes):
+        if any(s.num_candidates is not None for s in decodes):
             room = 1
+        elif any(s.guide is not None for s in decodes):
+            room = self._guided_steps(decodes, min(room, self.pace))
 
         def lacking() -> list[tuple[Sequence, int]]:
             ends = ((s, s.num_computed_tokens + room) for s in decodes)
             return [(s, end) for s, end in ends if not self.blocks.holds(s, end)]
 
-        while room > 1 and not self.blocks.can_allocate(
-            [self.blocks.missing(*needed) for needed in lacking()]
-        ):
+        needed = lacking()
+        while needed and not self.blocks.can_allocate([self.blocks.missing(*n) for n in needed]):
             room //= 2
-        for sequence, end in lacking():
+            needed = lacking()
+        for sequence, end in needed:
             self.blocks.allocate(sequence, end)
         return room
 

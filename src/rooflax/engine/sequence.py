@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rooflax.engine.sampling_params import SamplingParams
 
@@ -58,8 +58,7 @@ class Guide(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What a step gave one sequence; a value, so that another thread may read it.
 
     Attributes:
@@ -91,16 +90,20 @@ class Sequence:
         num_preemptions: how often it lost its blocks and started over.
         num_uncounted: how many of its last tokens were forced, not sampled, and the penalties on
             the device do not know yet.
+        num_discarded: how many tokens of its last decode steps were not taken, and are counted by
+            penalties on the device until its next step.
         num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
         block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
-        is_forked: others may own the block that its next token goes into.
+        num_writable_tokens: positions below it may be written: its blocks hold them, and the next
+            one is nobody else's.
         num_published_blocks: how many of them other sequences may share.
         slot: the row of per-sequence device state; None while waiting.
         logprobs: per generated token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         guide: what its text must look like; None is anything.
+        mask_stays: running mean of how often a token leaves the guide's mask as it was.
         arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
         siblings: sequences that wait, run and end together, itself included.
         awaits_fork: has nothing to compute until it is forked from a sibling.
@@ -128,17 +131,19 @@ class Sequence:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     num_uncounted: int = 0
+    num_discarded: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    is_forked: bool = False
+    num_writable_tokens: int = 0
     num_published_blocks: int = 0
     slot: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     guide: Guide | None = None
+    mask_stays: float = 0.5
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
     siblings: list[Sequence] = field(default_factory=list)
@@ -172,7 +177,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.tokens) - len(self.prompt_tokens)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -180,12 +185,12 @@ class Sequence:
 
         A decoding sequence has exactly one, and one that waits for its siblings none.
         """
-        return 0 if self.awaits_fork else self.num_tokens - self.num_computed_tokens
+        return 0 if self.awaits_fork else len(self.tokens) - self.num_computed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
-        return self.max_tokens - self.num_output_tokens
+        return self.max_tokens - (len(self.tokens) - len(self.prompt_tokens))
 
     @property
     def longest(self) -> int:
@@ -202,11 +207,6 @@ class Sequence:
         """Whether log-probabilities of its prompt are still to come."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the host must see each token before the next one can be chosen."""
-        return self.guide is not None or self.num_candidates is not None
 
     @property
     def forced_token(self) -> int | None:

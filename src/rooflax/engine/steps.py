@@ -132,7 +132,7 @@ def run_step(
     """Runs a list of tokens, decode rows and prompt chunks together, and chooses the token after
     each sequence's where they end."""
     cache, counts = carry
-    batch = step.batch
+    batch, counts = step.batch, _counted(counts, step)
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
     packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
     scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
@@ -181,9 +181,13 @@ def decode(
     batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
     out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
+    carry = (carry[0], _counted(carry[1], step))
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
-    *_, carry, out = while_loop(goes_on, one, start)
-    return (out, None), carry
+    *_, (cache, counts), out = while_loop(goes_on, one, start)
+    if not step.plain:
+        tokens = jnp.where(out[:, :, packing.STATE] > 0, out[:, :, packing.TOKEN], NO_ID)
+        counts = counts.keep_latest(step.slots, tokens.T)
+    return (out, None), (cache, counts)
 
 
 def verify(
@@ -368,6 +372,13 @@ def _choose(
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
     is_finite = _are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
     return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+
+
+def _counted(counts: TokenCounts, step: StepInput) -> TokenCounts:
+    """Without the tokens of the last decode steps that the host did not take."""
+    if step.plain:
+        return counts
+    return counts.take_back(step.slots, step.rows[:, packing.DISCARDED])
 
 
 def _count_forced(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:

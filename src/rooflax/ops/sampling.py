@@ -7,7 +7,7 @@ slot of any batch. All rows go through one function of fixed shape; greedy rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -95,26 +95,51 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenCounts:
-    """What penalties need to know of each sequence; a row is a slot, the last one is scratch."""
+    """What penalties need to know of each sequence; a row is a slot, the last one is scratch.
+
+    Attributes:
+        latest: what the last decode steps counted, NO_ID behind it; None where nothing is taken
+            back.
+    """
 
     in_prompt: Bool[Array, "slots V"]
     generated: Int[Array, "slots V"]
+    latest: Int[Array, "slots steps"] | None = None
 
     def replace(
         self, slot: Int[Array, ""], in_prompt: Bool[Array, " V"], generated: Int[Array, " V"]
     ) -> TokenCounts:
         """Gives a slot to a sequence with this past."""
-        return TokenCounts(
-            self.in_prompt.at[slot].set(in_prompt), self.generated.at[slot].set(generated)
-        )
+        in_prompt = self.in_prompt.at[slot].set(in_prompt)
+        return TokenCounts(in_prompt, self.generated.at[slot].set(generated), self.latest)
 
     def add_generated(
         self, slots: Int[Array, " B"], tokens: Int[Array, " B"], valid: Bool[Array, " B"]
     ) -> TokenCounts:
         """Counts one generated token per valid row."""
-        return TokenCounts(
-            self.in_prompt, self.generated.at[slots, tokens].add(valid.astype(jnp.int32))
-        )
+        generated = self.generated.at[slots, tokens].add(valid.astype(jnp.int32))
+        return replace(self, generated=generated)
+
+    def keep_latest(self, slots: Int[Array, " B"], tokens: Int[Array, "B steps"]) -> TokenCounts:
+        """Remembers what decode steps counted, NO_ID behind it."""
+        assert self.latest is not None
+        return replace(self, latest=self.latest.at[slots].set(tokens))
+
+    def take_back(self, slots: Int[Array, " B"], number: Int[Array, " B"]) -> TokenCounts:
+        """Counts the last `number` of each row's latest tokens no more."""
+        if self.latest is None:
+            return self
+        latest = self.latest[slots]
+        index = jnp.arange(latest.shape[1], dtype=jnp.int32)[None]
+        count = jnp.sum(latest != NO_ID, axis=1, dtype=jnp.int32)
+        is_counted = (index >= (count - number)[:, None]) & (index < count[:, None])
+
+        def without() -> jax.Array:
+            less = self.generated.at[slots[:, None], jnp.maximum(latest, 0)]
+            return less.add(-is_counted.astype(jnp.int32))
+
+        generated = cond(jnp.any(number > 0), without, lambda: self.generated)
+        return replace(self, generated=generated)
 
 
 @jax.tree_util.register_dataclass

@@ -365,7 +365,7 @@ def attention_case(
     import jax
     import jax.numpy as jnp
 
-    from rooflax.ops.attention import gpu, paged_attention
+    from rooflax.ops.attention import AttentionArgs, Paging, gpu, paged_attention
     from rooflax.ops.attention.pattern import Pattern
     from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
 
@@ -385,27 +385,31 @@ def attention_case(
     q = jax.random.normal(keys[2], (rows, queries, heads, head_dim)).astype(dtype)
     lengths = jnp.asarray([table * block - 7 * row for row in range(rows)], jnp.int32)
     order = jax.random.permutation(keys[3], jnp.arange(1, blocks, dtype=jnp.int32))
-    given = {
-        "block_tables": order.reshape(rows, table),
-        "first_positions": jnp.zeros(rows, jnp.int32),
-        "positions": lengths[:, None] + jnp.arange(-queries, 0, dtype=jnp.int32),
-        "context_lens": lengths,
-        "sinks": jnp.linspace(-1, 1, heads),
-    }
-    fixed: Figures = {"scale": head_dim**-0.5, "window": window}
-    fixed["pattern"] = None if pattern is None else Pattern(**pattern)
+    paging = Paging(
+        block_tables=order.reshape(rows, table),
+        first_positions=jnp.zeros(rows, jnp.int32),
+        positions=lengths[:, None] + jnp.arange(-queries, 0, dtype=jnp.int32),
+        context_lens=lengths,
+    )
+    args = AttentionArgs(
+        scale=head_dim**-0.5,
+        window=window,
+        sinks=jnp.linspace(-1, 1, heads),
+        pattern=None if pattern is None else Pattern(**pattern),
+    )
+    given = (*pools, paging, args)
     q32 = q.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        wanted = paged_attention(q32, *pools, **given, **fixed, implementation="reference")
-    run = jax.jit(lambda q, k, v, g: gpu.paged_attention(q, k, v, **g, **fixed, repeat_kv=False))
+        wanted = paged_attention(q32, *given, implementation="reference")
+    run = jax.jit(gpu.paged_attention)
     if queries > 1:  # weights are rounded for the tensor cores
-        row = compared(run(q, *pools, given).astype(jnp.float32), wanted, 2**-7)
-        return row if tiny else row | {"seconds": seconds_each(run, q, *pools, given)}
-    row = compared(run(q32, *pools, given), wanted, 1e-4)
+        row = compared(run(q, *given).astype(jnp.float32), wanted, 2**-7)
+        return row if tiny else row | {"seconds": seconds_each(run, q, *given)}
+    row = compared(run(q32, *given), wanted, 1e-4)
     if not tiny and pattern is not None:
-        row["seconds"] = seconds_each(run, q, *pools, given)
+        row["seconds"] = seconds_each(run, q, *given)
     elif not tiny and window is None:
-        row["read_gb_per_s"] = size / seconds_each(run, q, *pools, given) / 1e9
+        row["read_gb_per_s"] = size / seconds_each(run, q, *given) / 1e9
     return row
 
 

@@ -23,7 +23,7 @@ from rooflax.bench.environment import environment
 from rooflax.loading.load import describe
 from rooflax.models.steps import prefill
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.ops.attention import attention
+from rooflax.ops.attention import AttentionArgs, Dense, attention
 from rooflax.ops.kernels import OPERATIONS, available
 from rooflax.ops.linear import linear
 from rooflax.ops.norm import rms_norm
@@ -77,19 +77,13 @@ def others() -> list[dict[str, Any]]:
     scores = np.where(np.tril(np.ones((SEQ, SEQ), bool)), scores, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     exact = np.einsum("bnts,bsnh->btnh", shares / shares.sum(-1, keepdims=True), v)
-    positions = np.arange(SEQ, dtype=np.int32)[None]
+    positions = jnp.arange(SEQ, dtype=jnp.int32)[None]
+    dense = Dense(positions, positions, jnp.full(1, SEQ, jnp.int32), causal_order=True)
+    args = AttentionArgs(HEAD_DIM**-0.5)
     rows = []
     for dtype in ("float32", "bfloat16"):
         arrays = (jnp.asarray(a, dtype) for a in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))
-        out = attention(
-            *arrays,
-            positions=jnp.asarray(positions),
-            key_positions=jnp.asarray(positions),
-            context_lens=jnp.full(1, SEQ, jnp.int32),
-            scale=HEAD_DIM**-0.5,
-            causal_order=True,
-            implementation="xla",
-        )
+        out = attention(*arrays, dense, args, implementation="xla")
         rows.append({"what": f"attention, {dtype}", "by": "xla", "error": error(out, exact)})
         x = normal(ROWS, INNER, seed=6)
         scaled = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from rooflax.ops.activation import clamped_swiglu
+from rooflax.ops.attention import AttentionArgs, Paging
 from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.linear import gpu as linear
@@ -83,16 +84,9 @@ def attentions() -> Iterator[Case]:
                     Struct((1, length, heads, head_dim), jnp.bfloat16),
                     Struct((heads,), "f4"),
                 )
-
-                def run(q, k, v, tables, firsts, at, lens, sinks, window=window, pattern=pattern):
-                    return attention.paged_attention(
-                        q, k, v, block_tables=tables, first_positions=firsts, positions=at,
-                        context_lens=lens, scale=0.1, window=window, sinks=sinks, repeat_kv=False,
-                        pattern=pattern,
-                    )  # fmt: skip
-
-                yield f"attention {name} {kind}, queries {length}", run, (
-                    q, pool, pool, *whole, sinks,
+                args = AttentionArgs(0.1, window, sinks, pattern=pattern)  # type: ignore
+                yield f"attention {name} {kind}, queries {length}", attention.paged_attention, (
+                    q, pool, pool, Paging(*whole), args,  # type: ignore
                 )  # fmt: skip
 
 

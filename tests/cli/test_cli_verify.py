@@ -130,9 +130,9 @@ def test_the_reference_operation_by_operation_equals_the_jitted_one():
 def faulty(compute, first_position):
     """Attention that is wrong in layers without a window, from a position on."""
 
-    def attention(q, *args, positions, window=None, **kwargs):
-        out = compute(q, *args, positions=positions, window=window, **kwargs)
-        wrong = (positions >= first_position)[..., None, None] & (window is None)
+    def attention(q, k, v, where, args):
+        out = compute(q, k, v, where, args)
+        wrong = (where.positions >= first_position)[..., None, None] & (args.window is None)
         return jax.numpy.where(wrong, out * 3.0, out)
 
     return attention

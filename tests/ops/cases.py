@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rooflax.ops.attention import AttentionArgs, Dense
 from rooflax.ops.attention.pattern import Pattern
 
 
@@ -61,7 +62,7 @@ class Attention:
     segments: bool = False
 
     def arrays(self):
-        """q, k, v and the keyword arguments of `attention`."""
+        """q, k, v, and what else `attention` takes."""
         rows, queries, keys = len(self.context_lens), self.query_len, self.key_len
         context = np.array(self.context_lens, np.int32)
         first = np.maximum(context - queries, 0)
@@ -74,15 +75,10 @@ class Attention:
             normal(rows, queries, self.heads, self.head_dim, seed=1),
             normal(rows, self.kv_heads, keys, self.head_dim, seed=2),
             normal(rows, self.kv_heads, keys, self.head_dim, seed=3),
-            {
-                "positions": positions.astype(np.int32),
-                "key_positions": key_positions,
-                "context_lens": context,
-                "scale": 0.37,
-                "window": self.window,
-                "sinks": normal(self.heads, seed=4) * 2 if self.sinks else None,
-                "segment_ids": segment_ids,
-            },
+            Dense(positions.astype(np.int32), key_positions, context, segment_ids),
+            AttentionArgs(
+                0.37, self.window, normal(self.heads, seed=4) * 2 if self.sinks else None
+            ),
         )
 
     @property

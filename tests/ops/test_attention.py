@@ -1,36 +1,39 @@
 """Attention for every implementation, against loops in NumPy; paged against contiguous."""
 
-import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax.ops.attention import attention, paged_attention
+from rooflax.ops.attention import Paging, attention, paged_attention
 from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from tests.ops.cases import ATTENTION, normal, rng
 
 IMPLEMENTATIONS = ["reference", "xla", None]
-ARRAYS = ("positions", "key_positions", "context_lens", "sinks", "segment_ids")
+attend = jax.jit(attention, static_argnames="implementation")
+attend_paged = jax.jit(paged_attention, static_argnames="implementation")
 
 
-def by_hand(q, k, v, positions, key_positions, context_lens, scale, window, sinks, segment_ids):
+def by_hand(q, k, v, dense, args):
     """One query at a time, float64."""
     rows, queries, heads, _ = q.shape
+    window, sinks, segments = args.window, args.sinks, dense.segment_ids
+    q = args.scale * q.astype(np.float64)
     out = np.zeros(q.shape, np.float64)
     for b, t, n in np.ndindex(rows, queries, heads):
         kv_head = n // (heads // k.shape[1])
-        here = positions[b, t]
+        here = dense.positions[b, t]
         seen = [
             s
-            for s, there in enumerate(key_positions[b])
+            for s, there in enumerate(dense.key_positions[b])
             if there <= here
-            and there < context_lens[b]
+            and there < dense.context_lens[b]
             and (window is None or here - there < window)
-            and (segment_ids is None or segment_ids[b, s] == segment_ids[b, t])
+            and (segments is None or segments[b, s] == segments[b, t])
         ]
-        scores = [scale * float(q[b, t, n].astype(np.float64) @ k[b, kv_head, s]) for s in seen]
+        scores = [float(q[b, t, n] @ k[b, kv_head, s]) for s in seen]
         logits = np.array(scores if sinks is None else [*scores, float(sinks[n])], np.float64)
         if not seen:
             continue
@@ -40,47 +43,36 @@ def by_hand(q, k, v, positions, key_positions, context_lens, scale, window, sink
     return out
 
 
-@functools.cache
-def jitted(function, **static):
-    return jax.jit(functools.partial(function, **static))
-
-
-def run(case, implementation, q, k, v, keywords, **static):
-    arrays = {name: keywords[name] for name in ARRAYS if name in keywords}
-    fixed = {name: value for name, value in keywords.items() if name not in ARRAYS}
-    function = jitted(attention, implementation=implementation, **fixed, **static)
-    return np.asarray(function(q, k, v, **arrays))
-
-
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
 def test_attention(case):
-    q, k, v, keywords = case.arrays()
-    exact = by_hand(q, k, v, **keywords)
-    for implementation in IMPLEMENTATIONS:
+    q, k, v, dense, args = case.arrays()
+    exact = by_hand(q, k, v, dense, args)
+    for name in IMPLEMENTATIONS:
         for repeat_kv in (False, True):
-            out = run(case, implementation, q, k, v, keywords, repeat_kv=repeat_kv)
+            out = attend(q, k, v, dense, replace(args, repeat_kv=repeat_kv), implementation=name)
             np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
         if case.in_order:
-            out = run(case, implementation, q, k, v, keywords, causal_order=True)
+            in_order = replace(dense, causal_order=True)
+            out = attend(q, k, v, in_order, args, implementation=name)
             np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16_in_and_out(implementation):
-    q, k, v, keywords = ATTENTION[0].arrays()
+    q, k, v, *given = ATTENTION[0].arrays()
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in (q, k, v))
-    out = run(ATTENTION[0], implementation, q, k, v, keywords)
+    out = attend(q, k, v, *given, implementation=implementation)
     assert out.dtype == jnp.bfloat16
-    exact = by_hand(*(np.asarray(a).astype(np.float32) for a in (q, k, v)), **keywords)
+    exact = by_hand(*(np.asarray(a).astype(np.float32) for a in (q, k, v)), *given)
     np.testing.assert_allclose(out.astype(np.float32), exact, rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_scores_do_not_overflow(implementation):
-    q, k, v, keywords = ATTENTION[0].arrays()
-    out = run(ATTENTION[0], implementation, q * 1e3, k * 1e3, v, keywords)
+    q, k, v, *given = ATTENTION[0].arrays()
+    out = attend(q * 1e3, k * 1e3, v, *given, implementation=implementation)
     assert np.isfinite(out).all()
-    np.testing.assert_allclose(out, by_hand(q * 1e3, k * 1e3, v, **keywords), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(out, by_hand(q * 1e3, k * 1e3, v, *given), rtol=0, atol=1e-4)
 
 
 def into_blocks(k, v, context_lens, first_positions, block_size, tables_len):
@@ -109,38 +101,25 @@ PAGED = [case for case in ATTENTION if not case.segments]
 @pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
 def test_paged_attention(case, as_codes):
     """Over a cache of bytes exact is what its codes say: rounding them again changes nothing."""
-    q, k, v, keywords = case.arrays()
+    q, k, v, dense, args = case.arrays()
     if as_codes is not None:
         k, v = (rounded(a, as_codes) for a in (k, v))
-    exact = by_hand(q, k, v, **keywords)
-    context, block_size = keywords["context_lens"], 3
+    exact = by_hand(q, k, v, dense, args)
+    context, block_size = dense.context_lens, 3
     firsts = [np.zeros_like(context)]
     if case.window is not None:  # blocks that no query of this step can see are gone
-        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        oldest = np.maximum(dense.positions[:, 0] - case.window + 1, 0)
         firsts.append((oldest // block_size * block_size).astype(np.int32))
     for first in firsts:
         length = int(-(-(context - first).max() // block_size)) + 2
         k_pool, v_pool, tables = into_blocks(k, v, context, first, block_size, length)
         if as_codes is not None:
             k_pool, v_pool = (QuantizedPool(*as_codes(jnp.asarray(a))) for a in (k_pool, v_pool))
-        for implementation in IMPLEMENTATIONS:
+        paging = Paging(tables, first, dense.positions, context)
+        for name in IMPLEMENTATIONS:
             for repeat_kv in (False, True):
-                out = jitted(
-                    paged_attention,
-                    implementation=implementation,
-                    repeat_kv=repeat_kv,
-                    scale=keywords["scale"],
-                    window=case.window,
-                )(
-                    q,
-                    k_pool,
-                    v_pool,
-                    block_tables=tables,
-                    first_positions=first,
-                    positions=keywords["positions"],
-                    context_lens=context,
-                    sinks=keywords["sinks"],
-                )
+                told = replace(args, repeat_kv=repeat_kv)
+                out = attend_paged(q, k_pool, v_pool, paging, told, implementation=name)
                 np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
@@ -153,19 +132,12 @@ def as_jax(*arrays):
     return [jnp.asarray(a) for a in arrays]
 
 
-def on_device(keywords):
-    return {n: jnp.asarray(a) if isinstance(a, np.ndarray) else a for n, a in keywords.items()}
-
-
 def test_heads_that_do_not_divide_are_refused():
-    q, k, v, keywords = ATTENTION[0].arrays()
-    keywords = on_device(keywords)
+    q, k, v, *given = ATTENTION[0].arrays()
     with pytest.raises(ValueError, match="6 query heads.*4"):
-        attention(*as_jax(q, np.repeat(k, 2, 1), np.repeat(v, 2, 1)), **keywords)
+        attend(q, np.repeat(k, 2, 1), np.repeat(v, 2, 1), *given)
 
 
 def test_an_implementation_that_is_not_here_is_refused_by_name():
-    q, k, v, keywords = ATTENTION[0].arrays()
-    keywords = on_device(keywords)
     with pytest.raises(NotImplementedError, match="attention's 'pallas' cannot run"):
-        attention(*as_jax(q, k, v), **keywords, implementation="pallas")
+        attend(*ATTENTION[0].arrays(), implementation="pallas")

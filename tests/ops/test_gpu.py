@@ -14,8 +14,8 @@ import pytest
 
 from rooflax.ops import accelerator
 from rooflax.ops.activation import clamped_swiglu
+from rooflax.ops.attention import AttentionArgs, Paging, gpu_flash, gpu_split, paged_attention
 from rooflax.ops.attention import gpu as attention_gpu
-from rooflax.ops.attention import gpu_flash, gpu_split, paged_attention
 from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
@@ -218,32 +218,24 @@ FEW = [case for case in PAGED if case.name not in LATER]
 
 
 def paged(case, *, with_first=False):
-    """q, pools, and the keywords of `paged_attention`, for blocks in no order."""
-    q, k, v, keywords = case.arrays()
-    context = keywords["context_lens"]
+    """q, pools, and what else `paged_attention` takes, for blocks in no order."""
+    q, k, v, dense, args = case.arrays()
+    context = dense.context_lens
     first = np.zeros_like(context)
     if with_first:  # blocks that no query of this step can see are gone
-        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        oldest = np.maximum(dense.positions[:, 0] - case.window + 1, 0)
         first = (oldest // BLOCK * BLOCK).astype(np.int32)
     length = int(-(-(context - first).max() // BLOCK)) + 2
     k_pool, v_pool, tables = into_blocks(k, v, context, first, BLOCK, length)
-    names = ("positions", "context_lens", "sinks")
-    arrays = {name: keywords[name] for name in names} | {
-        "block_tables": tables,
-        "first_positions": first,
-    }
-    arrays = {name: None if a is None else jnp.asarray(a) for name, a in arrays.items()}
-    fixed = {"scale": keywords["scale"], "window": case.window}
-    return jnp.asarray(q), jnp.asarray(k_pool), jnp.asarray(v_pool), arrays | fixed
+    paging = Paging(tables, first, dense.positions, context)
+    return jax.tree.map(jnp.asarray, (q, k_pool, v_pool, paging, args))
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
 def test_paged_attention_of_few_queries(case, interpreted):
-    q, k, v, given = case.arrays()
-    exact = by_hand(q, k, v, **given)
+    exact = by_hand(*case.arrays())
     for with_first in {False, case.window is not None}:
-        q, k_pool, v_pool, keywords = paged(case, with_first=with_first)
-        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        out = attention_gpu.paged_attention(*paged(case, with_first=with_first))
         np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
@@ -251,34 +243,34 @@ def test_paged_attention_of_few_queries(case, interpreted):
 def test_paged_attention_over_narrow_pools(kind, interpreted):
     """Against the reference over the same pools: what is narrow is so before the kernel."""
     case = replace(FEW[0], head_dim=128, sinks=True, window=4)
-    q, k_pool, v_pool, keywords = paged(case)
+    q, k_pool, v_pool, *given = paged(case)
     if kind == "int8":
         k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
     else:
         k_pool, v_pool = k_pool.astype(kind), v_pool.astype(kind)
-    out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
-    close(out, paged_attention(q, k_pool, v_pool, **keywords, implementation="reference"))
+    out = attention_gpu.paged_attention(q, k_pool, v_pool, *given)
+    close(out, paged_attention(q, k_pool, v_pool, *given, implementation="reference"))
 
 
 def test_caches_of_fp8_and_float16_are_refused():
-    q, *pools, keywords = paged(replace(FEW[0], head_dim=128))
+    q, *pools, paging, args = paged(replace(FEW[0], head_dim=128))
     narrow = {
         "fp8": [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools],
         "float16": [pool.astype(jnp.float16) for pool in pools],
     }
     for name, others in narrow.items():
         with pytest.raises(NotImplementedError, match=f"no {name} KV cache"):
-            attention_gpu.paged_attention(q, *others, **keywords, repeat_kv=False)
+            attention_gpu.paged_attention(q, *others, paging, args)
 
 
 def test_contexts_split_over_programs(interpreted, monkeypatch):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
-    q, k_pool, v_pool, keywords = paged(case)
-    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    q, k_pool, v_pool, *given = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
     monkeypatch.setattr(gpu_split, "LEAST_BLOCKS", 1)
     for programs in (1, 15, 999):
         monkeypatch.setattr(gpu_split, "ENOUGH_PROGRAMS", programs)
-        out = attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        out = attention_gpu.paged_attention(q, k_pool, v_pool, *given)
         close(out, wanted)
 
 
@@ -288,11 +280,11 @@ def test_contexts_split_over_programs(interpreted, monkeypatch):
 )
 def test_contexts_split_in_any_way(window, splits, interpreted):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
-    q, k_pool, v_pool, keywords = paged(replace(case, window=window))
-    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
+    q, k_pool, v_pool, *given = paged(replace(case, window=window))
+    wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
 
     def run():
-        return attention_gpu.paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=False)
+        return attention_gpu.paged_attention(q, k_pool, v_pool, *given)
 
     tried = []
     for kernel, sizes, out in each_answer(run):
@@ -303,16 +295,17 @@ def test_contexts_split_in_any_way(window, splits, interpreted):
 
 def test_paged_attention_dispatches_and_goes_on_to_xla(on_gpu):
     case = replace(FEW[0], query_len=1)
-    q, k_pool, v_pool, keywords = paged(case)
-    wanted = paged_attention(q, k_pool, v_pool, **keywords, implementation="reference")
-    close(paged_attention(q, k_pool, v_pool, **keywords), wanted)
+    q, k_pool, v_pool, *given = paged(case)
+    wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
+    close(paged_attention(q, k_pool, v_pool, *given), wanted)
     narrow = [a[..., :24] for a in (q, k_pool, v_pool)]
-    wanted = paged_attention(*narrow, **keywords, implementation="reference")
-    close(paged_attention(*narrow, **keywords), wanted)
+    wanted = paged_attention(*narrow, *given, implementation="reference")
+    close(paged_attention(*narrow, *given), wanted)
     with pytest.raises(NotImplementedError, match="heads by 64, not 8 and 24"):
-        paged_attention(*narrow, **keywords, implementation="pallas")
+        paged_attention(*narrow, *given, implementation="pallas")
+    paging, args = given[0], replace(given[1], repeat_kv=True)
     with pytest.raises(NotImplementedError, match="never copies"):
-        paged_attention(q, k_pool, v_pool, **keywords, repeat_kv=True, implementation="pallas")
+        paged_attention(q, k_pool, v_pool, paging, args, implementation="pallas")
 
 
 PROMPTS = [
@@ -324,36 +317,35 @@ PROMPTS = [
 @pytest.mark.parametrize("case", PROMPTS, ids=["a chunk from an offset", "a whole prompt"])
 def test_paged_attention_of_many_queries(case, interpreted):
     """On tensor cores: scores are float32, their weights bfloat16."""
-    q, k_pool, v_pool, keywords = paged(case)
+    q, k_pool, v_pool, *given = paged(case)
     narrow = [a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)]
-    out = attention_gpu.paged_attention(*narrow, **keywords, repeat_kv=False)
+    out = attention_gpu.paged_attention(*narrow, *given)
     assert out.dtype == jnp.bfloat16
     wide = (narrow[0].astype(jnp.float32), *narrow[1:])
-    wanted = paged_attention(*wide, **keywords, implementation="reference")
+    wanted = paged_attention(*wide, *given, implementation="reference")
     close(out.astype(jnp.float32), wanted, 2**-7)
     for arrays in ((q, *narrow[1:]), (narrow[0], k_pool, v_pool)):
         with pytest.raises(NotImplementedError, match="bfloat16 over bfloat16 only"):
-            attention_gpu.paged_attention(*arrays, **keywords, repeat_kv=False)
+            attention_gpu.paged_attention(*arrays, *given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_paged_attention_of_many_queries_lowers_for_cuda(head_dim):
-    q, k_pool, v_pool, keywords = paged(replace(PROMPTS[0], head_dim=head_dim))
-    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
-    lowered(attend, *(a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)))
+    q, k_pool, v_pool, *given = paged(replace(PROMPTS[0], head_dim=head_dim))
+    narrow = (a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool))
+    lowered(attention_gpu.paged_attention, *narrow, *given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8"])
 def test_paged_attention_lowers_for_cuda(kind, head_dim):
     case = replace(FEW[0], head_dim=head_dim, query_len=1, sinks=True, window=4)
-    q, k_pool, v_pool, keywords = paged(case)
+    q, k_pool, v_pool, *given = paged(case)
     if kind == "int8":
         k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
     else:
         q, k_pool, v_pool = (a.astype(kind) for a in (q, k_pool, v_pool))
-    attend = functools.partial(attention_gpu.paged_attention, repeat_kv=False, **keywords)
-    lowered(attend, q, k_pool, v_pool)
+    lowered(attention_gpu.paged_attention, q, k_pool, v_pool, *given)
 
 
 LONG = replace(FEW[0], key_len=330, context_lens=(330, 241), sinks=True)
@@ -368,27 +360,27 @@ PATTERNED = {
 """Both kernels, of rows that begin with the first token, or behind what a window has freed."""
 
 
-def patterned(name):
-    """q, pools and keywords of one of them."""
-    q, *pools, keywords = paged(PATTERNED[name], with_first=PATTERNED[name].window is not None)
+def patterned(name, pattern):
+    """q, pools and what else it takes, of one of them."""
+    case, pattern = PATTERNED[name], PATTERNS[pattern]
+    q, *pools, paging, args = paged(case, with_first=case.window is not None)
     if name.startswith("bfloat16"):
-        return *(a.astype(jnp.bfloat16) for a in (q, *pools)), keywords
+        q, *pools = (a.astype(jnp.bfloat16) for a in (q, *pools))
     if name.startswith("int8"):
         pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
-    return q, *pools, keywords
+    return q, *pools, paging, replace(args, pattern=pattern)
 
 
-def hidden_blocks(pattern, keywords, keys):
+def hidden_blocks(paging, args, keys):
     """Per row, the places in its table whose tile of keys no query of it sees: one by one."""
     hidden = []
-    for row, first in enumerate(np.asarray(keywords["first_positions"])):
-        context = int(keywords["context_lens"][row])
+    for row, first in enumerate(np.asarray(paging.first_positions)):
+        context = int(paging.context_lens[row])
         seen = {
             (s - first) // keys
-            for t in np.asarray(keywords["positions"])[row].tolist()
+            for t in np.asarray(paging.positions)[row].tolist()
             for s in range(first, min(t + 1, context))
-            if seen_by_hand(pattern, t, s)
-            and (keywords["window"] is None or t - s < keywords["window"])
+            if seen_by_hand(args.pattern, t, s) and (args.window is None or t - s < args.window)
         }
         blocks = range(-(-(context - first) // BLOCK))
         hidden.append([i for i in blocks if i * BLOCK // keys not in seen])
@@ -417,19 +409,16 @@ def without(pool, blocks):
 )
 def test_patterns_hide_blocks_that_are_not_read(name, pattern, interpreted):
     """Equal to the reference under the same mask, with NaN in every tile of keys it hides."""
-    q, *pools, keywords = patterned(name)
-    pattern, flash = PATTERNS[pattern], name.startswith("bfloat16")
-    wide = q.astype(jnp.float32)
-    exact = paged_attention(wide, *pools, **keywords, pattern=pattern, implementation="reference")
-    hidden = hidden_blocks(pattern, keywords, gpu_flash.TILE if flash else BLOCK)
+    q, *pools, paging, args = patterned(name, pattern)
+    wide, flash = q.astype(jnp.float32), name.startswith("bfloat16")
+    exact = paged_attention(wide, *pools, paging, args, implementation="reference")
+    hidden = hidden_blocks(paging, args, gpu_flash.TILE if flash else BLOCK)
     assert all(hidden)
-    tables = np.asarray(keywords["block_tables"])
+    tables = np.asarray(paging.block_tables)
     lost = np.concatenate([tables[row, places] for row, places in enumerate(hidden)])
     pools = [without(pool, lost) for pool in pools]
-    found = attention_gpu.paged_attention(
-        q, *pools, **keywords, pattern=pattern, repeat_kv=False
-    ).astype(jnp.float32)
-    close(found, exact, 2**-7 if flash else 2e-6)
+    found = attention_gpu.paged_attention(q, *pools, paging, args)
+    close(found.astype(jnp.float32), exact, 2**-7 if flash else 2e-6)
 
 
 @pytest.mark.parametrize("keys", [16, gpu_flash.TILE])
@@ -437,10 +426,12 @@ def test_patterns_hide_blocks_that_are_not_read(name, pattern, interpreted):
 def test_visits_of_a_pattern_do_not_grow_with_the_context(name, keys):
     pattern, counts = PATTERNS[name], []
     for context in (1 << 12, 1 << 17):
+        zeros, positions = jnp.zeros((1, 1), jnp.int32), jnp.arange(context - 20, context)[None]
+        paging = Paging(zeros, zeros[:, 0], positions, jnp.full(1, context))
+        args, num_tiles = AttentionArgs(1.0, pattern=pattern), context // keys
         begins, ends, order = visible_tiles(
-            jnp.arange(context - 20, context)[None, None], jnp.zeros(1, jnp.int32),
-            jnp.full(1, context), None, pattern, keys=keys, num_tiles=context // keys,
-        )  # fmt: skip
+            paging, args, queries=20, keys=keys, num_tiles=num_tiles
+        )
         visited = np.asarray(order)[0, 0, int(begins[0, 0]) : int(ends[0, 0])]
         oldest = context - 20 - (pattern.window - 1)
         seen = {s // keys for s in range(context) if s >= oldest or s < pattern.first}
@@ -451,18 +442,13 @@ def test_visits_of_a_pattern_do_not_grow_with_the_context(name, keys):
 
 @pytest.mark.parametrize("name", ["float32", "int8", "bfloat16, prompt, window"])
 def test_patterns_lower_for_cuda(name):
-    q, *pools, keywords = patterned(name)
-    attend = functools.partial(
-        attention_gpu.paged_attention, repeat_kv=False, pattern=PATTERNS["all of it"], **keywords
-    )
-    lowered(attend, q, *pools)
+    lowered(attention_gpu.paged_attention, *patterned(name, "all of it"))
 
 
 def test_patterns_dispatch_to_the_kernel(on_gpu):
-    q, *pools, keywords = patterned("int8, window")
-    attend = functools.partial(paged_attention, **keywords, pattern=PATTERNS["strided"])
-    close(attend(q, *pools), attend(q, *pools, implementation="reference"))
-    assert "mpmd_map" in str(jax.make_jaxpr(attend)(q, *pools))
+    given = patterned("int8, window", "strided")
+    close(paged_attention(*given), paged_attention(*given, implementation="reference"))
+    assert "mpmd_map" in str(jax.make_jaxpr(paged_attention)(*given))
 
 
 SIZED = {case.name: replace(case, hidden=64, mlp=64) for case in MOE}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
+from rooflax.ops.attention import AttentionArgs, Paging
 from rooflax.ops.attention import cpu as attention_cpu
 from rooflax.ops.attention import reference as attention_reference
 from rooflax.ops.formats import FORMATS
@@ -233,19 +234,11 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     order = RNG.permutation(29)[: 2 * blocks] + 1
     tables = np.zeros((3, blocks), np.int32)
     tables[:2] = order.reshape(2, blocks)
-    return {
-        "q": jnp.asarray(RNG.standard_normal((3, seq, heads, head_dim)), jnp.float32),
-        "k_pool": pools[0],
-        "v_pool": pools[1],
-        "block_tables": jnp.asarray(tables),
-        "first_positions": jnp.asarray(first),
-        "positions": jnp.asarray(start[:, None] + np.arange(seq, dtype=np.int32)[None]),
-        "context_lens": jnp.asarray(lengths),
-        "scale": 0.3,
-        "window": window,
-        "sinks": jnp.asarray(RNG.standard_normal(heads), jnp.float32) if sinks else None,
-        "repeat_kv": False,
-    }
+    q = jnp.asarray(RNG.standard_normal((3, seq, heads, head_dim)), jnp.float32)
+    positions = start[:, None] + np.arange(seq, dtype=np.int32)[None]
+    paging = Paging(*map(jnp.asarray, (tables, first, positions, lengths)))
+    logits = jnp.asarray(RNG.standard_normal(heads), jnp.float32) if sinks else None
+    return q, *pools, paging, AttentionArgs(0.3, window, logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
@@ -254,8 +247,8 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
     case = attention_case(head_dim=head_dim, window=window, dtype=dtype, sinks=sinks)
-    found = np.asarray(attention_cpu.paged_attention(**case))
-    wanted = np.asarray(attention_reference.paged_attention(**case))
+    found = np.asarray(attention_cpu.paged_attention(*case))
+    wanted = np.asarray(attention_reference.paged_attention(*case))
     close(found[:2], wanted[:2], 2e-5)
     assert np.isfinite(found).all()
 
@@ -269,30 +262,26 @@ def test_every_code_of_e4m3_is_read(instruction_set):
         .at[1]
         .set(jnp.pad(values, (0, 2)).reshape(1, 16, 16))
     )
-    case = attention_case(seq=1) | {
-        "q": jnp.zeros((1, 1, 1, 16)), "sinks": None, "first_positions": jnp.zeros(1, jnp.int32),
-        "v_pool": QuantizedPool(pool, jnp.ones((2, 1, 16))),
-        "k_pool": QuantizedPool(pool * 0, jnp.ones((2, 1, 16))),
-        "block_tables": jnp.ones((1, 1), jnp.int32), "context_lens": jnp.full(1, 16, jnp.int32),
-    }  # fmt: skip
+    pools = [QuantizedPool(p, jnp.ones((2, 1, 16))) for p in (pool * 0, pool)]
     for slot in range(16):
-        case |= {"positions": jnp.full((1, 1), slot, jnp.int32), "window": 1}
-        found = np.asarray(attention_cpu.paged_attention(**case)).ravel()
+        where = ([[1]], [0], [[slot]], [16])
+        paging = Paging(*(jnp.asarray(a, jnp.int32) for a in where))
+        case = (jnp.zeros((1, 1, 1, 16)), *pools, paging, AttentionArgs(0.3, window=1))
+        found = np.asarray(attention_cpu.paged_attention(*case)).ravel()
         np.testing.assert_array_equal(found, np.asarray(pool[1, 0, slot], np.float32))
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim):
-    case = attention_case(seq=7, dtype=dtype, head_dim=head_dim)
-    whole = np.asarray(attention_cpu.paged_attention(**case))
-    batched = ("q", "block_tables", "first_positions", "positions", "context_lens")
-    alone = attention_cpu.paged_attention(**case | {n: case[n][1:2] for n in batched})
+    q, *pools, paging, args = attention_case(seq=7, dtype=dtype, head_dim=head_dim)
+    whole = np.asarray(attention_cpu.paged_attention(q, *pools, paging, args))
+    second = jax.tree.map(lambda a: a[1:2], paging)
+    alone = attention_cpu.paged_attention(q[1:2], *pools, second, args)
     np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
-    last = {n: case[n][:, 6:] for n in ("q", "positions")}
-    np.testing.assert_array_equal(
-        np.asarray(attention_cpu.paged_attention(**case | last))[:2, 0], whole[:2, 6]
-    )
+    last = replace(paging, positions=paging.positions[:, 6:])
+    found = attention_cpu.paged_attention(q[:, 6:], *pools, last, args)
+    np.testing.assert_array_equal(np.asarray(found)[:2, 0], whole[:2, 6])
 
 
 def test_wrong_shapes_are_refused_by_the_kernel():

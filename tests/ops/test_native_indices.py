@@ -13,6 +13,7 @@ import pytest
 
 from rooflax.nn.batch import NO_SLOT
 from rooflax.ops import native, sampling_columns
+from rooflax.ops.attention import AttentionArgs, Sequences
 from rooflax.ops.attention import cpu as attention_cpu
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.linear import Activation, cpu
@@ -116,12 +117,8 @@ BAD_ATTENTION = [
 def attend(window=None, **changes):
     arrays = {name: jnp.asarray(value, jnp.int32) for name, value in (ATTENTION | changes).items()}
     q, pool = jnp.ones((3, 2, 16)), jnp.ones((3, 1, 4, 16))
-
-    def call(q, pool, arrays):
-        where = tuple(arrays[name] for name in ATTENTION)
-        return attention_cpu._attend(q, pool, pool, where, 1.0, window, None)
-
-    return call, q, pool, arrays
+    sequences = Sequences(**arrays, longest=3)
+    return attention_cpu.ragged_attention, q, pool, pool, sequences, AttentionArgs(1.0, window)
 
 
 @pytest.mark.parametrize(("sentence", "changes"), BAD_ATTENTION)

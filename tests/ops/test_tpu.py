@@ -14,7 +14,7 @@ from rooflax.models.presets import PRESETS
 from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
 from rooflax.ops.accelerator import block_size
-from rooflax.ops.attention import paged_attention
+from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.plan import visible_tiles
@@ -51,59 +51,52 @@ def _on_tpu():
 
 
 @functools.cache
-def attend(implementation, **static):
-    function = functools.partial(paged_attention, implementation=implementation, **static)
-    return jax.jit(function)
+def attend(implementation):
+    return jax.jit(functools.partial(paged_attention, implementation=implementation))
 
 
 @pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
 def test_paged_attention(case):
-    q, k, v, keywords = case.arrays()
-    exact = by_hand(q, k, v, **keywords)
-    context, size = keywords["context_lens"], 3
+    q, k, v, dense, args = case.arrays()
+    exact = by_hand(q, k, v, dense, args)
+    context, size = dense.context_lens, 3
     first = np.zeros_like(context)
     if case.window is not None:  # blocks that no query of this step can see are gone
-        oldest = np.maximum(keywords["positions"][:, 0] - case.window + 1, 0)
+        oldest = np.maximum(dense.positions[:, 0] - case.window + 1, 0)
         first = (oldest // size * size).astype(np.int32)
     length = int(-(-(context - first).max() // size)) + 2
     k_pool, v_pool, tables = into_blocks(k, v, context, first, size, length)
-    out = attend("pallas", scale=keywords["scale"], window=case.window)(
-        q,
-        k_pool,
-        v_pool,
-        block_tables=tables,
-        first_positions=first,
-        positions=keywords["positions"],
-        context_lens=context,
-        sinks=keywords["sinks"],
-    )
+    paging = Paging(tables, first, dense.positions, context)
+    out = attend("pallas")(q, k_pool, v_pool, paging, args)
     np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
-def paged(queries, heads, kv_heads, head_dim, block_size, context, *, first=0, sinks=True, seed=0):
-    """q, two pools and keywords: rows of different lengths, some tiles of keys long."""
+def paged(
+    queries, heads, kv_heads, head_dim, block_size, context, *, first=0, sinks=True, window=None
+):
+    """q, two pools and what else it takes: rows of different lengths, some tiles of keys long."""
     rows, length = 2, -(-(context - first) // block_size) + 1
     contexts = np.array([context, max(first + 1, context * 2 // 3)], np.int32)
     begin = np.maximum(contexts - queries, first)
     return (
-        normal(rows, queries, heads, head_dim, seed=seed),
-        *(normal(1 + rows * length, kv_heads, block_size, head_dim, seed=seed + n) for n in (1, 2)),
-        {
-            "block_tables": 1 + rng(seed).permutation(rows * length).reshape(rows, -1).astype("i4"),
-            "first_positions": np.full(rows, first, np.int32),
-            "positions": (begin[:, None] + np.arange(queries)).astype(np.int32),
-            "context_lens": contexts,
-            "sinks": normal(heads, seed=seed + 3) if sinks else None,
-        },
+        normal(rows, queries, heads, head_dim, seed=0),
+        *(normal(1 + rows * length, kv_heads, block_size, head_dim, seed=n) for n in (1, 2)),
+        Paging(
+            block_tables=1 + rng().permutation(rows * length).reshape(rows, -1).astype("i4"),
+            first_positions=np.full(rows, first, np.int32),
+            positions=(begin[:, None] + np.arange(queries)).astype(np.int32),
+            context_lens=contexts,
+        ),
+        AttentionArgs(0.3, window, normal(heads, seed=3) if sinks else None),
     )
 
 
 LONG = {
-    "decode": ({"queries": 1, "context": 1200}, None),
-    "decode in a window": ({"queries": 1, "context": 1200, "first": 96}, 100),
-    "tiles of queries": ({"queries": 150, "context": 700}, None),
-    "tiles of queries in a window": ({"queries": 150, "context": 1300, "first": 32}, 530),
-    "no sinks": ({"queries": 5, "context": 700, "sinks": False}, None),
+    "decode": {"queries": 1, "context": 1200},
+    "decode in a window": {"queries": 1, "context": 1200, "first": 96, "window": 100},
+    "tiles of queries": {"queries": 150, "context": 700},
+    "tiles of queries in a window": {"queries": 150, "context": 1300, "first": 32, "window": 530},
+    "no sinks": {"queries": 5, "context": 700, "sinks": False},
 }
 
 
@@ -117,44 +110,40 @@ LONG = {
     ],
 )
 def test_long_contexts(name, pool):
-    sizes, window = LONG[name]
-    q, k, v, keywords = paged(heads=8, kv_heads=2, head_dim=16, block_size=16, **sizes)
+    q, k, v, *given = paged(heads=8, kv_heads=2, head_dim=16, block_size=16, **LONG[name])
     if pool == "int8":
         k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
     else:
         k, v = (jnp.asarray(a, pool) for a in (k, v))
-    outs = [
-        attend(name, scale=0.3, window=window)(q, k, v, **keywords)
-        for name in ("reference", "pallas")
-    ]
+    outs = [attend(name)(q, k, v, *given) for name in ("reference", "pallas")]
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 
 def test_an_fp8_cache_is_left_to_xla():
-    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [QuantizedPool(*tokens_as_fp8(jnp.asarray(a))) for a in (k, v)]
     with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
-        attend("pallas", scale=0.3)(q, *pools, **keywords)
-    chosen, wanted = (attend(n, scale=0.3)(q, *pools, **keywords) for n in (None, "xla"))
+        attend("pallas")(q, *pools, *given)
+    chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
 
 
 def test_a_float16_cache_is_left_to_xla():
-    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [jnp.asarray(a, jnp.float16) for a in (k, v)]
     with pytest.raises(NotImplementedError, match="no float16 KV cache"):
-        attend("pallas", scale=0.3)(q, *pools, **keywords)
-    chosen, wanted = (attend(n, scale=0.3)(q, *pools, **keywords) for n in (None, "xla"))
+        attend("pallas")(q, *pools, *given)
+    chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
 
 
 def test_heads_lie_padded_in_the_cache():
     """A token's head takes a row of lanes; what is behind it does not count."""
-    q, k, v, keywords = paged(6, 8, 2, 16, 16, 90)
+    q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     wide = [np.pad(a, ((0, 0), (0, 0), (0, 0), (0, 112))) for a in (k, v)]
-    exact = attend("reference", scale=0.3)(q, k, v, **keywords)
+    exact = attend("reference")(q, k, v, *given)
     for name in ("reference", "xla", "pallas"):
-        out = attend(name, scale=0.3)(q, *wide, **keywords)
+        out = attend(name)(q, *wide, *given)
         np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
     cache = allocate(LayerGroups.from_windows((None,)), (3,), 2, 16, block_size=block_size())
     assert cache.k[0].shape == (3, 2, 128, 128)
@@ -162,12 +151,9 @@ def test_heads_lie_padded_in_the_cache():
 
 
 def test_bfloat16_attention():
-    q, k, v, keywords = paged(9, 8, 2, 16, 16, 700)
+    q, k, v, *given = paged(9, 8, 2, 16, 16, 700)
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in (q, k, v))
-    outs = [
-        attend(name, scale=0.3, window=None)(q, k, v, **keywords)
-        for name in ("reference", "pallas")
-    ]
+    outs = [attend(name)(q, k, v, *given) for name in ("reference", "pallas")]
     assert outs[1].dtype == jnp.bfloat16
     wide = [np.asarray(out).astype(np.float32) for out in outs]
     np.testing.assert_allclose(wide[1], wide[0], rtol=2**-7, atol=4e-3)
@@ -176,16 +162,16 @@ def test_bfloat16_attention():
 @pytest.mark.parametrize("queries", [1, 70])
 def test_blocks_that_no_query_sees_are_not_read(queries):
     window = 200
-    q, k, v, keywords = paged(queries, 8, 2, 16, 16, 2300)
+    q, k, v, paging, args = paged(queries, 8, 2, 16, 16, 2300, window=window)
     keys = tpu.attention_tiles(queries, 4, 2, 16, 16, 4).blocks * 16
-    oldest = keywords["positions"][:, 0] - window + 1
-    ends = -(-keywords["context_lens"] // keys)
+    oldest = paging.positions[:, 0] - window + 1
+    ends = -(-paging.context_lens // keys)
     for row in range(2):  # whole tiles of keys before the window, and behind the context
-        tiles = keywords["block_tables"][row].copy()
+        tiles = paging.block_tables[row].copy()
         tiles[oldest[row] // keys * (keys // 16) : ends[row] * (keys // 16)] = 0
         k[tiles[tiles > 0]] = v[tiles[tiles > 0]] = np.nan
     assert np.isnan(k).any()
-    out = np.asarray(attend("pallas", scale=0.3, window=window)(q, k, v, **keywords))
+    out = np.asarray(attend("pallas")(q, k, v, paging, args))
     assert np.isfinite(out).all()
 
 
@@ -200,15 +186,14 @@ def test_blocks_that_no_query_sees_are_not_read(queries):
     ],
 )
 def test_attention_in_tiles_of_any_size(name, pool, count):
-    sizes, window = LONG[name]
     kv_heads = 1 if name == "no sinks" else 2
-    q, k, v, keywords = paged(heads=8, kv_heads=kv_heads, head_dim=16, block_size=16, **sizes)
+    q, k, v, *given = paged(heads=8, kv_heads=kv_heads, head_dim=16, block_size=16, **LONG[name])
     if pool == "int8":
         k, v = (QuantizedPool(*tokens_as_int8(jnp.asarray(a))) for a in (k, v))
 
     def run(implementation):
         attend = functools.partial(paged_attention, implementation=implementation)
-        return jax.jit(functools.partial(attend, scale=0.3, window=window))(q, k, v, **keywords)
+        return jax.jit(attend)(q, k, v, *given)
 
     exact, tried = run("reference"), []
     for kernel, sizes, out in each_answer(lambda: run("pallas")):
@@ -222,14 +207,11 @@ def test_visits_follow_what_is_visible():
     """Against every query and every key, one by one."""
     positions = np.array([[[5, 6, 7], [8, 9, -1]], [[40, 41, 42], [43, 44, 45]]], np.int32)
     first, context, keys, num_tiles = np.array([0, 16]), np.array([10, 44]), 4, 8
+    tables = np.zeros((2, num_tiles), np.int32)
+    paging = Paging(*as_jax(tables, first, positions.reshape(2, 6), context))
     for window in (None, 1, 6, 99):
         visits, counts = visible_tiles(
-            jnp.asarray(positions),
-            jnp.asarray(first, jnp.int32),
-            jnp.asarray(context, jnp.int32),
-            window,
-            keys=keys,
-            num_tiles=num_tiles,
+            paging, AttentionArgs(1.0, window), queries=3, keys=keys, num_tiles=num_tiles
         ).listed(num_tiles)
         for row, tile in np.ndindex(2, 2):
             seen = {
@@ -243,9 +225,9 @@ def test_visits_follow_what_is_visible():
 
 
 def test_copied_heads_are_refused():
-    q, k, v, keywords = paged(1, 8, 2, 16, 16, 20)
+    *arrays, args = paged(1, 8, 2, 16, 16, 20)
     with pytest.raises(NotImplementedError, match="gqa=repeat"):
-        attend("pallas", scale=0.3, repeat_kv=True)(q, k, v, **keywords)
+        attend("pallas")(*arrays, replace(args, repeat_kv=True))
 
 
 @functools.cache
@@ -445,15 +427,10 @@ def test_attention_lowers_for_a_tpu(model, pool):
         row = like((rows,), "int32")
         logits = like((heads,), "float32") if sinks else None
 
-        def step(q, k, v, tables, first, positions, context, sinks, window=window):
-            return paged_attention(
-                q, k, v, block_tables=tables, first_positions=first, positions=positions,
-                context_lens=context, scale=0.1, window=window, sinks=sinks,
-                implementation="pallas",
-            )  # fmt: skip
-
         tables, positions = like((rows, length), "int32"), like((rows, queries), "int32")
-        text = lowered(step, q, blocks, blocks, tables, row, positions, row, logits)
+        paging, args = Paging(tables, row, positions, row), AttentionArgs(0.1, window, logits)
+        step = functools.partial(paged_attention, implementation="pallas")
+        text = lowered(step, q, blocks, blocks, paging, args)
         assert text.count("tpu_custom_call") == 1
         assert "stablehlo.gather" not in text or pool == "int8"  # of scales only
 
@@ -539,23 +516,23 @@ def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, mon
 @pytest.mark.parametrize(("queries", "window"), [(1, None), (70, 300)])
 def test_patterns_are_dense_attention_under_their_mask(name, queries, window):
     pattern = PATTERNS[name]
-    q, k, v, keywords = paged(queries, 4, 2, 8, 16, 700)
-    gathered = [np.asarray(gather(*as_jax(a, keywords["block_tables"]))) for a in (k, v)]
-    context, scores = keywords["context_lens"], np.einsum(
+    q, k, v, paging, args = paged(queries, 4, 2, 8, 16, 700, window=window)
+    gathered = [np.asarray(gather(*as_jax(a, paging.block_tables))) for a in (k, v)]
+    context, scores = paging.context_lens, np.einsum(
         "btkgh,bksh->bkgts", q.reshape(2, queries, 2, 2, 8), gathered[0]
     )  # fmt: skip
     keep = np.zeros((2, queries, gathered[0].shape[2]), bool)
     for b, t, s in np.ndindex(keep.shape):
-        here = keywords["positions"][b, t]
+        here = paging.positions[b, t]
         keep[b, t, s] = s <= here and s < context[b] and seen_by_hand(pattern, here, s)
         keep[b, t, s] &= window is None or here - s < window
     scores = np.where(keep[:, None, None], 0.3 * scores.astype(np.float64), -np.inf)
-    sinks = np.broadcast_to(keywords["sinks"].reshape(1, 2, 2, 1, 1), (*scores.shape[:4], 1))
+    sinks = np.broadcast_to(args.sinks.reshape(1, 2, 2, 1, 1), (*scores.shape[:4], 1))
     weights = np.exp(np.concatenate([scores, sinks], axis=4))
     weights = weights[..., :-1] / weights.sum(axis=4, keepdims=True)
     exact = np.einsum("bkgts,bksh->btkgh", weights, gathered[1]).reshape(q.shape)
     for implementation in ("reference", "xla", "pallas"):
-        out = attend(implementation, scale=0.3, window=window, pattern=pattern)(q, k, v, **keywords)
+        out = attend(implementation)(q, k, v, paging, replace(args, pattern=pattern))
         np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
 
 
@@ -567,10 +544,12 @@ def test_visits_follow_the_pattern(name, queries):
     keys = pattern.block
     positions = np.arange(context - queries, context, dtype=np.int32)
     num_tiles = context // keys + 3
+    zeros = np.zeros((1, num_tiles), np.int32)
+    paging = Paging(*as_jax(zeros, zeros[:, 0], positions[None], np.full(1, context)))
+    args = AttentionArgs(1.0, pattern=pattern)
     visits, counts = visible_tiles(
-        jnp.asarray(positions)[None, None], jnp.zeros(1, jnp.int32), jnp.full(1, context), None,
-        pattern, keys=keys, num_tiles=num_tiles,
-    ).listed(num_tiles)  # fmt: skip
+        paging, args, queries=queries, keys=keys, num_tiles=num_tiles
+    ).listed(num_tiles)
     seen = {
         s // keys
         for t in positions
@@ -580,11 +559,11 @@ def test_visits_follow_the_pattern(name, queries):
     assert np.asarray(visits)[0, 0, : counts[0, 0]].tolist() == sorted(seen)
     assert int(counts[0, 0]) <= context // keys // 2
 
-    q, k, v, keywords = paged(queries, 4, 2, 8, 16, context)
-    tables = keywords["block_tables"]
+    q, k, v, paging, args = paged(queries, 4, 2, 8, 16, context)
+    tables = paging.block_tables
     hidden = [i for i in range(context // 16) if i * 16 // keys not in seen]
     k[tables[0, hidden]] = v[tables[0, hidden]] = np.nan
-    out = np.asarray(attend("pallas", scale=0.3, pattern=pattern)(q, k, v, **keywords))
+    out = np.asarray(attend("pallas")(q, k, v, paging, replace(args, pattern=pattern)))
     assert np.isfinite(out[0]).all()
 
 
@@ -595,11 +574,9 @@ def test_tiles_are_bounded_whatever_a_patterns_block(block):
     found = tpu.attention_tiles(*sizes, most_keys=block)
     assert found.blocks == min(block // 16, tpu.attention_tiles(*sizes).blocks)
     pattern = Pattern(40, first=20, stride=3, block=block)
-    q, k, v, keywords = paged(3, 4, 2, 8, 16, 1100)
-    outs = [
-        attend(name, scale=0.3, pattern=pattern)(q, k, v, **keywords)
-        for name in ("reference", "pallas")
-    ]
+    *arrays, args = paged(3, 4, 2, 8, 16, 1100)
+    args = replace(args, pattern=pattern)
+    outs = [attend(name)(*arrays, args) for name in ("reference", "pallas")]
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 

@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from rooflax.ops import accelerator, native
-from rooflax.ops.attention import paged_attention
+from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import ClampedSwiglu, unembed
 from rooflax.ops.moe import experts
@@ -56,13 +56,8 @@ def temporary_bytes():
 def test_attention(temporary_bytes, model, pool):
     heads, kv_heads, head_dim, window, sinks = MODELS[model]
     size, width, length = accelerator.block_size(), accelerator.cache_width(head_dim), 32
-
-    def step(q, k, v, tables, first, positions, context, sinks):
-        return paged_attention(
-            q, k, v, block_tables=tables, first_positions=first, positions=positions,
-            context_lens=context, scale=0.1, window=window, sinks=sinks, implementation="pallas",
-        )  # fmt: skip
-
+    step = functools.partial(paged_attention, implementation="pallas")
+    args = AttentionArgs(0.1, window, like((heads,), "float32") if sinks else None)
     for rows, queries in ((8, 1), (1, 512)):
         blocks = like((rows * length, kv_heads, size, width), pool)
         if pool == "int8":
@@ -71,8 +66,10 @@ def test_attention(temporary_bytes, model, pool):
         needed = temporary_bytes(
             step,
             like((rows, queries, heads, head_dim), "bfloat16"),
-            *(blocks, blocks, like((rows, length), "int32"), row),
-            *(like((rows, queries), "int32"), row, like((heads,), "float32") if sinks else None),
+            blocks,
+            blocks,
+            Paging(like((rows, length), "int32"), row, like((rows, queries), "int32"), row),
+            args,
         )
         assert needed < 8 << 20  # nothing of the pools
 

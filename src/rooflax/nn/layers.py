@@ -18,7 +18,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
 from rooflax.ops import accelerator
-from rooflax.ops.attention import attention, ragged_attention
+from rooflax.ops.attention import AttentionArgs, Dense, attention, ragged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.kernels import chosen
 from rooflax.ops.quantization import QuantizedArray
@@ -210,39 +210,27 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | Stacked | None = None,
     ) -> Float[Array, "B T N H"]:
-        batch = self.batch
-        common = {
-            "scale": scale,
-            "window": self.window,
-            "sinks": taken(sinks),
-            "repeat_kv": self.options.gqa == "repeat",
-            "implementation": self.options.kernels,
-        }
+        batch, kernels = self.batch, self.options.kernels
+        args = AttentionArgs(scale, self.window, taken(sinks), self.options.gqa == "repeat")
         if self.pools is None:
             k, v, keys = (
                 mesh.gather_tokens(a, batch, (mesh.SEQUENCE,)) for a in (k, v, batch.positions)
             )
-            return attention(
-                q,
-                k.swapaxes(1, 2),
-                v.swapaxes(1, 2),
-                positions=batch.positions,
-                context_lens=batch.context_lens,
-                key_positions=keys,
-                segment_ids=batch.segment_ids,
-                causal_order=mesh.SEQUENCE not in batch.split,
-                **common,
-            )
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            in_order = mesh.SEQUENCE not in batch.split
+            dense = Dense(batch.positions, keys, batch.context_lens, batch.segment_ids, in_order)
+            return attention(q, k, v, dense, args, implementation=kernels)
         pools = self.pools
         k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
         slots = self.slots[self.group] + pools.first_block * pools.block_size
         k_pool, v_pool = (
-            write(pool, new, slots, implementation=self.options.kernels)
+            write(pool, new, slots, implementation=kernels)
             for pool, new in ((pools.k, k), (pools.v, v))
         )
         self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
         sequences = batch.sequences(self.group, pools.first_block)
-        return ragged_attention(q[0], pools.k, pools.v, sequences, **common)[None]
+        out = ragged_attention(q[0], pools.k, pools.v, sequences, args, implementation=kernels)
+        return out[None]
 
 
 def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.sequences import Sequences
 from rooflax.ops.quantization import QuantizedPool
 
@@ -16,28 +16,22 @@ def paged_attention(
     q: Float[Array, "B T N H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    *,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    repeat_kv: bool,
-    pattern: Pattern | None = None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
     """Every row has as many queries, and their positions follow one another."""
-    if repeat_kv:
-        raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
-    if pattern is not None:
-        raise NotImplementedError("attention's native kernel has no patterns.")
     rows, length = q.shape[:2]
-    starts = jnp.arange(rows, dtype=jnp.int32) * length
-    lens = jnp.full(rows, length, jnp.int32)
-    where = (block_tables, first_positions, starts, lens, positions[:, 0], context_lens)
+    sequences = Sequences(
+        query_starts=jnp.arange(rows, dtype=jnp.int32) * length,
+        query_lens=jnp.full(rows, length, jnp.int32),
+        positions=paging.positions[:, 0],
+        context_lens=paging.context_lens,
+        block_tables=paging.block_tables,
+        first_positions=paging.first_positions,
+        longest=length,
+    )
     flat = q.reshape(-1, *q.shape[2:])
-    return _attend(flat, k_pool, v_pool, where, scale, window, sinks).reshape(q.shape)
+    return ragged_attention(flat, k_pool, v_pool, sequences, args).reshape(q.shape)
 
 
 def ragged_attention(
@@ -45,41 +39,29 @@ def ragged_attention(
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     sequences: Sequences,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
+    args: AttentionArgs,
 ) -> Float[Array, "T N H"]:
-    s = sequences
-    where = (
-        s.block_tables, s.first_positions, s.query_starts, s.query_lens, s.positions, s.context_lens
-    )  # fmt: skip
-    return _attend(q, k_pool, v_pool, where, scale, window, sinks)
-
-
-def _attend(
-    q: jax.Array,
-    k_pool: jax.Array | QuantizedPool,
-    v_pool: jax.Array | QuantizedPool,
-    where: tuple[jax.Array, ...],
-    scale: float,
-    window: int | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """The kernel's call."""
+    if args.repeat_kv:
+        raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
+    if args.pattern is not None:
+        raise NotImplementedError("attention's native kernel has no patterns.")
     scales = (jnp.zeros(0, jnp.float32),) * 2
     if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
         scales = (k_pool.scales, v_pool.scales)
         k_pool, v_pool = k_pool.values, v_pool.values
-    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     call = jax.ffi.ffi_call("rooflax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q.astype(jnp.float32),
         k_pool,
         v_pool,
         *scales,
-        *where,
-        sinks,
-        scale=np.float32(scale),
-        window=np.int64(window or 0),
+        sequences.block_tables,
+        sequences.first_positions,
+        sequences.query_starts,
+        sequences.query_lens,
+        sequences.positions,
+        sequences.context_lens,
+        jnp.zeros(0, jnp.float32) if args.sinks is None else args.sinks.astype(jnp.float32),
+        scale=np.float32(args.scale),
+        window=np.int64(args.window or 0),
     ).astype(q.dtype)

@@ -10,11 +10,11 @@ sm_90a show that they compile. No GPU has run them yet.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_flash import flash
 from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
-from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -22,18 +22,10 @@ def paged_attention(
     q: Float[Array, "B T N H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    *,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    repeat_kv: bool,
-    pattern: Pattern | None = None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    if repeat_kv:
+    if args.repeat_kv:
         raise NotImplementedError("attention's GPU kernel never copies K/V heads (gqa=repeat).")
     if isinstance(k_pool, QuantizedPool) and k_pool.values.dtype != jnp.int8:
         raise NotImplementedError("attention's GPU kernel reads no fp8 KV cache.")
@@ -50,21 +42,10 @@ def paged_attention(
     queries = q.reshape(rows, length, kv_heads, group, head_dim).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, length * group, head_dim)
     attend = split if length * group <= MOST_QUERIES else flash
-    partials = attend(
-        queries,
-        k_pool,
-        v_pool,
-        block_tables,
-        first_positions,
-        positions,
-        context_lens,
-        scale,
-        window,
-        pattern,
-    )
+    partials = attend(queries, k_pool, v_pool, paging, args)
     by_query = None
-    if sinks is not None:
-        of_head = sinks.astype(jnp.float32).reshape(kv_heads, group)
+    if args.sinks is not None:
+        of_head = args.sinks.astype(jnp.float32).reshape(kv_heads, group)
         by_query = jnp.tile(of_head, (1, length))
     out = _merged(*partials, by_query).reshape(rows, kv_heads, length, group, head_dim)
     return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)

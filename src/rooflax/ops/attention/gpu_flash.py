@@ -7,17 +7,17 @@ by block by TMA, a tile ahead.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_split import LOWEST, MOST_QUERIES
-from rooflax.ops.attention.pattern import Pattern
-from rooflax.ops.attention.plan import NOWHERE, sees, visible_tiles
+from rooflax.ops.attention.plan import NOWHERE, visible_tiles
 from rooflax.ops.quantization import QuantizedPool
 
 TILE = 64
@@ -28,57 +28,34 @@ def flash(
     q: Float[Array, "B K queries H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    pattern: Pattern | None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
     """What `split` gives, of one share."""
     from rooflax.ops.mosaic import launch
 
     _check(q, k_pool)
     rows, kv_heads, num_queries, _ = q.shape
-    block_size, table_len = k_pool.shape[2], block_tables.shape[1]
+    block_size, table_len = k_pool.shape[2], paging.block_tables.shape[1]
     padding = -num_queries % TILE
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    positions = jnp.repeat(positions, num_queries // positions.shape[1], axis=1)
+    positions = jnp.repeat(paging.positions, num_queries // paging.positions.shape[1], axis=1)
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=NOWHERE)
-    tiles = q.shape[2] // TILE
-    visits = visible_tiles(
-        positions.reshape(rows, tiles, TILE),
-        first_positions,
-        context_lens,
-        window,
-        pattern,
-        keys=TILE,
-        num_tiles=-(-table_len * block_size // TILE),
-    )
+    paging, num_tiles = replace(paging, positions=positions), -(-table_len * block_size // TILE)
+    visits = visible_tiles(paging, args, queries=TILE, keys=TILE, num_tiles=num_tiles)
 
     def attention_flash(*refs: Any) -> None:
-        to_base_2 = np.float32(scale * np.log2(np.e))
-        seen = partial(sees, window=window, pattern=pattern)
-        _program(*refs, listed=visits.order is not None, to_base_2=to_base_2, sees=seen)
+        to_base_2 = np.float32(args.scale * np.log2(np.e))
+        _program(*refs, listed=visits.order is not None, to_base_2=to_base_2, sees=args.sees)
 
     numbers = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     run = launch(
         attention_flash,
         (numbers, numbers, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
-        {"tile": tiles, "head": kv_heads, "row": rows},
+        {"tile": q.shape[2] // TILE, "head": kv_heads, "row": rows},
         scratch_types=_scratch(q.shape[3], TILE // block_size),
     )
-    found = run(
-        q,
-        k_pool,
-        v_pool,
-        block_tables,
-        first_positions,
-        positions,
-        context_lens,
-        *jax.tree.leaves(visits),
-    )
+    found = run(q, k_pool, v_pool, *jax.tree.leaves((paging, visits)))
     highs, sums, outs = (a[:, :, None, :num_queries] for a in found)
     return highs, sums, outs
 

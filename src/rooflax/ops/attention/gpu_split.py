@@ -8,17 +8,16 @@ threads in the loop; slots are merged here in float32, shares and the sink by th
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from rooflax.ops import block_sizes
-from rooflax.ops.attention.pattern import Pattern
-from rooflax.ops.attention.plan import sees, visible_tiles
+from rooflax.ops.attention.args import AttentionArgs, Paging
+from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.block_sizes import about, powers_of_two
 from rooflax.ops.quantization import QuantizedPool
 
@@ -35,13 +34,8 @@ def split(
     q: Float[Array, "B K queries H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    pattern: Pattern | None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
     """Highest scores [B, K, splits, queries], sums of weights, and weighted values [..., H].
 
@@ -51,26 +45,20 @@ def split(
     from rooflax.ops.mosaic import launch
 
     rows, kv_heads, num_queries, head_dim = q.shape
-    block_size, table_len = k_pool.shape[2], block_tables.shape[1]
+    block_size, table_len = k_pool.shape[2], paging.block_tables.shape[1]
     together = min(_at_once(head_dim), num_queries)
     parts = -(-num_queries // together)
     padding = parts * together - num_queries
-    q = q.astype(jnp.float32) * np.float32(scale)
+    q = q.astype(jnp.float32) * np.float32(args.scale)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    visits = visible_tiles(
-        positions[:, None],
-        first_positions,
-        context_lens,
-        window,
-        pattern,
-        keys=block_size,
-        num_tiles=table_len,
-    )
+    length = paging.positions.shape[1]
+    visits = visible_tiles(paging, args, queries=length, keys=block_size, num_tiles=table_len)
     pools = [k_pool, v_pool]
     if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
         pools = [k_pool.values, v_pool.values, k_pool.scales, v_pool.scales]
     stored = (k_pool.values if isinstance(k_pool, QuantizedPool) else k_pool).dtype
-    most = table_len if window is None else min(table_len, window // block_size + 2)
+    window = table_len * block_size if args.window is None else args.window
+    most = min(table_len, window // block_size + 2)
     (splits,) = block_sizes.of(
         "attention.gpu",
         (about(rows), kv_heads, about(num_queries), about(most), block_size, head_dim, stored.name),
@@ -85,16 +73,14 @@ def split(
             *refs[len(pools) :],
             together=together,
             splits=splits,
-            group=num_queries // positions.shape[1],
-            sees=partial(sees, window=window, pattern=pattern),
+            group=num_queries // length,
+            sees=args.sees,
         )
 
     result = jax.ShapeDtypeStruct((rows, kv_heads, splits, parts * together, head_dim), jnp.float32)
     grid = {"part": parts, "head": kv_heads, "row": rows, "split": splits}
     run = launch(attention_split, (result,) * 3, grid)
-    highs, sums, outs = run(
-        q, *pools, block_tables, first_positions, positions, context_lens, *jax.tree.leaves(visits)
-    )
+    highs, sums, outs = run(q, *pools, *jax.tree.leaves((paging, visits)))
     queries = slice(0, num_queries)
     return highs[:, :, :, queries, 0], sums[:, :, :, queries, 0], outs[:, :, :, queries]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.attention.pattern import Pattern
-from rooflax.ops.attention.plan import sees
+from rooflax.ops.attention.args import Dense, Paging
 from rooflax.ops.quantization import QuantizedPool
 
 
@@ -26,22 +24,13 @@ def gather(
     return blocks.swapaxes(1, 2).reshape(rows, kv_heads, nb * block_size, head_dim)
 
 
-def key_positions(first_positions: Int[Array, " B"], num_slots: int) -> Int[Array, "B num_slots"]:
-    """Absolute position of every slot of the rows' tables."""
-    return first_positions[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None, :]
-
-
-def visible(
-    positions: Int[Array, "B T"],
-    keys: Int[Array, "B S"],
-    context_lens: Int[Array, " B"],
-    window: int | None,
-    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None,
-    pattern: Pattern | None = None,
-) -> jax.Array:
-    """[B, T, S] bool: which query sees which key; segments are the queries' and the keys'."""
-    query, key = positions[:, :, None], keys[:, None, :]
-    mask = sees(query, key, context_lens[:, None, None], window, pattern)
-    if segment_ids is not None:
-        mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None, :]
-    return mask
+def gathered(
+    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    paging: Paging,
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Dense]:
+    """The rows' keys and values, and where they are."""
+    k, v = gather(k_pool, paging.block_tables), gather(v_pool, paging.block_tables)
+    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
+    key_positions = paging.first_positions[:, None] + slots[None, :]
+    return k, v, Dense(paging.positions, key_positions, paging.context_lens)

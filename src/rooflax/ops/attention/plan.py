@@ -1,29 +1,19 @@
 """Which tiles of keys a kernel visits: decided before it runs, so that its cost follows them.
 
-What is seen inside a tile is `sees`, for every implementation. Neither knows of any kernel.
+What is seen inside a tile is `AttentionArgs.sees`. Neither knows of any kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.args import AttentionArgs, Paging
 
 NOWHERE = -1
 """The position of padded queries, which see nothing."""
-
-
-def sees(query: Any, key: Any, context: Any, window: int | None, pattern: Pattern | None) -> Any:
-    """Whether a query sees a key, by positions; of any shapes that broadcast together."""
-    seen = (key <= query) & (key < context)
-    if window is not None:
-        seen &= key > query - window
-    if pattern is not None:
-        seen &= pattern.sees(query, key)
-    return seen
 
 
 class Visits(NamedTuple):
@@ -48,23 +38,19 @@ class Visits(NamedTuple):
 
 
 def visible_tiles(
-    positions: Int[Array, "B tiles queries"],
-    first_positions: Int[Array, " B"],
-    context_lens: Int[Array, " B"],
-    window: int | None,
-    pattern: Pattern | None = None,
-    *,
-    keys: int,
-    num_tiles: int,
+    paging: Paging, args: AttentionArgs, *, queries: int, keys: int, num_tiles: int
 ) -> Visits:
     """A tile is visited if one of the queries may see one of its keys.
 
     Args:
-        positions: `NOWHERE` for queries that are none.
+        paging: its positions are `NOWHERE` for queries that are none.
+        queries: per tile; all tiles are full.
         keys: per tile; the first begins at `first_positions`.
         num_tiles: of keys, at most.
     """
-    first, context = first_positions[:, None], context_lens[:, None]
+    window, pattern = args.window, args.pattern
+    positions = paging.positions.reshape(paging.positions.shape[0], -1, queries)
+    first, context = paging.first_positions[:, None], paging.context_lens[:, None]
     real = jnp.where(positions == NOWHERE, jnp.iinfo(jnp.int32).max, positions)
     nearest, farthest = jnp.min(real, axis=2), jnp.max(positions, axis=2)
     last = jnp.minimum(farthest + 1, context) - first

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import accelerator, parts
+from rooflax.ops import parts
 from rooflax.ops.attention import cpu
-from rooflax.ops.attention.api import PAGED_IMPLEMENTATIONS, check_heads, paged_attention
-from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.api import check_heads, chosen, paged_attention
+from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import NOWHERE
 from rooflax.ops.attention.sequences import Sequences, owners
-from rooflax.ops.dispatch import choose
 from rooflax.ops.quantization import QuantizedPool
 
 TILE = 64
@@ -33,48 +32,32 @@ def ragged_attention(
     k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
     sequences: Sequences,
+    args: AttentionArgs,
     *,
-    scale: float,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    repeat_kv: bool = False,
-    pattern: Pattern | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T N H"]:
     """`paged_attention` of a list of tokens.
 
     Args:
         q: queries; what comes back for tokens of no sequence means nothing.
-        scale, window, sinks, repeat_kv, pattern, implementation: as for `paged_attention`.
+        implementation: as for `paged_attention`.
 
     Raises:
         ValueError: N is not a multiple of K.
         NotImplementedError: the named implementation does not exist here.
     """
     check_heads(q.shape[1], k_pool.shape[1])
-    kernels_cannot = repeat_kv or (pattern is not None and accelerator.platform() == "cpu")
-    if implementation is None and kernels_cannot:
-        implementation = "xla"
-    how = {"scale": scale, "window": window, "sinks": sinks}
-    native = PAGED_IMPLEMENTATIONS["native"]
-    if choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation) is native:
-        if repeat_kv or pattern is not None:
-            what = "never copies K/V heads (gqa=repeat)" if repeat_kv else "has no patterns"
-            raise NotImplementedError(f"attention's native kernel {what}.")
-        return cpu.ragged_attention(q, k_pool, v_pool, sequences, **how)
+    if chosen(args, implementation) is cpu.paged_attention:
+        return cpu.ragged_attention(q, k_pool, v_pool, sequences, args)
     tiles, of_token = _tiled(sequences, q.shape[0])
-    out = paged_attention(
-        q[tiles.tokens],
-        k_pool,
-        v_pool,
+    paging = Paging(
         block_tables=sequences.block_tables[tiles.sequence],
         first_positions=sequences.first_positions[tiles.sequence],
         positions=tiles.positions,
         context_lens=sequences.context_lens[tiles.sequence],
-        repeat_kv=repeat_kv,
-        pattern=pattern,
-        implementation=implementation,
-        **how,
+    )
+    out = paged_attention(
+        q[tiles.tokens], k_pool, v_pool, paging, args, implementation=implementation
     )
     return out.reshape(-1, *q.shape[1:])[of_token]
 

@@ -11,6 +11,7 @@ Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import tpu
-from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import NOWHERE, visible_tiles
 from rooflax.ops.quantization import QuantizedPool
 from rooflax.ops.tpu import dot
@@ -33,18 +34,10 @@ def paged_attention(
     q: Float[Array, "B T N H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    *,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    repeat_kv: bool,
-    pattern: Pattern | None = None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    if repeat_kv:
+    if args.repeat_kv:
         raise NotImplementedError("attention's TPU kernel never copies K/V heads (gqa=repeat).")
     num_queries, num_heads = q.shape[1:3]
     (k, v), scales = _arrays(k_pool, v_pool)
@@ -57,33 +50,27 @@ def paged_attention(
         block_size,
         q.shape[3],
         k.dtype.itemsize,
-        most_keys=None if pattern is None else pattern.block,
+        most_keys=None if args.pattern is None else args.pattern.block,
     )
-    slots = block_tables.shape[1] * block_size
-    context_lens = jnp.minimum(context_lens, first_positions + slots)
-    block_tables = _padded(block_tables, tiles.blocks, 0)
-    positions = _padded(positions, tiles.queries, NOWHERE)
-    num_tiles = block_tables.shape[1] // tiles.blocks
-    visits, counts = visible_tiles(
-        positions.reshape(positions.shape[0], -1, tiles.queries),
-        first_positions,
-        context_lens,
-        window,
-        pattern,
-        keys=tiles.blocks * block_size,
-        num_tiles=num_tiles,
-    ).listed(num_tiles)
+    slots = paging.block_tables.shape[1] * block_size
+    paging = replace(
+        paging,
+        block_tables=_padded(paging.block_tables, tiles.blocks, 0),
+        positions=_padded(paging.positions, tiles.queries, NOWHERE),
+        context_lens=jnp.minimum(paging.context_lens, paging.first_positions + slots),
+    )
+    keys, num_tiles = tiles.blocks * block_size, paging.block_tables.shape[1] // tiles.blocks
+    visits = visible_tiles(paging, args, queries=tiles.queries, keys=keys, num_tiles=num_tiles)
+    where = (paging.block_tables, paging.first_positions, paging.context_lens)
     out = _run(
-        (visits, counts, block_tables, first_positions, context_lens),
+        (*visits.listed(num_tiles), *where),
         _by_kv_head(_padded(q, tiles.queries, 0), kv_heads),
-        jnp.repeat(positions, group, axis=1)[:, :, None],
-        _sink_of_each_row(sinks, kv_heads, tiles.queries),
+        jnp.repeat(paging.positions, group, axis=1)[:, :, None],
+        _sink_of_each_row(args.sinks, kv_heads, tiles.queries),
         (k, v),
-        tuple(_gathered(s, block_tables, tiles.heads) for s in scales),
+        tuple(_gathered(s, paging.block_tables, tiles.heads) for s in scales),
         tiles=tiles,
-        scale=scale,
-        window=window,
-        pattern=pattern,
+        args=args,
     )
     return _by_query(out, group)[:, :num_queries]
 
@@ -97,9 +84,7 @@ def _run(
     scales: tuple[jax.Array, ...],
     *,
     tiles: tpu.AttentionTiles,
-    scale: float,
-    window: int | None,
-    pattern: Pattern | None,
+    args: AttentionArgs,
 ) -> Float[Array, "B K R H"]:
     """The kernel's call; a row of q is one query head of one query."""
     rows, kv_heads, num_rows, head_dim = q.shape
@@ -111,12 +96,9 @@ def _run(
     return tpu.call(
         partial(
             _kernel,
-            sinks=sinks is not None,
             num_visits=visits.shape[2],
             table_length=block_tables.shape[1],
-            scale=scale,
-            window=window,
-            pattern=pattern,
+            args=args,
         ),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(rows, kv_heads // heads, visits.shape[1]),
@@ -157,15 +139,12 @@ def _kernel(
     q: Any,
     positions: Any,
     *refs: Any,
-    sinks: bool,
     num_visits: int,
     table_length: int,
-    scale: float,
-    window: int | None,
-    pattern: Pattern | None,
+    args: AttentionArgs,
 ) -> None:
     """One tile of queries, of some K/V heads of one row, over the tiles of keys it sees."""
-    sink, refs = (refs[0], refs[1:]) if sinks else (None, refs)
+    sink, refs = (None, refs) if args.sinks is None else (refs[0], refs[1:])
     num_pools = (len(refs) - 5) // 2
     pools, out, buffers = refs[:num_pools], refs[num_pools], refs[num_pools + 1 : -4]
     *running, semaphores = refs[-4:]
@@ -199,11 +178,9 @@ def _kernel(
 
         for_each_copy(index, slot, lambda copy: copy.wait())
         start = first_positions[row] + visits[which * num_visits + index] * keys
-        seen = _visible(positions[0], start, keys, context_lens[row], window)
-        if pattern is not None:
-            there = start + jax.lax.broadcasted_iota(jnp.int32, seen.shape, 1)
-            here = jnp.broadcast_to(positions[0], seen.shape)
-            seen &= pattern.sees(here, there)
+        there = start + jax.lax.broadcasted_iota(jnp.int32, (q.shape[2], keys), 1)
+        here = jnp.broadcast_to(positions[0], there.shape)
+        seen = args.sees(here, there, context_lens[row])
         for head in range(heads):
             k, v = (
                 buffer[slot, :, head].reshape(keys, -1).astype(q.dtype) for buffer in buffers[:2]
@@ -218,7 +195,7 @@ def _kernel(
                 (v, v_scale),
                 seen,
                 tuple(ref[head] for ref in running),
-                scale=scale,
+                scale=args.scale,
             )
             for ref, value in zip(running, state, strict=True):
                 ref[head] = value
@@ -234,13 +211,6 @@ def _kernel(
     jax.lax.fori_loop(0, counts[which], visit, None)
     smallest = float(jnp.finfo(jnp.float32).tiny)
     out[0] = (sums[...] / jnp.maximum(total[...], smallest)).astype(out.dtype)
-
-
-def _visible(positions: Any, first: Any, keys: int, context: Any, window: int | None) -> Any:
-    """[rows, keys] bool: `paging.visible` for one tile."""
-    there = first + jax.lax.broadcasted_iota(jnp.int32, (positions.shape[0], keys), 1)
-    seen = (there <= positions) & (there < context)
-    return seen if window is None else seen & (there > positions - window)
 
 
 def _accumulate(

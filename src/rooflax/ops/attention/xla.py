@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from rooflax.ops import accelerator
-from rooflax.ops.attention import paging
-from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
+from rooflax.ops.attention.paging import gathered
 from rooflax.ops.dot import dot_general
 from rooflax.ops.quantization import QuantizedPool
 
@@ -26,34 +26,21 @@ def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    *,
-    positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-    causal_order: bool,
-    repeat_kv: bool,
-    pattern: Pattern | None = None,
+    dense: Dense,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    if repeat_kv:
+    if args.repeat_kv:
         group = q.shape[2] // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    k, v, sinks = k.astype(q.dtype), v.astype(q.dtype), _per_group(sinks, k.shape[1])
+    k, v, sinks = k.astype(q.dtype), v.astype(q.dtype), _per_group(args.sinks, k.shape[1])
 
     def rows_of(first: int, end: int, num_keys: int) -> jax.Array:
-        ids = (
-            None if segment_ids is None else (segment_ids[:, first:end], segment_ids[:, :num_keys])
-        )
-        mask = paging.visible(
-            positions[:, first:end], key_positions[:, :num_keys], context_lens, window, ids, pattern
-        )
-        return _attend(q[:, first:end], k[:, :, :num_keys], v[:, :, :num_keys], mask, sinks, scale)
+        queries, keys = slice(first, end), slice(num_keys)
+        mask = dense.visible(args, queries, keys)
+        return _attend(q[:, queries], k[:, :, keys], v[:, :, keys], mask, sinks, args.scale)
 
     seq, num_keys = q.shape[1], k.shape[2]
-    if not causal_order:
+    if not dense.causal_order:
         return rows_of(0, seq, num_keys)
     chunks = [(first, min(first + QUERY_CHUNK, seq)) for first in range(0, seq, QUERY_CHUNK)]
     return jnp.concatenate([rows_of(first, end, end) for first, end in chunks], axis=1)
@@ -88,33 +75,10 @@ def paged_attention(
     q: Float[Array, "B T N H"],
     k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
     v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    *,
-    block_tables: Int[Array, "B nb"],
-    first_positions: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-    context_lens: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    repeat_kv: bool,
-    pattern: Pattern | None = None,
+    paging: Paging,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    k, v = paging.gather(k_pool, block_tables), paging.gather(v_pool, block_tables)
-    return attention(
-        q,
-        k,
-        v,
-        positions=positions,
-        key_positions=paging.key_positions(first_positions, k.shape[2]),
-        context_lens=context_lens,
-        scale=scale,
-        window=window,
-        sinks=sinks,
-        segment_ids=None,
-        causal_order=False,
-        repeat_kv=repeat_kv,
-        pattern=pattern,
-    )
+    return attention(q, *gathered(k_pool, v_pool, paging), args)
 
 
 def _per_group(sinks: jax.Array | None, kv_heads: int) -> jax.Array | None:

@@ -1,0 +1,99 @@
+"""What attention is told beside queries, keys and values.
+
+`AttentionArgs` is what a layer decides. Where queries and keys are is `Dense` for rows of
+contiguous keys, `Paging` for rows over blocks, and `Sequences` for a list of tokens over blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from rooflax.ops.attention.pattern import Pattern
+
+STATIC = {"static": True}
+ALL = slice(None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionArgs:
+    """How scores become weights, and which keys a query sees.
+
+    Attributes:
+        scale: a score is q . k times this.
+        window: how many tokens a query sees, its own included; None is all.
+        sinks: one logit per query head that takes part in the softmax and has no value.
+        repeat_kv: copy each K/V head for its query heads first (the slow way).
+        pattern: leaves more keys out, for long contexts; None leaves out none.
+    """
+
+    scale: float = field(metadata=STATIC)
+    window: int | None = field(default=None, metadata=STATIC)
+    sinks: Float[Array, " N"] | None = None
+    repeat_kv: bool = field(default=False, metadata=STATIC)
+    pattern: Pattern | None = field(default=None, metadata=STATIC)
+
+    def sees(self, query: Any, key: Any, context: Any) -> Any:
+        """Whether a query sees a key, by positions; of any shapes that broadcast together.
+
+        Args:
+            context: keys at this position and above are padding.
+        """
+        seen = (key <= query) & (key < context)
+        if self.window is not None:
+            seen &= key > query - self.window
+        if self.pattern is not None:
+            seen &= self.pattern.sees(query, key)
+        return seen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense:
+    """Where queries and contiguous keys are: rows of T queries and S keys.
+
+    Attributes:
+        positions, key_positions: absolute positions of queries and keys, in tokens.
+        context_lens: keys at this position and above are padding.
+        segment_ids: needs S == T; a token sees only its own segment. None is one segment.
+        causal_order: the caller's word that S == T and no query sees a key of a higher index, so
+            that an implementation may leave those out.
+    """
+
+    positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    context_lens: Int[Array, " B"]
+    segment_ids: Int[Array, "B S"] | None = None
+    causal_order: bool = field(default=False, metadata=STATIC)
+
+    def visible(
+        self, args: AttentionArgs, queries: slice = ALL, keys: slice = ALL
+    ) -> Bool[Array, "B _ _"]:
+        """Which query sees which key, for those queries and keys."""
+        query, key = self.positions[:, queries, None], self.key_positions[:, None, keys]
+        mask = args.sees(query, key, self.context_lens[:, None, None])
+        if self.segment_ids is not None:
+            mask &= self.segment_ids[:, queries, None] == self.segment_ids[:, None, keys]
+        return mask
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paging:
+    """Where queries are, and their keys in the blocks of a pool: rows of T queries and nb blocks.
+
+    Attributes:
+        block_tables: a row's keys are these blocks of the pool, one after the other.
+        first_positions: absolute position of the first slot of a row's table.
+        positions: absolute positions of the queries; `plan.NOWHERE` is padding.
+        context_lens: keys at this position and above are padding.
+    """
+
+    block_tables: Int[Array, "B nb"]
+    first_positions: Int[Array, " B"]
+    positions: Int[Array, "B T"]
+    context_lens: Int[Array, " B"]

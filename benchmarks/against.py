@@ -28,6 +28,14 @@ from typing import Any
 LEAST_RATIO = 0.98
 MORE_SECONDS, MORE_BYTES = 1.05, 1.02
 OUTPUT_TOKENS = 32
+PRELUDE = """
+import sys
+if sys.argv[1]:  # an editable install would come before any path
+    sys.meta_path = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+    sys.path.insert(0, sys.argv[1])
+import rooflax
+assert rooflax.__file__.startswith(sys.argv[1]), rooflax.__file__
+"""
 WORKER = """
 import json, sys, time
 import numpy as np
@@ -57,7 +65,7 @@ baseline = anonymous_bytes()
 
 async def main():
     start = time.perf_counter()
-    async with AsyncLLM(sys.argv[1], quantize=sys.argv[2] or None, max_model_len=1024) as llm:
+    async with AsyncLLM(sys.argv[2], quantize=sys.argv[3] or None, max_model_len=1024) as llm:
         seconds = time.perf_counter() - start
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         await llm.generate([[5, 6, 7, 8]], params)
@@ -69,14 +77,10 @@ asyncio.run(main())
 """
 
 
-def environment(checkout: Path | None, cache: str | None = None) -> dict[str, str]:
+def command(program: str, checkout: Path | None, *arguments: str) -> list[str]:
     """Of a child that imports rooflax from a checkout; None is the installed one."""
-    found = dict(os.environ)
-    if checkout is not None:
-        found["PYTHONPATH"] = str(checkout / "src")
-    if cache is not None:
-        found["JAX_COMPILATION_CACHE_DIR"] = found["XDG_CACHE_HOME"] = cache
-    return found
+    source = str(checkout / "src") if checkout else ""
+    return [sys.executable, "-c", PRELUDE + program, source, *arguments]
 
 
 class Side:
@@ -84,11 +88,7 @@ class Side:
 
     def __init__(self, checkout: Path | None):
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(checkout),
+            command(WORKER, checkout), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def seconds(self, *work: Any) -> float:
@@ -130,10 +130,9 @@ def single_requests(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 def warm_up(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     def start(checkout: Path | None, cache: str, model: str, format: str | None) -> dict[str, Any]:
-        command = [sys.executable, "-c", WARM_UP, model, format or ""]
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, env=environment(checkout, cache)
-        )
+        env = os.environ | {"XDG_CACHE_HOME": cache}
+        child = command(WARM_UP, checkout, model, format or "")
+        done = subprocess.run(child, check=True, capture_output=True, text=True, env=env)
         return json.loads(done.stdout.splitlines()[-1])
 
     found, passed = [], True

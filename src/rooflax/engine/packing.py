@@ -98,6 +98,7 @@ class Writer:
         self.header, self.rows, self._tokens = layout.split(self.packed)
         self.rows[:, SLOT] = scratch_slot
         self._written: dict[int, list[int]] = {}
+        self._zeros = [0] * max(layout.tables, default=0)
         self._ends = [part * (layout.tokens // lists) for part in range(lists)]
         self._counts = [0] * lists
 
@@ -129,9 +130,9 @@ class Writer:
         if layout.tables:
             columns += sequence.first_positions
         for length, blocks in zip(layout.tables, sequence.block_tables, strict=False):
-            held = blocks[:length]  # a sequence may hold blocks for more steps than this one
-            columns += held
-            columns += [0] * (length - len(held))
+            # a sequence may hold blocks for more steps than this one
+            columns += blocks[:length]
+            columns += self._zeros[: max(0, length - len(blocks))]
         self._written[index] = columns
         tokens = self._tokens[index] if layout.dense else self._tokens
         at = 0 if layout.dense else self._ends[part]

@@ -123,6 +123,7 @@ class Runner:
         self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens, self.pads)
         self.is_sealed = False
         self._warm: set[Shape] = set()
+        self._layouts: dict[Shape, Layout] = {}
         self._wanted: set[Shape] = set()
         self._plain = True  # until a sequence wants more than the most likely token
         self.reset()
@@ -293,10 +294,8 @@ class Runner:
 
     def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int]]:
         """What the device is sent, and the row of each sequence."""
-        kind, rows, tokens, _ = call.shape
-        dense, lists = kind.endswith("dense"), self._lists_of(call.shape)
-        longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
-        layout = Layout(rows, tokens, self._table_lengths(call.shape), longest, dense)
+        layout = self._layout(call.shape)
+        rows, dense, lists = layout.sequences, layout.dense, self._lists_of(call.shape)
         writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
         writer.header[:] = num_steps, len(call.sequences)
         parts = [0] * len(call.sequences)
@@ -317,6 +316,15 @@ class Runner:
         masks = None if self._plain else self._no_masks
         step = StepInput(writer.finish(), self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
         return step, own
+
+    def _layout(self, shape: Shape) -> Layout:
+        if shape not in self._layouts:
+            kind, rows, tokens, _ = shape
+            longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
+            dense = kind.endswith("dense")
+            made = Layout(rows, tokens, self._table_lengths(shape), longest, dense)
+            self._layouts[shape] = made
+        return self._layouts[shape]
 
     def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
         if not self.options.use_cache:

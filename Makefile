@@ -51,7 +51,7 @@ FUZZ = 100000
 fuzz: build/sanitized $(VENV)/.installed-test
 	OPTIMISE=-O1 tools/fuzz.sh $(CXX) $(BIN)/python $(FUZZ)
 
-build/fuzzed: build/sanitized tools/fuzz.sh $(VENV)/.installed-test
+build/fuzzed: build/sanitized tools/fuzz.sh tools/fuzz_ffi.cc $(VENV)/.installed-test
 	@if command -v $(CXX) >/dev/null; then tools/fuzz.sh $(CXX) $(BIN)/python 2000 && touch $@; \
 	else echo "*** NOT FUZZED: no $(CXX) ***"; fi
 

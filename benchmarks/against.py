@@ -5,11 +5,11 @@
     python benchmarks/against.py CHECKOUT --warm-up [--model preset:gpt2] [--formats int8]
 
 CHECKOUT is a folder with `src/rooflax`, its native library built beside it. Each side runs in a
-process of its own; both take turns. Of every combination: the seconds of `LLM.generate` for all
-rows, whole; the ratio is the other checkout's over ours, so above 1 is faster. Exits with 1 if the
-99% interval of a ratio lies below 0.98. With --warm-up: seconds until `AsyncLLM` is ready on an
-empty compilation cache and on a full one, its programs, and anonymous memory; exits with 1 if ours
-are more, by 5% of the seconds or 2% of the bytes.
+process of its own, and requests alternate between them. Of every combination: the seconds of
+`LLM.generate` for all rows, whole; the ratio is the other checkout's over ours, so above 1 is
+faster. Exits with 1 if the 99% interval of a ratio lies below 0.98. With --warm-up, theirs first:
+seconds until `AsyncLLM` is ready on an empty compilation cache and on a full one, its programs, and
+anonymous memory; exits with 1 if ours are more, by 5% of the seconds or 2% of the bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def main():
     async with AsyncLLM(sys.argv[2], quantize=sys.argv[3] or None, max_model_len=1024) as llm:
         seconds = time.perf_counter() - start
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-        await llm.generate([[5, 6, 7, 8]], params)
+        await llm.generate([5, 6, 7, 8], params)
         found = {"seconds": seconds, "programs": len(llm.manifest),
                  "anonymous_bytes": anonymous_bytes() - baseline}
     print(json.dumps(found))

@@ -45,11 +45,11 @@ def settle(server):
     async def idle():
         for _ in range(500):
             await asyncio.sleep(0.01)
-            if server._thread._open == 0 and not server._thread.engine.has_unfinished:
+            if server._thread._num_open == 0 and not server._thread.engine.has_unfinished:
                 return
 
     asyncio.run(idle())
-    assert server._thread._open == 0
+    assert server._thread._num_open == 0
     assert not any(server._thread.engine.scheduler.blocks.num_used)
     assert not server._inboxes
 
@@ -178,7 +178,7 @@ def test_a_full_queue_refuses_and_recovers(folder, monkeypatch):
     assert len({c.tokens for (c,) in found}) == 1
     assert len(asyncio.run(server.generate(PROMPTS[0], GREEDY))[0].tokens) == 12
     asyncio.run(server.shutdown())
-    assert server._thread._open == 0
+    assert server._thread._num_open == 0
 
 
 @pytest.mark.parametrize("drain", [True, False])

@@ -10,7 +10,9 @@ import pytest
 
 from rooflax import RequestError, SamplingParams
 from rooflax.async_llm import AsyncLLM
+from rooflax.engine import packing
 from rooflax.engine.sequence import StepOutput
+from rooflax.engine.speculation import NgramDrafter
 from rooflax.errors import EngineError
 from rooflax.nn.execution import ExecutionOptions
 
@@ -75,6 +77,73 @@ def test_a_step_that_fails_ends_who_fails_apart(server, alone, monkeypatch, take
         return run(call, num_steps)
 
     monkeypatch.setattr(runner, "run", failing)
+    found = together(server)
+    monkeypatch.undo()
+    check(server, found, alone, "injected")
+
+
+def failing_for_bad(monkeypatch, runner):
+    """Calls with BAD fail, and take the cache."""
+    run = runner.run
+
+    def failing(call, num_steps):
+        if any(s.prompt_tokens == BAD for s in call.sequences):
+            for leaf in jax.tree.leaves(runner.cache):
+                leaf.delete()
+            runner.lost_state = True
+            raise RuntimeError("injected")
+        return run(call, num_steps)
+
+    monkeypatch.setattr(runner, "run", failing)
+
+
+def test_suspects_run_apart_also_behind_others_in_the_queue(server, alone, monkeypatch):
+    """Prompts with scores are calls of their own, so that they are no suspects."""
+    failing_for_bad(monkeypatch, server._thread.engine.runner)
+    scored = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    found = together(server, {tuple(PROMPTS[k]): scored for k in (0, 3)})
+    monkeypatch.undo()
+    check(server, found, alone, "injected")
+
+
+def test_who_ended_in_a_step_that_then_broke_is_answered(server, alone, monkeypatch):
+    """BAD ends when it fails again; then there is no memory for the new cache."""
+    runner = server._thread.engine.runner
+    failing_for_bad(monkeypatch, runner)
+    reset, resets = runner.reset, []
+
+    def failing():
+        resets.append(1)
+        if len(resets) == 2:
+            raise RuntimeError("no memory")
+        reset()
+
+    monkeypatch.setattr(runner, "reset", failing)
+
+    async def run():
+        calls = (server.generate(prompt, PARAMS) for prompt in PROMPTS)
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = asyncio.run(run())
+    assert isinstance(found[2], EngineError)
+    monkeypatch.undo()
+    assert [together(server)[k][0].tokens for k in range(6)] == alone
+    assert not any(server.metrics()["blocks_used"])
+
+
+def test_parameters_that_fail_leave_the_neighbours_with_their_own(server, alone, monkeypatch):
+    drawn = SamplingParams(max_tokens=9, temperature=1.5, seed=1, ignore_eos=True)
+    together(server, {tuple(prompt): drawn for prompt in PROMPTS})  # what the slots had before
+    write = packing.write_params
+
+    def failing(row, sequence):
+        if sequence.prompt_tokens == BAD:
+            row[:] = -1
+            raise RuntimeError("injected")
+        write(row, sequence)
+
+    monkeypatch.setattr(packing, "write_params", failing)
     found = together(server)
     monkeypatch.undo()
     check(server, found, alone, "injected")
@@ -213,7 +282,24 @@ def test_what_no_step_could_run_is_refused_before_the_queue(server, given):
         asyncio.run(server.generate(BAD, SamplingParams(temperature=0, **given)))
 
 
+@pytest.mark.parametrize("blocks", [5, (0,), (1,), (100, 100), (True,), (2.5,), "x"], ids=str)
+def test_counts_of_blocks_that_make_no_cache_are_refused(blocks):
+    with pytest.raises(RequestError, match="kv_blocks"):
+        AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=64, kv_blocks=blocks)
+
+
 @pytest.mark.parametrize("salt", ["\ud800", 7, None, "x" * 5000])
 def test_salts_that_are_no_text_are_refused(server, salt):
     with pytest.raises(RequestError, match="cache_salt"):
         asyncio.run(server.generate(BAD, PARAMS, cache_salt=salt))
+
+
+def test_a_drafter_that_fails_costs_its_drafts(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("injected")
+
+    llm = AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=128, speculate="ngram")
+    wanted = [(asyncio.run(llm.generate(prompt, PARAMS)))[0].tokens for prompt in PROMPTS]
+    monkeypatch.setattr(NgramDrafter, "propose", failing)
+    assert [result[0].tokens for result in together(llm)] == wanted
+    asyncio.run(llm.shutdown())

@@ -180,6 +180,23 @@ def test_forced_tokens_are_the_ones_that_would_be_sampled(llm, kind, temperature
     assert [c.tokens for c in llm.generate(PROMPTS, given)] == wanted
 
 
+def test_forced_tokens_count_however_steps_cut_them(llm, folder):
+    """Of a run of forced tokens one may be left for a step of decode rows alone."""
+
+    async def ask(given):
+        async with AsyncLLM(folder, max_num_seqs=4, max_tokens_per_step=4) as server:
+            return [(await server.generate(PROMPTS[0], one))[0].tokens for one in given]
+
+    given = [
+        SamplingParams(
+            regex=f"{run}[{run[-1]}xy]{{20}}", temperature=0.0, max_tokens=40, frequency_penalty=2.0
+        )
+        for run in ("qzjk", "qzjkv", "qzjkvw", "qzjkvwg")
+    ]
+    wanted = [llm.generate(PROMPTS[0], one)[0].tokens for one in given]
+    assert asyncio.run(ask(given)) == wanted
+
+
 def test_forced_tokens_keep_every_limit(llm):
     """`class ` is forced after its first letter."""
     form = {"regex": "(class|def) [ab]{3}(ring|ling)", "temperature": 0.0, "max_tokens": 40}

@@ -75,6 +75,7 @@ class AsyncLLM:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
         if not (self.llm.options.use_cache and self.llm.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
+        _check_blocks(kv_blocks, self.llm.model.config.groups.windows)
         engine = self._engine(max_num_seqs, max_tokens_per_step, kv_blocks)
         self._inboxes: dict[int, _Inbox] = {}
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
@@ -208,6 +209,18 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown(drain=False)
+
+
+def _check_blocks(kv_blocks: object, windows: tuple[int | None, ...]) -> None:
+    if kv_blocks is None:
+        return
+    numbers = kv_blocks if isinstance(kv_blocks, tuple | list) else ()
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in numbers)
+    if len(numbers) != len(windows) or not whole:
+        raise RequestError(
+            f"kv_blocks is {kv_blocks!r}; it must be {len(windows)} whole numbers from 2 up, one "
+            f"for each group of layers."
+        )
 
 
 def _free_for_parts(mesh: Mesh | None) -> int | None:

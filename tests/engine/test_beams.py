@@ -23,7 +23,7 @@ class Beams(Request):
 
     def sequence(self, request_id):
         members = [super(Beams, self).sequence(request_id) for _ in range(self.params.num_beams)]
-        return BeamGroup(members).members[0]
+        return BeamGroup(members).siblings[0]
 
 
 def crowd():
@@ -66,7 +66,7 @@ def engine_of(model, *, cache):
 
 def given(sequence):
     """Tokens and score of every beam."""
-    return [(m.output_tokens, m.score) for m in sequence.members]
+    return [(m.output_tokens, m.score) for m in sequence.siblings]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):
     assert counts.requests == 0, "something compiled after warm-up"
     preempted = 0
     for sequence, wanted in zip(run.sequences, alone, strict=True):
-        assert len({m.finish_reason == "abort" for m in sequence.members}) == 1
+        assert len({m.finish_reason == "abort" for m in sequence.siblings}) == 1
         if sequence.finish_reason == "abort":
             continue
         found = given(sequence)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         if sequence.group is not None:
-            preempted += sum(m.num_preemptions for m in sequence.members)
+            preempted += sum(m.num_preemptions for m in sequence.siblings)
             np.testing.assert_allclose(
                 [score for _, score in found], [score for _, score in wanted], rtol=0, atol=1e-4
             )

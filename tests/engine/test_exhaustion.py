@@ -39,6 +39,7 @@ def exhausted_once(monkeypatch):
         if len(calls) == 1:
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
+            self.lost_state = True
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 1073741824 bytes.")
         return run(self, call, num_steps)
 
@@ -56,10 +57,28 @@ def test_llm_survives(exhausted_once):
     assert len(llm.generate("abc", PARAMS)[0].tokens) == 4
 
 
-def test_a_server_survives(exhausted_once):
+def test_a_server_runs_the_request_again(exhausted_once):
     async def ask():
         async with AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=64) as llm:
-            with pytest.raises(EngineError, match=SENTENCE.format("The engine failed at work: ")):
+            return await llm.generate("abc", PARAMS)
+
+    assert len(asyncio.run(ask())[0].tokens) == 4
+
+
+def test_a_server_says_why_if_that_fails_too_and_goes_on(monkeypatch):
+    run, calls = Runner.run, []
+
+    def failing(self, call, num_steps):
+        calls.append(call)
+        if len(calls) <= 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 1073741824 bytes.")
+        return run(self, call, num_steps)
+
+    monkeypatch.setattr(Runner, "run", failing)
+
+    async def ask():
+        async with AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=64) as llm:
+            with pytest.raises(EngineError, match=SENTENCE.format("")):
                 await llm.generate("abc", PARAMS)
             return await llm.generate("abc", PARAMS)
 

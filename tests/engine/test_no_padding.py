@@ -44,6 +44,7 @@ def run(engine, lengths, new_tokens=1):
         (matmuls - sampled) / (MATMULS_PER_LAYER * layers),
         queries / layers,
         written / layers / 2,
+        sampled,
     )
 
 
@@ -53,11 +54,11 @@ def run(engine, lengths, new_tokens=1):
     ids=str,
 )
 def test_the_kernels_compute_the_tokens_of_the_prompts(engine, lengths):
-    assert run(engine, lengths) == (sum(lengths),) * 3
+    assert run(engine, lengths) == (*(sum(lengths),) * 3, len(lengths))
 
 
 def test_decode_steps_compute_a_token_for_every_sequence_that_runs(engine):
     """Three of four slots, with other prompts' chunks beside them at first."""
     lengths, new_tokens = (40, 3, 600), 6
     total = sum(lengths) + len(lengths) * (new_tokens - 1)
-    assert run(engine, lengths, new_tokens) == (total,) * 3
+    assert run(engine, lengths, new_tokens) == (*(total,) * 3, len(lengths) * new_tokens)

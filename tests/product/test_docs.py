@@ -82,6 +82,17 @@ def test_readme_speeds_are_those_of_the_comparison() -> None:
         assert row == [*found[:4], found[ratio]]
 
 
+def test_readme_serving_is_that_of_the_comparison() -> None:
+    measured = {}
+    for row in table_rows((ROOT / "docs/peers-serving.md").read_text(encoding="utf-8")):
+        measured[tuple(row[:3])] = row
+    readme = table_rows((ROOT / "README.md").read_text(encoding="utf-8"))
+    for name, model in (("GPT-2, int8", "gpt2 int8"), ("Qwen2.5 0.5B, int4", "qwen2.5-0.5b int4")):
+        (row,) = [row for row in readme if row[0].startswith(name)]
+        ours, peer = (measured[model, "at once", e] for e in ("AsyncLLM", "llama.cpp"))
+        assert row[1:4] == [ours[3], peer[3], ours[4]]
+
+
 def table_rows(text: str) -> list[list[str]]:
     """Cells of every table row, without emphasis."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]

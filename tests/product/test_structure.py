@@ -28,7 +28,7 @@ def test_size_in_lines() -> None:
     what published and damaged files state 90, steps as lists of tokens and faults that end one
     request 700, templates in processes and hostile tokenizers 300, draws and ceilings 400."""
     lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (*SOURCES, *NATIVE)]
-    assert sum(lines) <= 35_360
+    assert sum(lines) <= 35_440
 
 
 def test_no_pickle_and_no_code_from_checkpoints() -> None:

@@ -48,7 +48,7 @@ class Buckets:
         decode_rows: ascending; the last is the number of slots.
         tokens: of a step with prompt chunks, ascending; the last is the token budget.
         contexts: ascending; the last holds every sequence.
-        draft_tokens: the most drafts of a sequence; 0 if nobody drafts.
+        draft_tokens: the most drafts of a sequence; 0 without drafts.
         pads: what a bucket is larger than its tokens is computed, too. Otherwise it costs little.
     """
 

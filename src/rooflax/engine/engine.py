@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
-from rooflax.engine.beams import advance
+from rooflax.engine.beams import advance, check_beams
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.mask_reuse import MaskReuse
@@ -154,7 +154,8 @@ class Engine:
         fitting = FIRST_BUDGET
         if self._token_s is not None and jax.process_count() == 1:
             fitting = int(self._step_s / self._token_s)
-        return min(max(fitting, self.num_slots + SMALLEST_STEP), self._most_tokens)
+        least = max(self.num_slots + SMALLEST_STEP, FEWEST_TIMED)  # so that steps are timed
+        return min(max(fitting, least), self._most_tokens)
 
     def _time_tokens(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step what a token of a prompt takes, and how many a step may have."""
@@ -177,10 +178,13 @@ class Engine:
         for sequence in sequences:
             check_sequence(sequence, self.model.config.vocab_size, self.max_tokens + 1)
             beams = len(sequence.siblings)
-            if beams > self.num_slots:
+            if beams > 1:
+                vocab_size = self.model.config.vocab_size
+                check_beams(sequence.params, sequence.stop_ids, vocab_size, self.num_slots)
+            if sequence.longest > self.max_tokens + 1:  # the last one is not run
                 raise RequestError(
-                    f"The request has {beams} beams, which run at the same time, and "
-                    f"{self.num_slots} sequences may; lower num_beams."
+                    f"The request may come to hold {sequence.longest} tokens and the context holds "
+                    f"{self.max_tokens}; lower max_tokens."
                 )
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
@@ -319,13 +323,21 @@ class Engine:
 
     def _run(self, step: ScheduledStep) -> list[StepOutput]:
         outputs: list[StepOutput] = []
-        if step.copies:
-            self.runner.copy(step.copies)
-        start_s = time.perf_counter()
-        drafts = self._drafts(step)
+        try:
+            if step.copies:
+                self.runner.copy(step.copies)
+            start_s = time.perf_counter()
+            drafts = self._drafts(step)
+            calls = self.runner.calls(step, drafts)
+        except Exception as error:
+            if not self.isolates_faults:
+                raise
+            outputs += self._run_apart(step.sequences, error)
+            self._start_again()
+            return outputs
         if not drafts:
             start_s = time.perf_counter()
-        for call in self.runner.calls(step, drafts):
+        for call in calls:
             try:
                 if not self.runner.is_warm(call) and not self.runner.is_sealed:
                     start_s += self._warm_untimed(call)
@@ -337,7 +349,7 @@ class Engine:
             except Exception as error:
                 if not self.isolates_faults:
                     raise
-                outputs += self._run_apart(call, error)
+                outputs += self._run_apart(call.sequences, error)
                 if self.runner.lost_state:
                     self._start_again()
                     break
@@ -349,7 +361,8 @@ class Engine:
                 gap_s = begun_s - self._last_end_s
                 self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
             self._last_end_s = now_s
-            self._time_tokens(sum(call.counts), now_s - start_s)
+            if call.shape.kind == "step":
+                self._time_tokens(sum(call.counts), now_s - start_s)
             outputs += self._take(call, result, now_s)
             start_s = now_s
         self.scheduler.finish_step(step)
@@ -371,14 +384,14 @@ class Engine:
         self._count_finished(ended, now_s)
         return [sibling.output_since(sibling.num_output_tokens) for sibling in ended]
 
-    def _run_apart(self, call: Call, error: Exception) -> list[StepOutput]:
+    def _run_apart(self, sequences: list[Sequence], error: Exception) -> list[StepOutput]:
         """After a call's fault that no sequence is known for: its sequences are requeued and run
-        apart once, and who fails again ends."""
+        apart once, and those that fail again end."""
         outputs: list[StepOutput] = []
-        for sequence in call.sequences:
+        for sequence in sequences:
             if sequence.is_suspect and not sequence.is_finished:
                 outputs += self._end_row(sequence, error)
-        self.scheduler.suspect([s for s in call.sequences if s.slot is not None])
+        self.scheduler.suspect([s for s in sequences if s.slot is not None])
         return outputs
 
     def _start_again(self) -> None:
@@ -388,7 +401,7 @@ class Engine:
         self.speculation.reset()
 
     def _warm_untimed(self, call: Call) -> float:
-        """Compiles what a call needs, in nobody's times; the seconds it took."""
+        """Compiles what a call needs, outside all timings; the seconds it took."""
         started = time.perf_counter()
         self.runner.warm(call)
         seconds = time.perf_counter() - started
@@ -397,10 +410,16 @@ class Engine:
         return seconds
 
     def _drafts(self, step: ScheduledStep) -> list[list[int]]:
-        """For each decode row, or none at all; beside prompts nobody drafts."""
+        """For each decode row, or none at all, as beside prompts."""
         if step.prefills:
             return []
-        return self.speculation.propose(step.decodes, step.room - 1)
+        try:
+            return self.speculation.propose(step.decodes, step.room - 1)
+        except Exception:
+            if not self.isolates_faults:
+                raise
+            self.speculation.reset()  # a drafter's fault costs drafts
+            return []
 
     def _watch_call(self, call: Call, result: StepResult, seconds: float) -> None:
         """Tells the speculation what a call took, and what came of its drafts."""
@@ -447,7 +466,7 @@ class Engine:
             self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
 
     def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
-        """Appends what a call chose, and ends who is done."""
+        """Appends the tokens of a call, and ends the sequences that are done."""
         outputs = []
         for row, sequence in enumerate(call.sequences):
             if call.drafts and call.drafts[row] and not result.is_finite(0, row):

@@ -137,7 +137,7 @@ class Runner:
         latest = np.zeros((self.num_slots + 1, self.decode_steps), np.int32)
         counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32), latest)  # type: ignore[arg-type]
         self.counts = self._put(counts)
-        self._seated: list[Sequence | None] = [None] * self.num_slots
+        self._seated: list[tuple[Sequence, int] | None] = [None] * self.num_slots
         self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
@@ -339,24 +339,30 @@ class Runner:
 
     def _seat(self, sequences: list[Sequence]) -> None:
         """Tells the device about sequences that are new in their slots."""
-        changed = False
-        for sequence in sequences:
-            slot = sequence.slot
-            assert slot is not None
-            # what the device counted is not what the host chose
-            miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
-            if self._seated[slot] is sequence and not miscounts:
-                continue
-            before = self._params[slot].copy()
-            with _fault_of(sequence):
-                packing.write_params(self._params[slot], sequence)
-            self._seated[slot] = sequence
-            sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
-            changed |= not np.array_equal(before, self._params[slot])
-            if sequence.params.has_penalties:
-                self._seat_counts(slot, sequence)
-        if changed:
-            self._device_params = self._put(self._params.copy())
+        changed: set[int] = set()
+        try:
+            for sequence in sequences:
+                self._seat_one(sequence, changed)
+        finally:  # also of those before one that failed
+            if changed:
+                self._device_params = self._put(self._params.copy())
+
+    def _seat_one(self, sequence: Sequence, changed: set[int]) -> None:
+        slot, stay = sequence.slot, (sequence, sequence.num_preemptions)
+        assert slot is not None
+        # what the device counted is not what the host chose
+        miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
+        if self._seated[slot] == stay and not miscounts:
+            return
+        before, self._seated[slot] = self._params[slot].copy(), None
+        with _fault_of(sequence):
+            packing.write_params(self._params[slot], sequence)
+        self._seated[slot] = stay
+        sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
+        if not np.array_equal(before, self._params[slot]):
+            changed.add(slot)
+        if sequence.params.has_penalties:
+            self._seat_counts(slot, sequence)
 
     def _guide(self, call: Call) -> np.ndarray | None:
         """What the rows with a guide may choose after this call; None if there are none.

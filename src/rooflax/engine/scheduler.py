@@ -119,8 +119,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing is left to do.
 
-        A step that runs nothing let in the last of siblings that wait for a fork. Who was in a step
-        that failed runs apart, one after the other, before anybody else goes on.
+        A step may run nothing: then it admitted the last of siblings that wait for a fork.
+        Sequences of a step that failed run apart, one after the other, before all others.
         """
         suspect = next((s for s in (*self.running, *self.waiting) if s.is_suspect), None)
         if suspect is not None:
@@ -138,12 +138,14 @@ class Scheduler:
         self._copies.clear()
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
-        budget = self.token_budget - sum(s.num_uncomputed_tokens == 1 for s in self.running)
+        budget = self.token_budget
+        if only is None:
+            budget -= sum(s.num_uncomputed_tokens == 1 for s in self.running)
         for sequence in list(self.running):  # earlier ones take blocks from later ones
             uncomputed = sequence.num_uncomputed_tokens
             if uncomputed == 0:
                 continue  # it waits for its siblings
-            if only is not None and sequence not in only:
+            if sequence not in only if only is not None else sequence.is_suspect:
                 continue
             if uncomputed == 1:
                 if self._grow(sequence, 1):
@@ -156,8 +158,8 @@ class Scheduler:
         if prefills:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
-            if only is not None:
-                return ScheduledStep()
+            waits = (len(s.siblings) > 1 or s.is_suspect for s in (*self.running, *self.waiting))
+            assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
         room = 1 if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
@@ -223,13 +225,13 @@ class Scheduler:
     ) -> None:
         """Admits waiting sequences, in order, while slots, blocks and tokens last."""
         while self.waiting and self._free_slots and budget > 0:
-            sequence = self.waiting[0]
-            if only is not None and sequence not in only:
+            sequence = next((s for s in self.waiting if only is None or s in only), None)
+            if sequence is None or (only is None and sequence.is_suspect):
                 return
             num_cached = 0 if sequence.awaits_fork else self.blocks.num_cached(sequence)
             if not sequence.awaits_fork and not self._may_enter(sequence, num_cached):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.blocks.admit(sequence, num_cached)
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached

@@ -27,7 +27,7 @@ SHORTEST_REST, LONGEST_REST = 32, 1024
 TRIALS = 4
 """Steps with drafts that are made before it is asked whether they pay."""
 AWAKE_STEPS = 4
-"""Decode steps after which the drafter looks again, if it had nothing to say."""
+"""Decode steps until the next draft after an empty one."""
 
 
 class Drafter:

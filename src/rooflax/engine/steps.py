@@ -25,7 +25,7 @@ from rooflax.nn.layers import unstack_layers
 from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
-from rooflax.ops.control import while_loop
+from rooflax.ops.control import cond, while_loop
 from rooflax.ops.sampling import TokenCounts, logprobs_of, sample
 from rooflax.ops.sampling_columns import NO_ID
 
@@ -132,7 +132,8 @@ def run_step(
     """Runs a list of tokens, decode rows and prompt chunks together, and chooses the token after
     each sequence's where they end."""
     cache, counts = carry
-    batch, counts = step.batch, _counted(counts, step)
+    batch = step.batch
+    counts = _counted(counts, step, batch)
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
     packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
     scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
@@ -181,7 +182,7 @@ def decode(
     batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
     out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
-    carry = (carry[0], _counted(carry[1], step))
+    carry = (carry[0], _counted(carry[1], step, batch))
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
     *_, (cache, counts), out = while_loop(goes_on, one, start)
     if not step.plain:
@@ -353,8 +354,6 @@ def _choose(
         last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     else:
         last_hidden = hidden[0, jnp.minimum(batch.query_starts + last, hidden.shape[1] - 1)]
-    if not step.plain and step.layout.longest > 1:
-        counts = _count_forced(counts, step, batch)
     num_rows = step.num_sampled
     logits = model.logits(last_hidden, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
@@ -374,15 +373,17 @@ def _choose(
     return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
 
 
-def _counted(counts: TokenCounts, step: StepInput) -> TokenCounts:
-    """Without the tokens of the last decode steps that the host did not take."""
+def _counted(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
+    """Without the tokens of the last decode steps that the host did not take, and with those that
+    were appended without being sampled."""
     if step.plain:
         return counts
-    return counts.take_back(step.slots, step.rows[:, packing.DISCARDED])
+    counts = counts.take_back(step.slots, step.rows[:, packing.DISCARDED])
+    is_forced = jnp.any(step.rows[:, packing.UNCOUNTED] > 0)
+    return cond(is_forced, lambda: _count_forced(counts, step, batch), lambda: counts)
 
 
 def _count_forced(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
-    """Counts the tokens that were appended without being sampled."""
     if batch.query_starts is None:
         slots = jnp.broadcast_to(step.slots[:, None], batch.tokens.shape)
         number = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)

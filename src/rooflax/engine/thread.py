@@ -42,7 +42,8 @@ class EngineThread:
     ):
         self.engine, self.manifest = engine, []
         self._deliver, self._report = deliver, report
-        self._most_open, self._open = max_waiting + engine.num_slots, 0
+        self._most_open, self._num_open = max_waiting + engine.num_slots, 0
+        self._inside: dict[int, Sequence] = {}  # the engine, until they have been answered
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping, self._drains = False, False
@@ -79,12 +80,17 @@ class EngineThread:
         now = time.perf_counter()
         with self._lock:
             self._check_alive()
-            if self._open + len(sequences) > self._most_open:
+            if self._num_open + len(sequences) > self._most_open:
                 raise QueueFull(
-                    f"{self._open} requests run or wait and {self._most_open} may; try again later."
+                    f"{self._num_open} requests run or wait and {self._most_open} may; try again "
+                    f"later."
                 )
-            self._open += len(sequences)
-            self._inbox.put(lambda: self.engine.add(sequences, now, is_checked=True))
+            self._num_open += len(sequences)
+            self._inbox.put(lambda: self._add(sequences, now))
+
+    def _add(self, sequences: list[Sequence], now_s: float) -> None:
+        self._inside |= {id(sequence): sequence for sequence in sequences}
+        self.engine.add(sequences, now_s, is_checked=True)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences, and the other beams of their groups, wherever they are; nothing is
@@ -96,7 +102,7 @@ class EngineThread:
         open_ = [sequence for sequence in with_siblings(sequences) if not sequence.is_finished]
         for sequence in open_:
             self.engine.abort(sequence)
-        self._close(len(open_))
+        self._close(open_)
 
     def stop(self, *, drain: bool) -> None:
         """Takes no more requests, and ends when those at hand are done, or at once.
@@ -113,9 +119,10 @@ class EngineThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _close(self, count: int) -> None:
+    def _close(self, sequences: Iterable[Sequence]) -> None:
+        answered = [self._inside.pop(id(sequence), None) for sequence in sequences]
         with self._lock:
-            self._open -= count
+            self._num_open -= sum(sequence is not None for sequence in answered)
 
     def _run(self) -> None:
         try:
@@ -130,7 +137,7 @@ class EngineThread:
                 self._failure = f"The engine's thread ended: {first_line(error)}"
         with self._lock:  # what was submitted before is in the inbox by now
             self._is_stopping = True
-        self._receive()
+        self._receive_rest()
         self._end_all("abort" if self._failure is None else "error", self._failure)
 
     def _serve(self) -> None:
@@ -154,13 +161,21 @@ class EngineThread:
             command()
             wait = False
 
+    def _receive_rest(self) -> None:
+        """What was asked for before the end, so that all of it is answered."""
+        while True:
+            try:
+                return self._receive()
+            except BaseException as error:
+                self._failure = self._failure or f"The engine's thread ended: {first_line(error)}"
+
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
         except Exception as error:
             self._end_all("error", f"The engine failed at work: {first_line(error)}")
             return
-        self._close(sum(output.finish_reason is not None for output in outputs))
+        self._close(o.sequence for o in outputs if o.finish_reason is not None)
         self._deliver_each(outputs)
 
     def _deliver_each(self, outputs: list[StepOutput]) -> None:
@@ -177,17 +192,18 @@ class EngineThread:
                     self._abort([output.sequence])
 
     def _end_all(self, reason: str, error: str | None) -> None:
-        """Ends every sequence; after an error the engine starts with an empty cache."""
-        lost: list[Sequence] = []
+        """Ends every sequence that has not been answered, also one that the engine has let go of;
+        after an error the engine starts with an empty cache."""
         try:
-            lost = self.engine.forget_all()
+            self.engine.forget_all()
             if error is not None:
                 self.engine.reset()
         except Exception as another:
             error = self._failure = f"The engine could not start again: {first_line(another)}"
+        lost = list(self._inside.values())
         for sequence in lost:
             sequence.finish(reason, error)
             self.engine.metrics.finished(sequence, time.perf_counter())
-        self._close(len(lost))
+        self._close(lost)
         outputs = [sequence.output_since(sequence.num_output_tokens) for sequence in lost]
         self._deliver_each(outputs)

@@ -163,7 +163,7 @@ def write(
 ) -> Pool:
     """Puts new keys (or values) into their slots; in place when the pool is donated.
 
-    A slot beyond the pool is not written, so block 0, which padded tables name, stays zero.
+    A slot of NO_SLOT or more is not written, so block 0, which padded tables name, stays zero.
     """
     flat = new.reshape(-1, *new.shape[2:])
     if padding := pool.shape[3] - flat.shape[2]:

@@ -23,7 +23,7 @@ def cache_write(
 ) -> Pool:
     """The pool with new keys (or values) in its type: a slot is block * block_size + offset.
 
-    A slot beyond the pool is not written; those in it differ.
+    A slot of NO_SLOT or more is not written; those in it differ.
 
     Args:
         implementation: None for the platform's best.

@@ -1,0 +1,50 @@
+"""What an engine refuses before it runs, and how many tokens its steps may have."""
+
+import pytest
+
+from rooflax import EngineError, ExecutionOptions, RequestError, SamplingParams, load
+from rooflax.engine.engine import FEWEST_TIMED, FIRST_BUDGET, Engine
+from rooflax.engine.sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("preset:gpt2-tiny", max_model_len=64)
+
+
+def engine_of(model, layers="unrolled", **given):
+    options = ExecutionOptions(layers=layers, kernels="xla")
+    return Engine(model, options, **({"num_slots": 2, "max_tokens": 64} | given))
+
+
+def sequence(prompt_tokens, max_tokens):
+    params = SamplingParams(temperature=0.0).with_defaults({})
+    return Sequence(0, [3] * prompt_tokens, params, max_tokens, frozenset())
+
+
+def test_layers_that_the_options_do_not_run_are_refused(model):
+    with pytest.raises(EngineError, match="unstacked layers and layers='scan'"):
+        engine_of(model, "scan")
+    with pytest.raises(EngineError, match="stacked layers and layers='unrolled'"):
+        engine_of(model.stacked())
+
+
+def test_what_could_outgrow_the_context_is_refused(model):
+    engine = engine_of(model)
+    engine.check([sequence(60, 5)])  # the last token is not run
+    with pytest.raises(RequestError, match="66 tokens and the context holds 64"):
+        engine.check([sequence(60, 6)])
+
+
+def test_a_servers_budget_follows_what_tokens_take(model):
+    engine = engine_of(model, step_s=0.3, token_budget=512)
+    assert engine.scheduler.token_budget == FIRST_BUDGET
+    engine._time_tokens(FEWEST_TIMED - 1, 100.0)
+    assert engine.scheduler.token_budget == FIRST_BUDGET
+    engine._time_tokens(100, 0.1)
+    assert engine.scheduler.token_budget == 300
+    engine._time_tokens(100, 100.0)  # as when the machine was suspended
+    assert engine.scheduler.token_budget == FEWEST_TIMED  # so that the next ones are timed too
+    for _ in range(40):
+        engine._time_tokens(FEWEST_TIMED, FEWEST_TIMED * 0.0001)
+    assert engine.scheduler.token_budget == 512

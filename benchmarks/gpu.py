@@ -137,15 +137,14 @@ def drawn(
 
     import jax
 
-    from rooflax.models.registry import family
     from rooflax.nn.stacking import Stacks
-    from rooflax.nn.weights import assemble, slots
+    from rooflax.nn.weights import assemble
 
     one = jax.jit(_one, static_argnums=(1, 2, 3, 4))
     keys = partial(jax.random.fold_in, jax.random.key(seed, impl="rbg"))
 
     def arrays() -> Iterator[tuple[Any, Any]]:
-        for number, slot in enumerate(slots(family(name).weights(config), config.num_layers)):
+        for number, slot in enumerate(config.slots()):
             std = 0.02 / (2 * config.num_layers) ** 0.5 if slot.weight.init == "residual" else 0.02
             kind = _kind(slot, config, storage, std)
             yield slot, one(keys(number), *kind)

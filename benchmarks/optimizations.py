@@ -79,7 +79,7 @@ def has_shared_heads(config: Any) -> bool:
 
 
 def has_experts(config: Any) -> bool:
-    return hasattr(config, "num_experts")
+    return config.moe is not None
 
 
 AGAINST = (

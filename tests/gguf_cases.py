@@ -93,13 +93,12 @@ def gguf(name: str, kind: str) -> Path:
 
 def write_original(folder: Path, name: str) -> Path:
     """The checkpoint folder of a case, with its weights, and its tokenizer if there is one yet."""
-    from rooflax.models.registry import family, read_config
-    from rooflax.nn.weights import slots
+    from rooflax.models.registry import read_config
 
-    module, config = read_config(CONFIGS[name])
+    _, config = read_config(CONFIGS[name])
     shapes = {
         hf: tuple(shape)
-        for slot in slots(family(module).weights(config), config.num_layers)
+        for slot in config.slots()
         for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
     }
     nothing = np.zeros(0)

@@ -57,6 +57,21 @@ _GPT_OSS = {
     },
 }  # fmt: skip
 
+_QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 54, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+    "max_position_embeddings": 131, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "rope_theta": 1000.0,
+}  # fmt: skip
+_SMOLLM3 = {
+    "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+    "rope_theta": 1000.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -80,6 +95,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen2_window": _QWEN2
     | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": _QWEN3,
+    "qwen3_window": _QWEN3
+    | {
+        "tie_word_embeddings": True, "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 7, "max_window_layers": 2,
+    },
+    "smollm3": _SMOLLM3,
+    "smollm3_window": _SMOLLM3
+    | {
+        "no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 7,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+    },
     "gpt_oss": _GPT_OSS,
     "gpt_oss_short": _GPT_OSS | {"num_hidden_layers": 2},
     "gpt_oss_mxfp4": _GPT_OSS

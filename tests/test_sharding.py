@@ -9,7 +9,7 @@ import pytest
 from rooflax import LLM, SamplingParams, save
 from rooflax.errors import RequestError
 from rooflax.models.memory import estimate
-from rooflax.models.registry import family, read_config
+from rooflax.models.registry import read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
 from rooflax.nn.storage import Storage
 from tests import goldens
@@ -69,7 +69,7 @@ def check_bytes(model, mesh, one, many):
     """Each device holds 1/N of what is split N ways, the vocabulary padded, and all of the rest."""
     name, config = read_config(CONFIGS[model])
     shards = parse_mesh(mesh)
-    table = family(name).weights(config)
+    table = config.table
     config = config_on(config, shards)
     whole, part = config.axis_sizes, part_sizes(config, shards)
     assert whole["vocab"] == 263 and part["vocab"] == -(-263 // shards.tensor)

@@ -14,9 +14,7 @@ from rooflax.bench.counting import StepCost, decode_cost, expected_experts, pref
 from rooflax.bench.workload import Workload
 from rooflax.engine.runner import SMALLEST_CONTEXT, bucket
 from rooflax.loading.load import Description, describe
-from rooflax.models.registry import family
 from rooflax.nn.storage import ITEM_BYTES, Storage
-from rooflax.nn.weights import slots
 
 FLOAT32: dict[str, Any] = {"batch": 1, "storage": Storage("float32"), "kv_dtype": "float32"}
 NAMES = ("layer_passes", "operations", "bytes")
@@ -87,9 +85,9 @@ def _one(about: Description, cost: StepCost, tokens: int, work: Workload) -> Cou
     if work.options.gqa == "repeat":
         # Keys and values are written once per query head, and read as often.
         num_bytes += 2 * (config.num_heads // config.num_kv_heads) * cost.kv_bytes
-    if work.options.moe == "per_token" and hasattr(config, "num_experts"):
-        pairs = tokens * config.experts_per_token
-        once = expected_experts(config.num_experts, config.experts_per_token, tokens)
+    if work.options.moe == "per_token" and config.moe is not None:
+        pairs = tokens * config.moe.experts_per_token
+        once = expected_experts(config.moe.num_experts, config.moe.experts_per_token, tokens)
         num_bytes += round((pairs - once) * _expert_bytes(about))
     return Count(tokens * config.num_layers, cost.operations, num_bytes)
 
@@ -98,11 +96,11 @@ def _expert_bytes(about: Description) -> float:
     """Of one expert's weights in all layers."""
     config = about.config
     found = 0
-    for slot in slots(family(about.family).weights(config), config.num_layers):
+    for slot in config.slots():
         names = slot.weight.axis_names
         if names[0] == "experts" and len(names) > 1:
             found += math.prod(slot.weight.shape(config.axis_sizes)) * ITEM_BYTES["float32"]
-    return found / config.num_experts
+    return found / config.moe.num_experts
 
 
 def _sum(counts: Iterable[Count]) -> Count:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from benchmarks.founding import text
 from rooflax.loading.load import describe
 from rooflax.models.memory import estimate
-from rooflax.models.registry import family
 from rooflax.nn.shards import Shards, parse_mesh
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import slots
 
 TOKENS = 8192
 GPT_OSS, LLAMA = "preset:gpt-oss-20b", "preset:llama-3.1-70b"
@@ -28,7 +26,7 @@ def storage_of(model: str, width: str) -> Storage:
     if width != MXFP4:
         return Storage("bfloat16", None if width == "bfloat16" else "fp8-a16")
     about = describe(model)
-    found = slots(family(about.family).weights(about.config), about.config.num_layers)
+    found = about.config.slots()
     return Storage("bfloat16", kept={s.name: "mxfp4-a16" for s in found if s.weight.num_stacked})
 
 

@@ -10,9 +10,7 @@ from benchmarks.founding.apart import apart
 from benchmarks.founding.counted import cache_bytes
 from benchmarks.founding.settings import Settings
 from rooflax.loading.load import describe
-from rooflax.models.registry import family
 from rooflax.nn.execution import Precision
-from rooflax.nn.weights import num_parameters
 
 MODEL = "preset:gpt2"
 TOKENS = 1024
@@ -36,9 +34,7 @@ def counted() -> dict[str, int]:
     """Plain arithmetic on GPT-2's shape."""
     about = describe(MODEL)
     config = about.config
-    parameters = num_parameters(
-        family(about.family).weights(config), config.axis_sizes, config.num_layers
-    )
+    parameters = config.num_parameters
     return {
         "parameters": parameters,
         "head_parameters": config.vocab_size * config.hidden_size,

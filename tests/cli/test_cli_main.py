@@ -48,6 +48,9 @@ def test_a_failure_is_its_code_and_at_most_one_sentence(rooflax, monkeypatch, er
     ("argv", "said"),
     [
         (["frob"], "there is no verb 'frob'"),
+        (["genrate"], "there is no verb 'genrate' (did you mean generate?)"),
+        (["generate", "--promt", "x"], "unknown: --promt (did you mean --prompt?)"),
+        (["generate", "def f(x):"], "'def f(x):' is no model, and no prompt was given"),
         (["--frob"], "there is no flag '--frob'"),
         (["generate", "--frob"], "unknown: --frob; see rooflax generate --help"),
         (["generate", "-n"], "expected one argument"),
@@ -71,6 +74,9 @@ def test_wrong_arguments_are_one_sentence_and_code_2(rooflax, argv, said):
 def test_help_and_version(rooflax):
     assert rooflax().out == rooflax("--help").out == rooflax("-h").out
     assert rooflax("--version").out.startswith("rooflax 0.")
+    assert rooflax("version").out == rooflax("-V").out == rooflax("--version").out
+    assert rooflax("help").out == rooflax("--help").out
+    assert rooflax("help", "bench").out == rooflax("bench", "--help").out
     for verb in VERBS:
         ran = rooflax(verb, "--help")
         assert ran.code == 0

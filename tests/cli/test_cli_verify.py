@@ -11,7 +11,6 @@ import pytest
 from rooflax.cli import isolate, verify
 from rooflax.loading.load import embedded_folder
 from rooflax.loading.save import save_model
-from rooflax.models import llama
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.presets import PRESETS
@@ -108,13 +107,15 @@ def test_every_option_that_matters_is_turned_on_once():
 
 
 def small_model():
-    """Three layers of LLaMA, of which the middle one has no window."""
-    config = llama.Config(
-        vocab_size=37, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4,
-        num_kv_heads=2, head_dim=4, max_position=64, norm_eps=1e-5, rope_theta=1e4,
-        layer_windows=(4, None, 4),
-    )  # fmt: skip
-    return build("llama", config, random_weights("llama", config), None)
+    """Three layers, of which the middle one has no window."""
+    raw = {
+        "model_type": "qwen2", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "use_sliding_window": True, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    name, config = read_config(raw)
+    return build(name, config, random_weights(name, config), None)
 
 
 def test_the_reference_operation_by_operation_equals_the_jitted_one():
@@ -178,4 +179,4 @@ def test_a_fault_of_the_engine_alone_is_no_layers(monkeypatch, jitted_reference)
 def test_a_truncated_model_is_its_first_layers():
     short = isolate.truncated(small_model(), 2)
     assert len(short.weights["layers"]) == short.config.num_layers == 2
-    assert short.config.layer_windows == (4, None)
+    assert [layer.attention.window for layer in short.config.layers] == [4, None]

@@ -142,7 +142,10 @@ def architecture(name, *more):
 
 
 REFUSED = {
-    "architecture": (architecture("mamba"), "architecture 'mamba'.*gpt2, llama, qwen2, gpt-oss"),
+    "architecture": (
+        architecture("mamba"),
+        "architecture 'mamba'.*gpt2, llama, qwen2, qwen3, smollm3, gpt-oss",
+    ),
     "no architecture": ([u32("a", 1)], "architecture None"),
     "split": (architecture("llama", u32("split.count", 3)), "one of 3 parts"),
     "unknown key": (architecture("llama", u32("llama.novel_trick", 1)), "'llama.novel_trick'"),

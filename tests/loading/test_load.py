@@ -24,7 +24,7 @@ def test_a_description_reads_no_weights(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     about = describe(tmp_path)
     assert (about.family, about.folder, about.name) == ("gpt_oss", tmp_path, str(tmp_path))
-    assert about.config.num_experts == 5
+    assert about.config.moe.num_experts == 5
     assert about.raw_config["model_type"] == "gpt_oss"
     with pytest.raises(CheckpointError, match="safetensors"):
         load(about)
@@ -57,9 +57,9 @@ def test_the_embedded_folder_has_a_tokenizer():
 
 
 def test_max_model_len_sizes_the_rope_table(folder):
-    assert load(folder).rope.cos.shape == (131, 10)
+    assert load(folder).rope[0].cos.shape == (131, 10)
     model = load(folder, max_model_len=32)
-    assert model.max_model_len == 32 and model.rope.sin.shape == (32, 10)
+    assert model.max_model_len == 32 and model.rope[0].sin.shape == (32, 10)
 
 
 def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path):

@@ -7,9 +7,9 @@ import pytest
 from rooflax import LLM
 from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.models.registry import family, read_config
+from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards, split_axes, whole_shape
-from rooflax.nn.weights import Layout, slots
+from rooflax.nn.weights import Layout
 from tests import goldens
 from tests.sharding import CONFIGS, write_checkpoint
 
@@ -41,9 +41,9 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
     checkpoint = Checkpoint(folder)
     assert sum(read) == sum(checkpoint.info(name).nbytes for name in checkpoint.names())
 
-    name, config = read_config(CONFIGS[model])
+    _, config = read_config(CONFIGS[model])
     largest = 0
-    for slot in slots(family(name).weights(config), config.num_layers):
+    for slot in config.slots():
         split = axis in split_axes(slot.weight, Shards(**{axis: 2}))
         size = 4 * int(np.prod(whole_shape(slot.weight, config, Shards(tensor=2))))
         largest = max(largest, size // (2 if split else 1))
@@ -55,9 +55,9 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
 def test_every_layouts_parts_are_parts_of_the_whole(variant):
     """For each weight and each of its axes that a mesh splits: join of narrow is a part of join."""
     reference = goldens.committed(variant)
-    name, config = read_config(goldens.VARIANTS[variant])
+    _, config = read_config(goldens.VARIANTS[variant])
     state = np.random.RandomState(0)
-    for slot in slots(family(name).weights(config), config.num_layers):
+    for slot in config.slots():
         weight, shape = slot.weight, slot.weight.shape(config.axis_sizes)
         sizes = weight.hf_shapes(config.axis_sizes)
         assert all(reference.shapes[n] == s for n, s in zip(slot.hf_names, sizes, strict=True))

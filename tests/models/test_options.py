@@ -22,7 +22,7 @@ from rooflax.models.registry import read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.shards import Shards, check_split, padded_vocab
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import assemble, slots
+from rooflax.nn.weights import assemble
 from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
 from tests import goldens
@@ -348,7 +348,7 @@ def forward_logits(model, cache, batch):
 def quantized_weights(model, format):
     """The model's weights as `--quantize` keeps them."""
     storage = Storage("float32", resolve_format(format))
-    found = slots(model.table, model.config.num_layers)
+    found = model.config.slots()
 
     def leaf(slot):
         layers = model.weights["layers"]

@@ -11,7 +11,6 @@ from rooflax.loading.source import ArraySource
 from rooflax.loading.weights import WeightReader
 from rooflax.nn import stacking
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import slots
 
 MODELS = ("preset:gpt2-tiny", "preset:gpt-oss-tiny")
 
@@ -48,7 +47,7 @@ def test_one_layer_in_another_width_widens_all_of_its_stack():
 
 def _checkpoint(model):
     found = {}
-    for slot in slots(model.table, model.config.num_layers):
+    for slot in model.config.slots():
         where = model.weights if slot.layer is None else model.weights["layers"][slot.layer]
         parts = slot.weight.split(np.asarray(where[slot.key]), model.config.axis_sizes)
         found |= dict(zip(slot.hf_names, parts, strict=True))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooflax.models.registry import family, read_config
+from rooflax.models.registry import read_config
 from rooflax.nn.mesh import weight_spec
 from rooflax.nn.shards import Shards, padded_vocab
 from rooflax.nn.weights import (
@@ -21,8 +21,6 @@ from rooflax.nn.weights import (
     Linear,
     Weight,
     assemble,
-    num_parameters,
-    slots,
 )
 from tests import goldens
 
@@ -98,9 +96,8 @@ def test_join_converts_the_dtype_on_the_way():
 
 @pytest.mark.parametrize("variant", list(goldens.VARIANTS))
 def test_every_slot_once_and_all_parameters_counted(variant):
-    name, config = read_config(goldens.VARIANTS[variant])
-    table, sizes = family(name).weights(config), config.axis_sizes
-    found = list(slots(table, config.num_layers))
+    _, config = read_config(goldens.VARIANTS[variant])
+    sizes, found = config.axis_sizes, list(config.slots())
     hf = [hf for slot in found for hf in slot.hf_names]
     assert len(hf) == len(set(hf)) and len(found) == len({slot.name for slot in found})
     shapes = {
@@ -110,7 +107,7 @@ def test_every_slot_once_and_all_parameters_counted(variant):
     }
     assert shapes == goldens.committed(variant).shapes
     count = sum(math.prod(shape) for shape in shapes.values())
-    assert num_parameters(table, sizes, config.num_layers) == count
+    assert config.num_parameters == count
     tree = assemble(config.num_layers, ((slot, slot.name) for slot in found))
     assert len(tree["layers"]) == config.num_layers
     for index, layer in enumerate(tree["layers"]):
@@ -122,8 +119,8 @@ def test_every_slot_once_and_all_parameters_counted(variant):
 
 @pytest.mark.parametrize("variant", list(goldens.VARIANTS))
 def test_sharding_splits_one_axis_of_what_is_large_and_nothing_else(variant):
-    name, config = read_config(goldens.VARIANTS[variant])
-    for key, weight in family(name).weights(config).items():
+    _, config = read_config(goldens.VARIANTS[variant])
+    for key, weight in config.table.items():
         spec = list(weight_spec(weight, Shards(tensor=2)))
         split = [n for n, part in zip(weight.axis_names, spec, strict=True) if part is not None]
         assert len(split) <= 1, key

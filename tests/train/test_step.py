@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from rooflax.nn.layers import unstack_layers
-from rooflax.nn.weights import Weight, slots
+from rooflax.nn.weights import Weight
 from rooflax.train.config import REMAT
 from rooflax.train.data import Rows
 from rooflax.train.step import (
@@ -295,7 +295,7 @@ VECTORS = ("bias", "sinks", "norm.weight", "layernorm.weight", "ln_1.weight", "l
 
 def by_slot(model, tree):
     """(name, whether the checkpoint holds matrices there, leaf of the tree)."""
-    for slot in slots(model.table, model.config.num_layers):
+    for slot in model.config.slots():
         place = tree if slot.layer is None else tree["layers"][slot.layer]
         yield slot.name, not slot.hf_names[0].endswith(VECTORS), place[slot.key]
 
@@ -474,10 +474,11 @@ class TestOneProgram:
 
     def test_the_rope_table_is_not_trained(self, run):
         model, steps = run
-        before = np.array(model.rope.cos), np.array(model.rope.sin)
+        (rope,) = model.rope
+        before = np.array(rope.cos), np.array(rope.sin)
         state, _ = steps(model.weights, tiny.random_batch(ROWS, SEQ))
         assert jax.tree.structure(state.weights) == jax.tree.structure(model.weights)
         names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
         assert not any("rope" in name or "cos" in name for name in names)
-        np.testing.assert_array_equal(model.rope.cos, before[0])
-        np.testing.assert_array_equal(model.rope.sin, before[1])
+        np.testing.assert_array_equal(rope.cos, before[0])
+        np.testing.assert_array_equal(rope.sin, before[1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooflax.bench.workload import Workload
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops import accelerator
 
@@ -30,12 +31,12 @@ class Switch:
     applies: Applies
 
 
-def _groups_heads(best: ExecutionOptions, config: Any, kernels: dict[str, str]) -> bool:
+def _groups_heads(best: ExecutionOptions, config: Decoder, kernels: dict[str, str]) -> bool:
     return best.gqa == "grouped" and config.num_kv_heads < config.num_heads
 
 
-def _groups_experts(best: ExecutionOptions, config: Any, kernels: dict[str, str]) -> bool:
-    return best.moe == "grouped" and hasattr(config, "num_experts")
+def _groups_experts(best: ExecutionOptions, config: Decoder, kernels: dict[str, str]) -> bool:
+    return best.moe == "grouped" and config.moe is not None
 
 
 SWITCHES = (
@@ -89,7 +90,7 @@ def comparable(work: Workload, *, rounded: bool) -> Workload:
     return replace(work, precision=replace(given, kv_dtype=resolved.dtype))
 
 
-def ablation(work: Workload, config: Any, kernels: dict[str, str]) -> list[Row]:
+def ablation(work: Workload, config: Decoder, kernels: dict[str, str]) -> list[Row]:
     """The rows, in order: the baseline, one switch more each, all but one each, weight formats.
 
     A switch that changes nothing here has no row: the model lacks what it is about, or the fastest

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, slots
+from rooflax.nn.weights import Slot
 
 LOOKUPS = ("embed", "position")
 """Tables of which a step reads one row per token, unless the head is tied to them."""
@@ -45,7 +44,7 @@ def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
 
 
 def decode_cost(
-    name: str, config: Any, *, batch: int, context: int, storage: Storage, kv_dtype: str
+    name: str, config: Decoder, *, batch: int, context: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """One decode step of `batch` rows that each see `context` tokens, the new one included."""
     weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, storage=storage)
@@ -54,7 +53,7 @@ def decode_cost(
 
 
 def prefill_cost(
-    name: str, config: Any, *, batch: int, prompt: int, storage: Storage, kv_dtype: str
+    name: str, config: Decoder, *, batch: int, prompt: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """Prompts of `prompt` tokens in `batch` rows; logits of each row's last token only."""
     tokens = batch * prompt
@@ -70,13 +69,13 @@ def visible_pairs(prompt: int, window: int | None) -> int:
     return span * (span + 1) // 2 + (prompt - span) * span
 
 
-def _windows(config: Any) -> list[int | None]:
+def _windows(config: Decoder) -> list[int | None]:
     groups = config.groups
     return [groups.windows[g] for g in groups.of_layer]
 
 
 def _with_attention(
-    config: Any,
+    config: Decoder,
     weight_bytes: int,
     operations: int,
     pairs: list[int],
@@ -89,11 +88,11 @@ def _with_attention(
 
 
 def _weights(
-    name: str, config: Any, tokens: int, *, logit_rows: int, storage: Storage
+    name: str, config: Decoder, tokens: int, *, logit_rows: int, storage: Storage
 ) -> tuple[int, int]:
     """(bytes read, operations) of all weights for `tokens` tokens."""
     num_bytes = operations = 0
-    for slot in slots(family(name).weights(config), config.num_layers):
+    for slot in config.slots():
         size = math.prod(slot.weight.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
         kept = storage.num_bytes(slot, config, stored_narrow=storage.narrow)
@@ -103,12 +102,12 @@ def _weights(
     return num_bytes, operations
 
 
-def _use(slot: Slot, config: Any, tokens: int, logit_rows: int) -> tuple[float, float]:
+def _use(slot: Slot, config: Decoder, tokens: int, logit_rows: int) -> tuple[float, float]:
     """(rows that a weight multiplies, share of it that is read)."""
     names = slot.weight.axis_names
     is_bias = slot.weight.init == "zeros"
-    if "experts" in names and names[0] == "experts" and len(names) > 1:
-        chosen, total = config.experts_per_token, config.num_experts
+    if config.moe is not None and names[0] == "experts" and len(names) > 1:
+        chosen, total = config.moe.experts_per_token, config.moe.num_experts
         share = expected_experts(total, chosen, tokens) / total
         return (0.0 if is_bias else tokens * chosen / total), share
     is_head = slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build
 from rooflax.models.presets import SEED
 from rooflax.models.steps import decode_step, new_cache, prefill
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import accelerator, block_sizes
@@ -195,13 +196,9 @@ def model_programs(about: Description, work: Work) -> list[Program]:
     ]
 
 
-def one_period(config: Any) -> Any:
+def one_period(config: Decoder) -> Any:
     """The config of the first layers, one of each kind."""
-    layers = config.groups.period
-    changes: dict[str, Any] = {"num_layers": layers}
-    if getattr(config, "layer_windows", ()):
-        changes["layer_windows"] = config.layer_windows[:layers]
-    return replace(config, **changes)
+    return config.first(config.groups.period)
 
 
 def _decode(

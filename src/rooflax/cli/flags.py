@@ -60,7 +60,8 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     group = parser.group("choosing tokens")
     add = group.add_argument
     add(
-        "-n", "--max-tokens", metavar="N", type=whole, default=max_tokens,
+        "-n", "--max-tokens", "--max-new-tokens", "--n-predict", metavar="N", type=whole,
+        default=max_tokens,
         help=f"most new tokens; default {max_tokens}, or what the context has room for",
     )  # fmt: skip
     add(
@@ -73,7 +74,7 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     add("--top-k", metavar="K", type=whole, help="choose among the k most likely")
     add("--top-p", metavar="P", type=number, help="choose among those that make up p")
     add("--min-p", metavar="P", type=number, help="drop those below p times the best")
-    add("--seed", metavar="N", type=whole, help="of the draws; default 0")
+    add("-s", "--seed", metavar="N", type=whole, help="of the draws; default 0")
     add("--repetition-penalty", metavar="X", type=number, help="above 1 repeats less")
     add("--presence-penalty", metavar="X", type=number, help="-2 to 2, once per token used")
     add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, statistics, terminal
@@ -41,6 +43,10 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates, and prints text or JSON."""
     params = flags.sampling_params(args)
+    if args.prompt is None and args.model and not is_model(args.model):
+        raise RequestError(
+            f"{args.model[:80]!r} is no model, and no prompt was given; a prompt follows --prompt."
+        )
     prompt = args.prompt if args.prompt is not None else _prompt_from_stdin()
     if not prompt:
         raise RequestError("The prompt is empty; give text with --prompt or on stdin.")
@@ -51,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         statistics.say_statistics(llm, completions)
     return 0
+
+
+def is_model(text: str) -> bool:
+    """Whether a name looks like a model: a path, a file, a preset or a hub id."""
+    return re.fullmatch(r"[^\s()'\"]+", text) is not None or Path(text).exists()
 
 
 def _prompt_from_stdin() -> str:

@@ -9,7 +9,7 @@ import argparse
 import math
 import textwrap
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rooflax.loading.load import Description
     from rooflax.models.memory import MemoryEstimate
     from rooflax.models.streaming import StreamPlan
+    from rooflax.nn.decoder import Decoder
 
 SUMMARY = "architecture, weights, and the memory it will take"
 
@@ -69,15 +70,37 @@ def document(about: Description, args: argparse.Namespace, shards: Shards | None
     }
 
 
-def architecture(config: Any) -> dict[str, Any]:
-    """The fields of a family's Config, layer windows counted."""
-    found = {f.name: getattr(config, f.name) for f in fields(config)}
-    windows = found.pop("layer_windows", None)
-    if windows:
-        found["layer_windows"] = dict(Counter(_window_name(w) for w in windows))
-    scaling = found.get("rope_scaling")
-    if scaling is not None:
-        found["rope_scaling"] = scaling.to_hf()
+def architecture(config: Decoder) -> dict[str, Any]:
+    """Sizes, and what the layers are made of; of several kinds of layer, how many of each."""
+    first, moe = config.layers[0], config.moe
+    found: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+    }
+    if moe is not None:
+        found |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
+    found |= {
+        "max_position": config.max_position,
+        "norm_eps": config.norm.eps,
+        "tied_embeddings": config.tied_embeddings,
+        "qkv_bias": first.attention.qkv_bias,
+        "output_bias": first.attention.output_bias,
+        "qk_norm": first.attention.qk_norm is not None,
+        "sinks": first.attention.sinks,
+    }
+    for rope in config.ropes:
+        found["rope_theta"] = rope.theta
+        found["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
+    windows = Counter(_window_name(layer.attention.window) for layer in config.layers)
+    if set(windows) != {"full"}:
+        found["layer_windows"] = dict(windows)
+    if config.ropes and (without := sum(layer.attention.rope is None for layer in config.layers)):
+        found["layers_without_rope"] = without
     return found
 
 
@@ -87,12 +110,10 @@ def _window_name(window: int | None) -> str:
 
 def weights(about: Description) -> dict[str, Any]:
     """Parameters by part, and the formats of the files."""
-    from rooflax.models.registry import family
-    from rooflax.nn.weights import slots
 
     config = about.config
     parts: Counter[str] = Counter()
-    for slot in slots(family(about.family).weights(config), config.num_layers):
+    for slot in config.slots():
         parts[_part(slot.key)] += math.prod(slot.weight.shape(config.axis_sizes))
     return {
         "parameters": sum(parts.values()),
@@ -222,7 +243,7 @@ def _fits(need: MemoryEstimate, shards: Shards | None) -> bool | None:
 
 
 def _server(
-    config: Any, kv_dtype: str, tokens: int, free: int | None, need: MemoryEstimate
+    config: Decoder, kv_dtype: str, tokens: int, free: int | None, need: MemoryEstimate
 ) -> dict[str, Any]:
     """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
     from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS

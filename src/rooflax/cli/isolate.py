@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rooflax.models.model import Model
+    from rooflax.nn.decoder import Decoder
 
 TOLERANCE = 1e-4
 REFERENCE = ExecutionOptions(
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
     return {"model": llm.about.name, "reference": REFERENCE.describe(), **found}
 
 
-def settings(target: ExecutionOptions, config: Any) -> list[Setting]:
+def settings(target: ExecutionOptions, config: Decoder) -> list[Setting]:
     """From the reference to `target`, one option at a time; those without effect are left out."""
     options, found = REFERENCE, [Setting("reference", REFERENCE)]
     for name in ORDER:
@@ -109,11 +110,11 @@ def settings(target: ExecutionOptions, config: Any) -> list[Setting]:
     return found
 
 
-def _matters(name: str, config: Any) -> bool:
+def _matters(name: str, config: Decoder) -> bool:
     if name == "gqa":
         return config.num_kv_heads != config.num_heads
     if name == "moe":
-        return hasattr(config, "num_experts")
+        return config.moe is not None
     return True
 
 
@@ -357,11 +358,8 @@ def truncated(model: Model, num_layers: int) -> Model:
     config = model.config
     if not 0 <= num_layers <= config.num_layers:
         raise RequestError(f"a model of {config.num_layers} layers has no first {num_layers}.")
-    changes: dict[str, Any] = {"num_layers": num_layers}
-    if getattr(config, "layer_windows", None):
-        changes["layer_windows"] = config.layer_windows[:num_layers]
     weights = model.weights | {"layers": model.weights["layers"][:num_layers]}
-    return replace(model, weights=weights, config=replace(config, **changes))
+    return replace(model, weights=weights, config=config.first(max(1, num_layers)))
 
 
 def lines(found: dict[str, Any]) -> list[str]:

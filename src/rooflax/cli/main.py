@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rooflax import __version__
-from rooflax.cli.parser import Parser, see_help
+from rooflax.cli.parser import Parser, did_you_mean, see_help
 from rooflax.errors import EngineError, RequestError, RooflaxError
 
 VERBS = (
@@ -64,16 +64,19 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
         RequestError: no such verb or flag, or a value of the wrong kind.
     """
     first = argv[0] if argv else "--help"
-    if first in ("-h", "--help"):
+    if first == "help" and argv[1:]:
+        first, argv = argv[1], (argv[1], "--help")
+    if first in ("-h", "--help", "help"):
         print(overview())
         return None
-    if first == "--version":
+    if first in ("-V", "--version", "version"):
         print(f"rooflax {__version__}")
         return None
     if first not in VERBS:
         what = "flag" if first.startswith("-") else "verb"
         raise RequestError(
-            f"there is no {what} {first!r}; the verbs are {', '.join(VERBS)} (see rooflax --help)"
+            f"there is no {what} {first!r}{did_you_mean(first, VERBS)}; the verbs are "
+            f"{', '.join(VERBS)} (see rooflax --help)"
         )
     _refuse_broken_text(argv, first)
     parser = parser_of(first)
@@ -110,7 +113,7 @@ def overview() -> str:
         "(a known architecture with random weights), or is left out: then the embedded",
         "model.",
         "",
-        "rooflax VERB --help lists a verb's flags; rooflax --version prints the version.",
+        "rooflax help VERB lists a verb's flags; rooflax version prints the version.",
     ]
     return "\n".join(lines)
 

@@ -73,13 +73,10 @@ def embedded() -> list[dict[str, Any]]:
 
 def architecture(raw: dict[str, Any]) -> dict[str, Any]:
     """The family and the number of parameters of a config.json."""
-    from rooflax.models.registry import family, read_config
-    from rooflax.nn.weights import num_parameters
+    from rooflax.models.registry import read_config
 
     name, config = read_config(raw)
-    table = family(name).weights(config)
-    count = num_parameters(table, config.axis_sizes, config.num_layers)
-    return {"family": name, "parameters": count}
+    return {"family": name, "parameters": config.num_parameters}
 
 
 def _print(found: dict[str, Any]) -> None:

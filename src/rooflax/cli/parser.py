@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from rooflax.errors import RequestError
@@ -34,7 +36,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuses the arguments in one sentence, without printing the usage."""
-        raise RequestError(f"{_in_our_words(message)}; {see_help(self.verb)}")
+        raise RequestError(f"{self._in_our_words(message)}; {see_help(self.verb)}")
+
+    def _in_our_words(self, message: str) -> str:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ")
+            flag = unknown.split()[0].partition("=")[0]
+            meant = did_you_mean(flag, self._option_string_actions) if flag[:1] == "-" else ""
+            return f"unknown: {unknown}{meant}"
+        message = message.removeprefix("argument ")
+        if message.endswith("expected one argument"):
+            return f"{message} (one that begins with - is given as --flag=VALUE)"
+        return message
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """As argparse does; and refuses --quiet together with --verbose.
@@ -74,13 +87,10 @@ class _Formatter(argparse.HelpFormatter):
         return f"{flags} {self._format_args(action, action.dest.upper())}"
 
 
-def _in_our_words(message: str) -> str:
-    if message.startswith("unrecognized arguments: "):
-        return f"unknown: {message.removeprefix('unrecognized arguments: ')}"
-    message = message.removeprefix("argument ")
-    if message.endswith("expected one argument"):
-        return f"{message} (one that begins with - is given as --flag=VALUE)"
-    return message
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """ " (did you mean X?)" where one is close, and nothing where none is."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def whole(text: str) -> int:

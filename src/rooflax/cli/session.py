@@ -106,9 +106,7 @@ def _bytes(about: Any, given: dict[str, Any]) -> int:
     import jax
 
     from rooflax.loading.load import plan_of
-    from rooflax.models.registry import family
     from rooflax.nn.execution import Precision, parse_bytes
-    from rooflax.nn.weights import slots
 
     config = about.config
     precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
@@ -118,8 +116,7 @@ def _bytes(about: Any, given: dict[str, Any]) -> int:
         plan = plan_of(about, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
         return sum(plan.layer_bytes) + plan.fixed_bytes - plan.bytes_per_step
     return sum(
-        storage.num_bytes(slot, config, stored_narrow=storage.narrow)
-        for slot in slots(family(about.family).weights(config), config.num_layers)
+        storage.num_bytes(slot, config, stored_narrow=storage.narrow) for slot in config.slots()
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
 from rooflax.ops.accelerator import block_size
 
+if TYPE_CHECKING:
+    from rooflax.nn.decoder import Decoder
+
 CACHE_SHARE = 0.5
 """Of the memory that is free once the weights are there, for the KV cache of a server."""
 
 
 def plan_blocks(
-    config: Any,
+    config: Decoder,
     *,
     kv_dtype: str,
     num_slots: int,
@@ -51,7 +54,7 @@ def plan_blocks(
 
 
 def plan_server(
-    config: Any,
+    config: Decoder,
     *,
     kv_dtype: str,
     num_slots: int,

@@ -21,7 +21,10 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import inverse_frequencies
 
-FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "gpt-oss": "gpt_oss"}
+FAMILIES = {
+    "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
+    "gpt-oss": "gpt_oss",
+}  # fmt: skip
 """A file's architecture to our family."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -60,7 +63,10 @@ _GPT_OSS = {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
 }
-_KEYS = {"gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "gpt_oss": _COMMON | _GPT_OSS}
+_KEYS = {
+    "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
+    "gpt_oss": _COMMON | _GPT_OSS,
+}  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -149,9 +155,9 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family in ("llama", "gpt_oss"):
+        if self.family in ("llama", "qwen3", "smollm3", "gpt_oss"):
             raw["attention_bias"] = "blk.0.attn_q.bias" in names
-        if self.family == "llama":
+        if self.family in ("llama", "smollm3"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family != "gpt2":
             raw |= self._attention_and_rope(raw)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,9 +30,9 @@ from rooflax.loading.gguf_blocks import (
 )
 from rooflax.loading.gguf_config import ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
-from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_product, product_shape
-from rooflax.nn.weights import Slot, slots
+from rooflax.nn.weights import Slot
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.quantization import QuantizedArray, pack
 
@@ -92,7 +91,7 @@ class GGUFWeights:
         name, config: the family and the model that its metadata describes.
     """
 
-    def __init__(self, file: GGUFFile, name: str, config: Any):
+    def __init__(self, file: GGUFFile, name: str, config: Decoder):
         self.file, self.family, self.config = file, name, config
         self.entries = _entries(name, config)
         present = set(file.names())
@@ -154,9 +153,8 @@ class GGUFWeights:
         A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
         layers of a model are alike, because they may be stacked.
         """
-        table, layers = family(self.family).weights(self.config), self.config.num_layers
         kinds: dict[str, set[str]] = {}
-        products = [slot for slot in slots(table, layers) if is_product(slot, self.config)]
+        products = [slot for slot in self.config.slots() if is_product(slot, self.config)]
         for slot in products:
             known = all(name in self.entries for name in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
@@ -211,14 +209,18 @@ def _format(kinds: set[str]) -> str | None:
     return formats.pop() if len(formats) == 1 else ROUNDED
 
 
-def _entries(name: str, config: Any) -> dict[str, Entry]:
+PERMUTED = ("llama", "smollm3")
+"""Families whose q and k rows the converter permutes, in layers without RoPE too."""
+
+
+def _entries(name: str, config: Decoder) -> dict[str, Entry]:
     table = _GPT2 if name == "gpt2" else _LAYERS | (_EXPERTS if name == "gpt_oss" else _DENSE)
     found = {}
     for hf, (stored, change) in table.items():
         for layer in range(config.num_layers) if "{i}" in hf else [0]:
             names = tuple(s.replace("{i}", str(layer)) for s in stored)
             found[hf.replace("{i}", str(layer))] = Entry(names, change)
-    if name == "llama":
+    if name in PERMUTED:
         for layer in range(config.num_layers):
             for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 for end in ("weight", "bias"):
@@ -246,6 +248,8 @@ _LAYERS = _renamed(
     (f"{_ATTN}.k_proj", "blk.{i}.attn_k"),
     (f"{_ATTN}.v_proj", "blk.{i}.attn_v"),
     (f"{_ATTN}.o_proj", "blk.{i}.attn_output"),
+    (f"{_ATTN}.q_norm", "blk.{i}.attn_q_norm"),
+    (f"{_ATTN}.k_norm", "blk.{i}.attn_k_norm"),
 )
 _DENSE = _renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rooflax.loading.finite import check_scales
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where
 from rooflax.ops.formats import FORMATS, GROUP
@@ -28,7 +29,7 @@ class KeptParts:
     What is split there are not the codes but the numbers of the weight's outputs.
     """
 
-    def __init__(self, kept: Kept, slot: Slot, format: str, config: Any, check: bool):
+    def __init__(self, kept: Kept, slot: Slot, format: str, config: Decoder, check: bool):
         self._kept, self._slot, self._format, self._config = kept, slot, format, config
         self._check, self._experts = check, slice(0)
         self._codes, self._scales = np.zeros(0), np.zeros(0, np.float32)

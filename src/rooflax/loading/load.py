@@ -37,6 +37,7 @@ from rooflax.models.streaming import (
     StreamPlan,
     plan_streaming,
 )
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.placement import Placer
 from rooflax.nn.shards import Shards
@@ -64,7 +65,7 @@ class Description:
     name: str
     folder: Path | None
     family: str
-    config: Any
+    config: Decoder
     raw_config: Mapping[str, Any]
     gguf: GGUFFile | None = None
 

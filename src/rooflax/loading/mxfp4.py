@@ -9,16 +9,14 @@ Source: OCP Microscaling Formats v1.0; transformers, integrations/mxfp4.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
-from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import product_shape
-from rooflax.nn.weights import InterleavedGateUp, Slot, slots
+from rooflax.nn.weights import InterleavedGateUp, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.quantization import E2M1_VALUES, E8M0_VALUES, QuantizedArray, pack
@@ -65,10 +63,10 @@ class Mxfp4Weights:
     The layers of a model are alike, because they may be stacked.
     """
 
-    def __init__(self, source: Source, name: str, config: Any):
+    def __init__(self, source: Source, name: str, config: Decoder):
         self._source, self._config = source, config
         present = set(source.names())
-        found = list(slots(family(name).weights(config), config.num_layers))
+        found = list(config.slots())
         unpacked = {
             slot.key
             for slot in found

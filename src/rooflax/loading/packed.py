@@ -19,9 +19,9 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name
 from rooflax.loading.source import Source
-from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import product_shape
-from rooflax.nn.weights import LAYER_PREFIX, Slot, slots
+from rooflax.nn.weights import LAYER_PREFIX, Slot
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.matrix_packing import as_panels
@@ -70,12 +70,12 @@ class PackedWeights:
         CheckpointError: a format or a weight that is not known, or tensors that do not fit.
     """
 
-    def __init__(self, source: Source, name: str, config: Any, raw: Mapping[str, Any]):
+    def __init__(self, source: Source, name: str, config: Decoder, raw: Mapping[str, Any]):
         self._source, self._config = source, config
         declared = raw["quantization_config"].get("formats")
         if not isinstance(declared, dict):
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
-        found = list(slots(family(name).weights(config), config.num_layers))
+        found = list(config.slots())
         unknown = set(declared) - {table_name(slot) for slot in found}
         wrong = [f for f in declared.values() if not isinstance(f, str) or f not in FORMATS]
         if unknown or wrong:

@@ -26,8 +26,9 @@ from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safeten
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import family, read_config_json
 from rooflax.models.streaming import AnyModel, whole
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
-from rooflax.nn.weights import Slot, slots
+from rooflax.nn.weights import Slot
 from rooflax.ops.quantization import QuantizedArray
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -94,7 +95,7 @@ def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Pat
 def save_model(
     folder: str | os.PathLike[str],
     name: str,
-    config: Any,
+    config: Decoder,
     weights: dict[str, Any],
     *,
     dtype: str = "bfloat16",
@@ -137,7 +138,7 @@ def save_model(
     settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
     formats = {
         packed.table_name(slot): leaf.format
-        for slot in slots(family(name).weights(config), config.num_layers)
+        for slot in config.slots()
         if isinstance(leaf := _leaf(slot, weights), QuantizedArray)
     }
     settings |= packed.to_config(formats) if formats else {}
@@ -155,14 +156,14 @@ def save_model(
     replace_folder(folder, fill)
 
 
-def tensors(name: str, config: Any, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
+def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
     """The checkpoint's tensors, each made when it is asked for."""
-    found = slots(family(name).weights(config), config.num_layers)
+    found = config.slots()
     return [tensor for slot in found for tensor in _slot_tensors(slot, config, weights, dtype)]
 
 
 def _slot_tensors(
-    slot: Slot, config: Any, weights: dict[str, Any], dtype: str
+    slot: Slot, config: Decoder, weights: dict[str, Any], dtype: str
 ) -> list[TensorToWrite]:
     sizes, target = config.axis_sizes, DTYPES[dtype]
     array = _leaf(slot, weights)

@@ -18,8 +18,9 @@ from rooflax.loading import mxfp4
 from rooflax.loading.safetensors import DTYPES
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, Where, slots
+from rooflax.nn.weights import Slot, Where
 from rooflax.ops.host_arrays import aligned_empty
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -31,9 +32,11 @@ NAMED_IN_ERRORS = 10
 class TensorPlan:
     """Which tensors each slot is made of, checked before the first one is read."""
 
-    def __init__(self, source: Source, name: str, config: Any, own: Mapping[str, tuple[str, ...]]):
+    def __init__(
+        self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
+    ):
         self.source, self.sizes, self.own = source, config.axis_sizes, own
-        self.slots = list(slots(family(name).weights(config), config.num_layers))
+        self.slots = list(config.slots())
         self.names = _NameMap(set(source.names()), family(name))
         self._check(config)
 
@@ -41,7 +44,7 @@ class TensorPlan:
         self,
         slot: Slot,
         storage: Storage,
-        config: Any,
+        config: Decoder,
         where: Where | None = None,
         empty: Callable[..., np.ndarray] | None = None,
     ) -> np.ndarray:
@@ -126,7 +129,7 @@ class TensorPlan:
             if (dtype != "U8" if halves else not _is_floating(dtype))
         ]
 
-    def _check(self, config: Any) -> None:
+    def _check(self, config: Decoder) -> None:
         missing, mistyped, misshapen = [], [], []
         used = {name for names in self.own.values() for name in names}
         for slot in self.slots:
@@ -153,7 +156,7 @@ class TensorPlan:
         _refuse("has tensors of another shape than config.json says:", misshapen)
         _refuse("has tensors that this architecture does not use:", superfluous)
 
-    def _waived(self, name: str, config: Any) -> bool:
+    def _waived(self, name: str, config: Decoder) -> bool:
         if WAIVED_BUFFERS.fullmatch(name):
             return True
         if name != "lm_head.weight" or not config.tied_embeddings:

@@ -19,6 +19,7 @@ from rooflax.loading.finite import check_finite, check_scales
 from rooflax.loading.kept import Kept, KeptParts
 from rooflax.loading.source import Source
 from rooflax.loading.tensor_plan import TensorPlan
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
@@ -55,7 +56,7 @@ class WeightReader:
         self,
         source: Source,
         name: str,
-        config: Any,
+        config: Decoder,
         *,
         storage: Storage = DEFAULT_STORAGE,
         check: bool = False,

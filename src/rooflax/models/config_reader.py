@@ -85,6 +85,10 @@ class ConfigReader:
         self._read[key] = value
         return value
 
+    def given(self, key: str) -> bool:
+        """Whether the key is there, null or not: some families take an absent one for another."""
+        return key in self._raw
+
     def size(
         self, key: str, default: Any = MISSING, *, least: int = 1, most: int = 2**31 - 1
     ) -> int:

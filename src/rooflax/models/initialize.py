@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, assemble, slots
+from rooflax.nn.weights import Slot, assemble
 
 DEVIATION = 0.02
 DEFAULT_STORAGE = Storage()
@@ -21,7 +21,7 @@ DEFAULT_STORAGE = Storage()
 
 def random_weights(
     name: str,
-    config: Any,
+    config: Decoder,
     *,
     seed: int = 0,
     storage: Storage = DEFAULT_STORAGE,
@@ -50,7 +50,7 @@ def random_weights(
         )
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
-        for slot in slots(family(name).weights(config), config.num_layers):
+        for slot in config.slots():
             shape = slot.weight.shape(config.axis_sizes)
             array = _values(slot, shape, config, seed, storage.dtype)
             yield slot, put(slot, array)
@@ -62,7 +62,9 @@ def random_weights(
     return assemble(config.num_layers, arrays())
 
 
-def _values(slot: Slot, shape: tuple[int, ...], config: Any, seed: int, dtype: str) -> np.ndarray:
+def _values(
+    slot: Slot, shape: tuple[int, ...], config: Decoder, seed: int, dtype: str
+) -> np.ndarray:
     init = slot.weight.init
     if init in ("ones", "zeros"):
         return np.full(shape, float(init == "ones"), jnp.dtype(dtype))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rooflax.errors import RequestError
-from rooflax.models.registry import family
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import blocks_needed
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import slots
 from rooflax.ops import accelerator
 
 ONE_DEVICE = Shards()
@@ -38,7 +35,7 @@ class MemoryEstimate:
 
 def estimate(
     name: str,
-    config: Any,
+    config: Decoder,
     *,
     storage: Storage,
     kv_dtype: str,
@@ -63,11 +60,11 @@ def estimate(
         RequestError: a split that leaves a remainder.
     """
     block_size = block_size or accelerator.block_size()
-    table, config = family(name).weights(config), config_on(config, shards)
+    config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
         storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
-        for slot in slots(table, layers)
+        for slot in config.first(layers).slots()
     )
     chunk = min(prefill_chunk, tokens)
     per_token = bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
@@ -85,16 +82,14 @@ def estimate(
     )
 
 
-def rope_bytes(config: Any, max_model_len: int | None) -> int:
-    """Of the RoPE table; 0 for a family without RoPE."""
-    if not hasattr(config, "rope_theta"):
-        return 0
-    return (max_model_len or config.max_position) * config.head_dim * 4
+def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
+    """Of the RoPE tables."""
+    return len(config.ropes) * (max_model_len or config.max_position) * config.head_dim * 4
 
 
 def padding(
     name: str,
-    config: Any,
+    config: Decoder,
     *,
     storage: Storage,
     kv_dtype: str,
@@ -113,7 +108,7 @@ def padding(
         RequestError: a split that leaves a remainder.
     """
     block_size, chunk = accelerator.block_size(), min(prefill_chunk, tokens)
-    table, config = family(name).weights(config), config_on(config, shards)
+    config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     windows = [config.groups.windows[g] for g in config.groups.of_layer[:layers]]
     kept = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
@@ -124,7 +119,7 @@ def padding(
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
             storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
-            for slot in slots(table, layers)
+            for slot in config.first(layers).slots()
             if "vocab" in slot.weight.axis_names
         )
 
@@ -136,7 +131,7 @@ def padding(
 
 
 def workspace_bytes(
-    config: Any, rows: int, tokens: int, chunk: int, shards: Shards = ONE_DEVICE
+    config: Decoder, rows: int, tokens: int, chunk: int, shards: Shards = ONE_DEVICE
 ) -> int:
     """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
     rows = rows // shards.data if rows % shards.data == 0 else rows

@@ -1,4 +1,4 @@
-"""`Model`: a family, its config, its weights and its RoPE table, as one pytree.
+"""`Model`: an architecture, its weights and its RoPE tables, as one pytree.
 
 The arrays are leaves, the rest is static, so a Model can be an argument of a jitted function and
 another checkpoint of the same shape compiles nothing.
@@ -14,15 +14,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
-from rooflax.models.registry import family
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.batch import Batch
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache
 from rooflax.nn.layers import stack_layers
 from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, rope_arrays
-from rooflax.nn.weights import Weight, num_parameters
+from rooflax.nn.weights import Weight
 
 
 @jax.tree_util.register_dataclass
@@ -31,28 +31,28 @@ class Model:
     """A model ready to run.
 
     Attributes:
-        weights: the pytree that the family's table describes.
-        rope: cos and sin up to `max_model_len`; None for a family without RoPE.
+        weights: the pytree that the config's table describes.
+        rope: cos and sin up to `max_model_len`, of each of the config's `ropes`.
         family: model_type in Hugging Face's words.
-        config: the family's Config.
+        config: the architecture.
         max_model_len: longest context in tokens.
         dtype: of the activations; None is the embedding's.
     """
 
     weights: dict[str, Any]
-    rope: RopeTable | None
+    rope: tuple[RopeTable, ...]
     family: str = field(metadata={"static": True})
-    config: Any = field(metadata={"static": True})
+    config: Decoder = field(metadata={"static": True})
     max_model_len: int = field(metadata={"static": True})
     dtype: str | None = field(default=None, metadata={"static": True})
 
     @property
     def table(self) -> dict[str, Weight]:
-        return family(self.family).weights(self.config)
+        return self.config.table
 
     @property
     def num_parameters(self) -> int:
-        return num_parameters(self.table, self.config.axis_sizes, self.config.num_layers)
+        return self.config.num_parameters
 
     @property
     def weights_bytes(self) -> int:
@@ -69,8 +69,7 @@ class Model:
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states of the tokens, before the final norm; the cache with their K and V."""
         own = mesh_lib.own_tokens(batch, shards)
-        hidden, cache = family(self.family).forward(
-            self.config,
+        hidden, cache = self.config.forward(
             self.weights,
             self.rope,
             own,
@@ -95,8 +94,8 @@ class Model:
         Args:
             num_rows: how many leading rows are real; None is all.
         """
-        return family(self.family).logits(
-            self.config, self.weights, hidden, options=options, shards=shards, num_rows=num_rows
+        return self.config.logits(
+            self.weights, hidden, options=options, shards=shards, num_rows=num_rows
         )
 
     def stacked(self) -> Model:
@@ -111,16 +110,13 @@ class Model:
         return replace(self, weights=weights, rope=rope, config=place.config)
 
 
-def make_rope(config: Any, max_model_len: int) -> RopeTable | None:
-    """The RoPE table of a config, on the default device; None if the family has no RoPE."""
-    theta = getattr(config, "rope_theta", None)
-    if theta is None:
-        return None
-    cos, sin = rope_arrays(config.head_dim, max_model_len, theta, config.rope_scaling)
-    return RopeTable(jax.device_put(cos), jax.device_put(sin))
+def make_rope(config: Decoder, max_model_len: int) -> tuple[RopeTable, ...]:
+    """The tables of a config's RoPEs, on the default device."""
+    arrays = (rope_arrays(config.head_dim, max_model_len, r.theta, r.scaling) for r in config.ropes)
+    return tuple(RopeTable(jax.device_put(cos), jax.device_put(sin)) for cos, sin in arrays)
 
 
-def resolve_max_model_len(config: Any, max_model_len: Any) -> int:
+def resolve_max_model_len(config: Decoder, max_model_len: Any) -> int:
     """The context length to serve: what is asked for, at most what the model was made for."""
     if max_model_len is None:
         return config.max_position
@@ -135,7 +131,7 @@ def resolve_max_model_len(config: Any, max_model_len: Any) -> int:
 
 def build(
     name: str,
-    config: Any,
+    config: Decoder,
     weights: dict[str, Any],
     max_model_len: int | None,
     dtype: str | None = None,

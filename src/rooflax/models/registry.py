@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
-from rooflax.nn.weights import Weight
+from rooflax.nn.decoder import Decoder
 
-FAMILIES = ("gpt2", "llama", "qwen2", "gpt_oss")
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
 READ_QUANTIZATION = (
     "rooflax",
     "mxfp4",
@@ -21,15 +21,15 @@ READ_QUANTIZATION = (
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers. `Config` is its own; arrays are as its table says."""
+    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES."""
 
-    def config_from_hf(self, reader: ConfigReader) -> Any: ...
-    def config_to_hf(self, config: Any) -> dict[str, Any]: ...
-    def weights(self, config: Any) -> dict[str, Weight]: ...
-    def forward(
-        self, config: Any, weights: Any, rope: Any, batch: Any, cache: Any, **kw: Any
-    ) -> Any: ...
-    def logits(self, config: Any, weights: Any, hidden: Any, **kw: Any) -> Any: ...
+    def config_from_hf(self, reader: ConfigReader) -> Decoder:
+        """The architecture that a config.json describes."""
+        ...
+
+    def config_to_hf(self, decoder: Decoder) -> dict[str, Any]:
+        """The config.json that transformers reads as this architecture."""
+        ...
 
 
 def family(name: str) -> Family:
@@ -41,8 +41,8 @@ def family(name: str) -> Family:
     return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
 
 
-def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[str, Any]:
-    """The family's name and its config, from the object in config.json.
+def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[str, Decoder]:
+    """The family's name and its architecture, from the object in config.json.
 
     Args:
         ignore: further keys (or patterns) to waive.

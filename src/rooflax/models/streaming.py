@@ -182,7 +182,7 @@ class StreamedModel:
     counts: StreamCounts = field(default_factory=StreamCounts)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> Decoder:
         return self.ends.config
 
     @property
@@ -209,13 +209,10 @@ class StreamedModel:
 
     def layer(self, index: int, weights: LayerWeights) -> Model:
         """A model of one layer."""
-        changes: dict[str, Any] = {"num_layers": 1}
-        if hasattr(self.config, "layer_windows"):
-            changes["layer_windows"] = (self.config.groups.windows[self.group(index)],)
         return replace(
             self.ends,
             weights=self.ends.weights | {"layers": (weights,)},
-            config=replace(self.config, **changes),
+            config=self.config.only(index),
         )
 
 

@@ -35,25 +35,34 @@ class LayerGroups:
     Attributes:
         windows: per group, how many tokens its layers see; None is all of them.
         of_layer: per layer, its group.
+        period: length of the shortest group of layers that, repeated, gives all of them.
     """
 
     windows: tuple[int | None, ...]
     of_layer: tuple[int, ...]
+    period: int
 
     @staticmethod
-    def from_windows(layer_windows: tuple[int | None, ...]) -> LayerGroups:
-        """Groups layers of equal window; the full group, if there is one, comes first."""
-        windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
-        return LayerGroups(tuple(windows), tuple(windows.index(w) for w in layer_windows))
+    def from_windows(
+        layer_windows: tuple[int | None, ...], period: int | None = None
+    ) -> LayerGroups:
+        """Groups layers of equal window; the full group, if there is one, comes first.
 
-    @property
-    def period(self) -> int:
-        """Length of the shortest group of layers that, repeated, gives all of them."""
-        n = len(self.of_layer)
-        for period in range(1, n + 1):
-            if n % period == 0 and self.of_layer == self.of_layer[:period] * (n // period):
-                return period
-        return n
+        Args:
+            period: None is that of the windows.
+        """
+        windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
+        of_layer = tuple(windows.index(w) for w in layer_windows)
+        return LayerGroups(tuple(windows), of_layer, period or shortest_period(layer_windows))
+
+
+def shortest_period(layers: tuple[Any, ...]) -> int:
+    """Length of the shortest beginning that, repeated, gives all layers."""
+    count = len(layers)
+    for period in range(1, count + 1):
+        if count % period == 0 and layers == layers[:period] * (count // period):
+            return period
+    return count
 
 
 @jax.tree_util.register_dataclass

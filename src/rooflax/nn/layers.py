@@ -1,11 +1,11 @@
 """Running a model's layers: unrolled in the program, or scanned over stacked weights.
 
-A family writes one layer as a function; this module repeats it and threads the KV cache through.
+A layer is a function; this module repeats it and threads the KV cache through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from rooflax.ops.stacked import Stacked, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
-Layer = Callable[[LayerWeights, Float[Array, "B T D"], Attend], Float[Array, "B T D"]]
+Layer = Callable[..., Float[Array, "B T D"]]
 
 REMAT_POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -38,7 +38,7 @@ REMAT_POLICIES = {
 
 
 def run_layers(
-    layer: Layer,
+    functions: Sequence[Layer],
     weights: dict[str, Any],
     x: Float[Array, "B T D"],
     batch: Batch,
@@ -52,8 +52,9 @@ def run_layers(
     """x through all layers; with stages through each one's own, one stage after the other.
 
     Args:
-        layer: (its weights, x, attend) -> x, where attend(q, k, v, scale=, sinks=) sees to
-            cache, masks and windows: q is [B, T, N, H], k and v [B, T, K, H] of the new tokens.
+        functions: per layer (its weights, x, attend=) -> x, one object for all layers of a kind.
+            attend(q, k, v, scale=, sinks=) sees to cache, masks and windows: q is [B, T, N, H], k
+            and v [B, T, K, H] of the new tokens.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
         x: the embedding; `batch.hidden` takes its place.
@@ -66,13 +67,13 @@ def run_layers(
     x = x if batch.hidden is None else batch.hidden
 
     def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
-        return run(layer, layers, x, batch, cache, slots, groups, options, remat)
+        return run(functions, layers, x, batch, cache, slots, groups, options, remat)
 
     return mesh.in_stages(own, x, cache, shards)
 
 
 def _unrolled(
-    layer: Layer,
+    functions: Sequence[Layer],
     layers: tuple[LayerWeights, ...],
     x: jax.Array,
     batch: Batch,
@@ -84,21 +85,22 @@ def _unrolled(
 ) -> tuple[jax.Array, KVCache | None]:
     k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
 
-    def run(group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
+    def run(layer: Layer, group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
         attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
-        return layer(w, x, attend), attend.pools
+        return layer(w, x, attend=attend), attend.pools
 
-    runs = [_once(partial(run, group), x, cache, remat) for group in range(len(groups.windows))]
+    kinds = {id(f): (f, group) for f, group in zip(functions, groups.of_layer, strict=True)}
+    runs = {key: _once(partial(run, *kind), x, cache, remat) for key, kind in kinds.items()}
     for index, layer_weights in enumerate(layers):
         pools = _Pools(k_pools[index], v_pools[index], cache.block_size, 0) if cache else None
-        x, pools = runs[groups.of_layer[index]](layer_weights, x, pools)
+        x, pools = runs[id(functions[index])](layer_weights, x, pools)
         if pools is not None:
             k_pools[index], v_pools[index] = pools.k, pools.v
     return x, with_pools(cache, k_pools, v_pools) if cache else None
 
 
 def _scan(
-    layer: Layer,
+    functions: Sequence[Layer],
     stacked: tuple[LayerWeights, ...],
     x: jax.Array,
     batch: Batch,
@@ -129,7 +131,7 @@ def _scan(
                 first_block = repeat * (k_pools[index].shape[0] // repeats)
                 pools = _Pools(k_pools[index], v_pools[index], cache.block_size, first_block)
             attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
-            x = layer(layer_weights, x, attend)
+            x = functions[index](layer_weights, x, attend=attend)
             if attend.pools is not None:
                 k_pools[index], v_pools[index] = attend.pools.k, attend.pools.v
         return (x, tuple(k_pools), tuple(v_pools)), None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,6 +17,9 @@ from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import leaf_spec, shards_of, weight_spec, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
 from rooflax.nn.weights import Slot, Weight, Where
+
+if TYPE_CHECKING:
+    from rooflax.nn.decoder import Decoder
 
 Read = Callable[[Where], np.ndarray]
 """Gives a part of a weight as the checkpoint has it, in our layout."""
@@ -61,7 +64,7 @@ class Placer:
         RequestError: a split that leaves a remainder.
     """
 
-    def __init__(self, config: Any, mesh: Mesh):
+    def __init__(self, config: Decoder, mesh: Mesh):
         self._mesh, self.shards = mesh, shards_of(mesh)
         self._copies = kv_copies(config, self.shards)
         self.config = config_on(config, self.shards)

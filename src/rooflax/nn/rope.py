@@ -57,6 +57,14 @@ class RopeScaling:
         }
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the frequencies theta^(-2i / head_dim), scaled."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RopeTable:

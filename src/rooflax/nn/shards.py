@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rooflax.errors import RequestError
 from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
+    from rooflax.nn.decoder import Decoder
     from rooflax.nn.weights import Shape, Weight
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
@@ -81,7 +82,7 @@ def parse_mesh(text: str) -> Shards:
     return Shards(**sizes)
 
 
-def config_on(config: Any, shards: Shards) -> Any:
+def config_on(config: Decoder, shards: Shards) -> Decoder:
     """The config that the parts of a model have: with as many K/V heads as the split needs.
 
     Where there are more tensor shards than K/V heads, each K/V head is copied to as many shards,
@@ -91,7 +92,7 @@ def config_on(config: Any, shards: Shards) -> Any:
         RequestError: a split that leaves a remainder, with the arithmetic.
     """
     if kv_copies(config, shards) > 1:
-        config = replace(config, num_kv_heads=shards.tensor)
+        config = config.with_kv_heads(shards.tensor)
     check_split(config.axis_sizes, shards)
     repeats = config.num_layers // config.groups.period
     if shards.stage > 1 and repeats % shards.stage:
@@ -121,7 +122,7 @@ def _refuse(count: int, what: str, axis: str, parts: int) -> None:
     )
 
 
-def kv_copies(config: Any, shards: Shards) -> int:
+def kv_copies(config: Decoder, shards: Shards) -> int:
     """To how many tensor shards each K/V head goes."""
     kv_heads, parts = config.num_kv_heads, shards.tensor
     fits = parts % kv_heads == 0 and config.num_heads % parts == 0
@@ -134,14 +135,14 @@ def split_axes(weight: Weight, shards: Shards) -> tuple[str | None, ...]:
     return tuple(axis if axis and getattr(shards, axis) > 1 else None for axis in rules)
 
 
-def whole_shape(weight: Weight, config: Any, shards: Shards) -> Shape:
+def whole_shape(weight: Weight, config: Decoder, shards: Shards) -> Shape:
     """All parts of a weight together, the vocabulary padded; `config` is as `config_on` gives."""
     sizes = dict(config.axis_sizes)
     sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
     return weight.shape(sizes)
 
 
-def part_sizes(config: Any, shards: Shards) -> dict[str, int]:
+def part_sizes(config: Decoder, shards: Shards) -> dict[str, int]:
     """Axis sizes of one device's part; `config` is as `config_on` gives."""
     sizes = dict(config.axis_sizes)
     sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)

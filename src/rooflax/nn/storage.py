@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from rooflax.errors import RequestError
 from rooflax.nn.weights import Layout, Slot
 from rooflax.ops.formats import FORMATS, GROUP, format_of
 from rooflax.ops.quantization import QuantizedArray, fits, packed_bytes, quantize
+
+if TYPE_CHECKING:
+    from rooflax.nn.decoder import Decoder
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -55,7 +58,7 @@ class Storage:
         kept = any(FORMATS[format].rounds for format in self.kept.values())
         return self.quantize is not None or kept
 
-    def format_of(self, slot: Slot, config: Any) -> str | None:
+    def format_of(self, slot: Slot, config: Decoder) -> str | None:
         """The format that a weight is quantised to; None where it is not.
 
         int8 stands in where groups of 32 do not divide the inputs.
@@ -74,12 +77,12 @@ class Storage:
         """Whether a weight's codes are the checkpoint's own."""
         return self.quantize is None and slot.name in self.kept
 
-    def dtype_of(self, slot: Slot, config: Any, stored_narrow: bool) -> str:
+    def dtype_of(self, slot: Slot, config: Decoder, stored_narrow: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
         keep = self.narrow and stored_narrow and is_product(slot, config)
         return "bfloat16" if keep else self.dtype
 
-    def takes_views(self, slot: Slot, config: Any) -> bool:
+    def takes_views(self, slot: Slot, config: Decoder) -> bool:
         """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
         return self.format_of(slot, config) is not None and type(slot.weight.layout) is Layout
 
@@ -87,7 +90,7 @@ class Storage:
         self,
         slot: Slot,
         array: np.ndarray,
-        config: Any,
+        config: Decoder,
         put: Callable[[np.ndarray], Any] = jax.device_put,
     ) -> jax.Array | QuantizedArray:
         """A host array in our layout, as it will lie on the device where `put` puts it."""
@@ -97,7 +100,9 @@ class Storage:
         shapes = product_shape(slot, config)
         return quantize(array, found, *shapes, transposed=is_head(slot, config), put=put)
 
-    def keep_part(self, slot: Slot, array: np.ndarray, config: Any) -> np.ndarray | QuantizedArray:
+    def keep_part(
+        self, slot: Slot, array: np.ndarray, config: Decoder
+    ) -> np.ndarray | QuantizedArray:
         """A part of a host array in our layout as its devices will hold it, still on the host.
 
         Raises:
@@ -113,7 +118,7 @@ class Storage:
     def num_bytes(
         self,
         slot: Slot,
-        config: Any,
+        config: Decoder,
         *,
         stored_narrow: bool,
         sizes: Mapping[str, int] | None = None,
@@ -137,12 +142,12 @@ class Storage:
         return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
 
 
-def is_head(slot: Slot, config: Any) -> bool:
+def is_head(slot: Slot, config: Decoder) -> bool:
     """The matrix that makes logits: [vocab, hidden], multiplied along hidden."""
     return slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
 
 
-def is_product(slot: Slot, config: Any) -> bool:
+def is_product(slot: Slot, config: Decoder) -> bool:
     """Whether a weight multiplies activations."""
     return "->" in slot.weight.axes or is_head(slot, config)
 
@@ -162,7 +167,7 @@ def check_groups(slot: Slot, format: str, inner: int) -> None:
 
 
 def part_shape(
-    slot: Slot, config: Any, shape: tuple[int, ...]
+    slot: Slot, config: Decoder, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`product_shape` of a part of this shape."""
     if is_head(slot, config):
@@ -171,7 +176,7 @@ def part_shape(
     return shape[slot.weight.num_stacked : inner], shape[inner:]
 
 
-def product_shape(slot: Slot, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def product_shape(slot: Slot, config: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(in, out) of a product's weight, or of each of a stack."""
     in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
     if is_head(slot, config):

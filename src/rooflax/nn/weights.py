@@ -218,6 +218,14 @@ class InterleavedGateUp(Layout):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Where a checkpoint keeps a weight: fields of `Weight`."""
+
+    hf: str | tuple[str, ...]
+    layout: Layout = Layout()
+
+
+@dataclass(frozen=True)
 class Weight:
     """One line of a family's table.
 
@@ -285,17 +293,6 @@ class Slot:
         return self.key if self.layer is None else f"layers.{self.layer}.{self.key}"
 
 
-def slots(table: Mapping[str, Weight], num_layers: int) -> Iterator[Slot]:
-    """Every array of a model, the largest single ones (outside the layers) first."""
-    for name, weight in table.items():
-        if not name.startswith(LAYER_PREFIX):
-            yield Slot(name, None, weight)
-    for layer in range(num_layers):
-        for name, weight in table.items():
-            if name.startswith(LAYER_PREFIX):
-                yield Slot(name.removeprefix(LAYER_PREFIX), layer, weight)
-
-
 def assemble(num_layers: int, arrays: Iterator[tuple[Slot, Any]]) -> dict[str, Any]:
     """The pytree of weights from (slot, leaf) pairs."""
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
@@ -303,8 +300,3 @@ def assemble(num_layers: int, arrays: Iterator[tuple[Slot, Any]]) -> dict[str, A
     for slot, leaf in arrays:
         (weights if slot.layer is None else layers[slot.layer])[slot.key] = leaf
     return weights | {"layers": tuple(layers)}
-
-
-def num_parameters(table: Mapping[str, Weight], sizes: Mapping[str, int], num_layers: int) -> int:
-    """How many numbers the weights hold."""
-    return sum(math.prod(slot.weight.shape(sizes)) for slot in slots(table, num_layers))

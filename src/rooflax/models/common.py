@@ -1,0 +1,121 @@
+"""The keys of config.json that LLaMA and its descendants read and write alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.parts import Attention, Layer, Mlp, NormKind
+from rooflax.nn.rope import Rope
+from rooflax.ops.activation import ACTIVATIONS
+
+Windows = tuple[int | None, ...]
+
+
+def read_attention(
+    reader: ConfigReader,
+    *,
+    norm_eps: float,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **parts: Any,
+) -> Attention:
+    """Heads and their sizes.
+
+    Args:
+        norm_eps, kv_heads, head_dim: what the family has where config.json does not give them;
+            None is one K/V head for each head, and the hidden size over the heads.
+        parts: of `Attention`, what the family has beside them.
+    """
+    num_heads = reader.size("num_attention_heads")
+    hidden_size = reader.size("hidden_size")
+    absent = num_heads if reader.given("num_key_value_heads") else kv_heads or num_heads
+    num_kv_heads = reader.size("num_key_value_heads", absent)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json has num_attention_heads = {num_heads} and num_key_value_heads = "
+            f"{num_kv_heads}; the first must be a multiple of the second."
+        )
+    if reader.get("head_dim", head_dim) is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json has hidden_size = {hidden_size} and num_attention_heads = {num_heads}; "
+            f"the first must be a multiple of the second unless head_dim is given."
+        )
+    head_dim = reader.size("head_dim", head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
+    norm = NormKind(reader.number("rms_norm_eps", norm_eps))
+    return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
+
+
+def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10_000.0) -> Rope:
+    """RoPE as either spelling of config.json states it."""
+    return Rope(*reader.rope(head_dim, default_theta=default_theta))
+
+
+def read_mlp(reader: ConfigReader, norm: NormKind, *, bias: bool = False) -> Mlp:
+    """A gated feed-forward network."""
+    width = reader.size("intermediate_size")
+    return Mlp(width, norm, reader.choice("hidden_act", tuple(ACTIVATIONS), "silu"), bias=bias)
+
+
+def num_layers(reader: ConfigReader) -> int:
+    return reader.size("num_hidden_layers", most=10_000)
+
+
+def read_decoder(
+    reader: ConfigReader,
+    layers: Iterable[Layer],
+    *,
+    max_position: int,
+    tied_embeddings: bool = False,
+) -> Decoder:
+    """Layers and the ends.
+
+    Args:
+        max_position, tied_embeddings: the family's defaults.
+    """
+    layers = tuple(layers)
+    return Decoder(
+        reader.size("vocab_size"),
+        reader.size("hidden_size"),
+        reader.size("max_position_embeddings", max_position),
+        layers,
+        layers[0].attention.norm,
+        reader.flag("tie_word_embeddings", tied_embeddings),
+    )
+
+
+def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[str, Any]:
+    """config.json of what `read_decoder` gives, without what a family has beside it."""
+    attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+    rope = decoder.ropes[0] if decoder.ropes else Rope(10_000.0)
+    return {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": mlp.width,
+        "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "max_position_embeddings": decoder.max_position,
+        "rms_norm_eps": attention.norm.eps,
+        "hidden_act": mlp.activation if isinstance(mlp, Mlp) else "silu",
+        "tie_word_embeddings": decoder.tied_embeddings,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling.to_hf() if rope.scaling else None,
+    }
+
+
+def windows_of(decoder: Decoder) -> Windows:
+    return tuple(layer.attention.window for layer in decoder.layers)
+
+
+def layer_types(windows: Windows) -> list[str]:
+    """As config.json names layers with a window and without."""
+    return ["sliding_attention" if window else "full_attention" for window in windows]

@@ -1,0 +1,54 @@
+"""SmolLM3: LLaMA of which every fourth layer has no RoPE, with optional windows in those.
+
+Source: transformers, models/smollm3/modeling_smollm3.py; Bakouch et al., SmolLM3, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.models.llama import write_biases
+from rooflax.models.qwen2 import write_windows
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.parts import Layer
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
+    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **bias)
+    rope = common.read_rope(reader, attention.head_dim, 2_000_000.0)
+    ropes = [rope if has_rope else None for has_rope in _read_rope_layers(reader)]
+    reader.get("max_window_layers", None)  # written, and read by nobody
+    window = reader.size("sliding_window", 0, least=0) or None
+    window = window if reader.flag("use_sliding_window", False) else None
+    default = common.layer_types(tuple(None if rope else window for rope in ropes))
+    types = reader.layer_types(len(ropes), default)
+    mlp = common.read_mlp(reader, attention.norm, bias=reader.flag("mlp_bias", False))
+    layers = [
+        Layer(replace(attention, rope=r, window=window if t == "sliding_attention" else None), mlp)
+        for r, t in zip(ropes, types, strict=True)
+    ]
+    return common.read_decoder(reader, layers, max_position=32_768, tied_embeddings=True)
+
+
+def _read_rope_layers(reader: ConfigReader) -> list[int]:
+    """Per layer 1 if it has RoPE, whatever the key's name says, and 0 if not."""
+    count, interval = common.num_layers(reader), reader.size("no_rope_layer_interval", 4)
+    found = reader.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
+    if not isinstance(found, list) or len(found) < count or any(x not in (0, 1) for x in found):
+        raise CheckpointError(
+            f"config.json has no_rope_layers = {found!r:.80}; it must be a 0 or 1 for each of the "
+            f"{count} layers."
+        )
+    return found[:count]
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    written = common.write_decoder(decoder, "smollm3", "SmolLM3ForCausalLM")
+    ropes = [int(layer.attention.rope is not None) for layer in decoder.layers]
+    windows = write_windows(common.windows_of(decoder))
+    return written | windows | write_biases(decoder) | {"no_rope_layers": ropes}

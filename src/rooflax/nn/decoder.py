@@ -1,0 +1,219 @@
+"""`Decoder`: a model's architecture as a value, its table of weights, and its forward pass.
+
+A family reads a config.json and gives one of these; nothing else knows how families differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from rooflax.nn import mesh
+from rooflax.nn.batch import Batch
+from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
+from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
+from rooflax.nn.layers import run_layers
+from rooflax.nn.parts import Context, Layer, Moe, NormKind, Table
+from rooflax.nn.rope import Rope, RopeTable
+from rooflax.nn.weights import LAYER_PREFIX, Slot, Stored, Weight
+from rooflax.ops.linear import unembed
+from rooflax.ops.rope import rope_rows
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a family's checkpoints keep what LLaMA's keep elsewhere.
+
+    Attributes:
+        stored: pairs of a table's key and its place.
+    """
+
+    stored: tuple[tuple[str, Stored], ...] = ()
+
+    def apply(self, table: Table) -> Table:
+        places = dict(self.stored)
+
+        def renamed(key: str, line: Weight) -> Weight:
+            place = places.get(key, Stored(line.hf, line.layout))
+            return replace(line, hf=place.hf, layout=place.layout)
+
+        return {key: renamed(key, line) for key, line in table.items()}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Embedding, layers, a norm and a head.
+
+    Attributes:
+        max_position: tokens of the longest context.
+        norm: before the head.
+        tied_embeddings: the head is the embedding.
+        learned_positions: a table of positions is added to the embedding.
+        names: of its checkpoints' tensors.
+        ropes: of all layers; derived.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    layers: tuple[Layer, ...]
+    norm: NormKind
+    tied_embeddings: bool = False
+    learned_positions: bool = False
+    names: Names = Names()
+    ropes: tuple[Rope, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.ropes:  # those of a whole model, also when it is cut
+            found = dict.fromkeys(layer.attention.rope for layer in self.layers)
+            object.__setattr__(self, "ropes", tuple(rope for rope in found if rope is not None))
+
+    # What others ask of it
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.axis_sizes["heads"]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.axis_sizes["kv_heads"]
+
+    @property
+    def head_dim(self) -> int:
+        return self.axis_sizes["head_dim"]
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of the feed-forward network, or of one expert."""
+        return self.axis_sizes["mlp"]
+
+    @cached_property
+    def moe(self) -> Moe | None:
+        """The mixture of experts; None for a dense model."""
+        found = (layer.mlp for layer in self.layers)
+        return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Of every axis in the table."""
+        sizes = {"vocab": self.vocab_size, "hidden": self.hidden_size}
+        if self.learned_positions:
+            sizes["position"] = self.max_position
+        for layer in dict.fromkeys(self.layers):
+            for name, size in (layer.attention.axis_sizes | layer.mlp.axis_sizes).items():
+                assert sizes.setdefault(name, size) == size, f"layers differ in {name}"
+        return sizes
+
+    @cached_property
+    def groups(self) -> LayerGroups:
+        """Which layers share blocks of the KV cache."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return LayerGroups.from_windows(windows, shortest_period(self.layers))
+
+    def first(self, count: int) -> Decoder:
+        """The same model cut off after its first layers."""
+        return replace(self, layers=self.layers[:count])
+
+    def only(self, index: int) -> Decoder:
+        """The same model with one of its layers."""
+        return replace(self, layers=(self.layers[index],))
+
+    def with_kv_heads(self, count: int) -> Decoder:
+        """The same model with each K/V head copied, to so many in all."""
+        changed = (replace(layer.attention, num_kv_heads=count) for layer in self.layers)
+        pairs = zip(self.layers, changed, strict=True)
+        layers = (replace(layer, attention=attention) for layer, attention in pairs)
+        return replace(self, layers=tuple(layers))
+
+    # Weights
+
+    @cached_property
+    def table(self) -> Table:
+        """One line per weight; "{i}" stands for every layer that has it."""
+        table = {"embed": Weight("vocab hidden", "model.embed_tokens.weight")}
+        if self.learned_positions:
+            table["position"] = Weight("position hidden", "model.embed_positions.weight")
+        table |= self.norm.table("final_norm", "model.norm")
+        for layer in dict.fromkeys(self.layers):
+            table |= {LAYER_PREFIX + key: line for key, line in layer.table.items()}
+        if not self.tied_embeddings:
+            table["lm_head"] = Weight("vocab hidden", "lm_head.weight")
+        return self.names.apply(table)
+
+    def slots(self) -> Iterator[Slot]:
+        """Every array of the model, the largest single ones (outside the layers) first."""
+        for key, line in self.table.items():
+            if not key.startswith(LAYER_PREFIX):
+                yield Slot(key, None, line)
+        for index, layer in enumerate(self.layers):
+            for key in layer.table:
+                yield Slot(key, index, self.table[LAYER_PREFIX + key])
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(math.prod(slot.weight.shape(self.axis_sizes)) for slot in self.slots())
+
+    # Forward
+
+    def forward(
+        self,
+        weights: dict[str, Any],
+        rope: tuple[RopeTable, ...],
+        batch: Batch,
+        cache: KVCache | None,
+        *,
+        options: ExecutionOptions = DEFAULT_OPTIONS,
+        shards: mesh.Shards | None = None,
+        remat: str | None = None,
+        dtype: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """Hidden states before the final norm, and the cache with the new tokens' K and V.
+
+        Args:
+            rope: the tables of `ropes`.
+            remat: what the backward pass keeps; see nn.layers.
+            dtype: of the activations; None is the embedding's.
+        """
+        num_tokens = batch.num_tokens
+        rows = {
+            kind: rope_rows(table.cos, table.sin, batch.positions)
+            for kind, table in zip(self.ropes, rope, strict=True)
+        }
+        context = Context(options, shards, num_tokens, rows)
+        how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
+        x = mesh.embed(weights["embed"], batch.tokens, shards, **how)
+        if self.learned_positions:
+            x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
+        kinds = {layer: partial(layer, context=context) for layer in self.layers}
+        layers = tuple(kinds[layer] for layer in self.layers)
+        how = {"groups": self.groups, "options": options, "shards": shards, "remat": remat}
+        return run_layers(layers, weights, x, batch, cache, **how)
+
+    def logits(
+        self,
+        weights: dict[str, Any],
+        hidden: Float[Array, "*batch D"],
+        *,
+        options: ExecutionOptions = DEFAULT_OPTIONS,
+        shards: mesh.Shards | None = None,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "*batch vocab"]:
+        """Next-token logits in float32, of what `forward` gives.
+
+        Args:
+            num_rows: how many leading rows are real; None is all.
+        """
+        head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
+        how = {"num_rows": num_rows, "implementation": options.kernels}
+        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
+        return mesh.gather_vocab(parts, self.vocab_size, shards)

@@ -61,6 +61,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
         },
     },
+    "qwen3": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 287,
+        "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "max_position_embeddings": 131, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "tie_word_embeddings": True, "rope_theta": 1000.0,
+    },
+    "smollm3": {
+        "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": 281,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 131,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+        "rope_theta": 1000.0, "pad_token_id": None,
+    },
     "gpt_oss_mxfp4": {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 283,
         "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -81,6 +95,8 @@ FILES = {
     "llama2": ("f32",),
     "llama_k": ("q4_k_m",),
     "qwen2": ("f32", "q4_0"),
+    "qwen3": ("f32", "q8_0"),
+    "smollm3": ("f32", "q4_0"),
     "gpt_oss_mxfp4": ("bf16",),
 }
 """GGUF files by case."""

@@ -64,6 +64,14 @@ BYTE_LEVEL = {
         False,
     ),
 }
+BYTE_LEVEL["qwen3"] = BYTE_LEVEL["qwen2"]
+BYTE_LEVEL["smollm3"] = (
+    LLAMA3,
+    "smaug-bpe",
+    ["<|begin_of_text|>", "<|end_of_text|>", "<|im_end|>"],
+    "<|im_end|>",
+    False,
+)
 BYTE_LEVEL["llama_k"] = BYTE_LEVEL["llama3"]
 
 # A home-made tokenizer is unknown to the converter's table, so it is told the name.
@@ -107,7 +115,7 @@ def byte_level(name: str, folder: Path) -> None:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     cut = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, level])
-    if name == "qwen2":
+    if name in ("qwen2", "qwen3"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     size = gguf_cases.CONFIGS[name]["vocab_size"] - len(special) - 1

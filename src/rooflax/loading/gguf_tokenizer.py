@@ -64,6 +64,7 @@ class _Cut:
 _PRE_TOKENIZERS: Mapping[str, _Cut] = {
     "gpt-2": _Cut(None),
     "llama-bpe": _Cut(_LLAMA3, whole=True),  # LLaMA 3
+    "smaug-bpe": _Cut(_LLAMA3),  # SmolLM3
     "llama3": _Cut(_LLAMA3, whole=True),
     "llama-v3": _Cut(_LLAMA3, whole=True),
     "qwen2": _Cut(_QWEN2, nfc=True),

@@ -26,7 +26,7 @@ LEFT_OUT = {
     "cli/test_cli_generate.py": ("are_no_numbers",),
     "cli/test_cli_verify.py": ("implementations1", "isolate_finds_no_difference"),
     "engine/test_beams.py": ("in_a_crowd",),
-    "engine/test_exhaustion.py": ("a_server_survives",),
+    "engine/test_exhaustion.py": ("a_server_says_why_if_that_fails_too_and_goes_on",),
     "engine/test_pinned.py": ("[gpt2", "[llama_gqa"),
     "engine/test_same_tokens.py": ("[gpt2-131", "keys_and_values_are"),
     "engine/test_speculation.py": (

@@ -27,7 +27,10 @@ from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
 from tests import goldens
 
-FAMILIES = {"gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "gpt_oss": "gpt_oss"}
+FAMILIES = {
+    "gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "qwen3": "qwen3",
+    "smollm3": "smollm3_window", "gpt_oss": "gpt_oss",
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 
 SWITCHES = {
@@ -256,7 +259,7 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
 FORMATS = (None, "int8", "int4", "mxfp4")
 BY_DEFAULT = {
     ("gpt2", "int4"), ("llama_gqa", None), ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"),
-    ("gpt_oss", None),
+    ("gpt_oss", None), ("qwen3", "int4"), ("smollm3_window", None),
 }  # fmt: skip
 EACH_FORMAT = pytest.mark.parametrize(
     ("variant", "format"),

@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": _LLAMA | {"model_type": "qwen3"},
-    "smollm3": _LLAMA | {"model_type": "smollm3"},
+    "smollm3": _LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8},
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -378,9 +378,12 @@ def _counted(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
     were appended without being sampled."""
     if step.plain:
         return counts
-    counts = counts.take_back(step.slots, step.rows[:, packing.DISCARDED])
-    is_forced = jnp.any(step.rows[:, packing.UNCOUNTED] > 0)
-    return cond(is_forced, lambda: _count_forced(counts, step, batch), lambda: counts)
+    discarded, uncounted = (step.rows[:, at] for at in (packing.DISCARDED, packing.UNCOUNTED))
+
+    def counted() -> TokenCounts:
+        return _count_forced(counts.take_back(step.slots, discarded), step, batch)
+
+    return cond(jnp.any(discarded + uncounted > 0), counted, lambda: counts)
 
 
 def _count_forced(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:

@@ -133,13 +133,8 @@ class TokenCounts:
         index = jnp.arange(latest.shape[1], dtype=jnp.int32)[None]
         count = jnp.sum(latest != NO_ID, axis=1, dtype=jnp.int32)
         is_counted = (index >= (count - number)[:, None]) & (index < count[:, None])
-
-        def without() -> jax.Array:
-            less = self.generated.at[slots[:, None], jnp.maximum(latest, 0)]
-            return less.add(-is_counted.astype(jnp.int32))
-
-        generated = cond(jnp.any(number > 0), without, lambda: self.generated)
-        return replace(self, generated=generated)
+        less = self.generated.at[slots[:, None], jnp.maximum(latest, 0)]
+        return replace(self, generated=less.add(-is_counted.astype(jnp.int32)))
 
 
 @jax.tree_util.register_dataclass

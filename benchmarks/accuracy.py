@@ -24,7 +24,7 @@ import numpy as np
 from rooflax import Model, load, new_cache
 from rooflax.bench.environment import environment
 from rooflax.cli.windows import Window, windows
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops import native
@@ -85,7 +85,7 @@ def score(case: Case, ids: list[int], cut: list[Window]) -> tuple[list[np.ndarra
 
 def measure() -> dict[str, Any]:
     """Every case against the first."""
-    ids = describe(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
+    ids = model_info(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     cut = windows(len(ids), WINDOW, STRIDE)
     targets = [np.array(ids[w.first : w.end]) for w in cut]
     rows: list[dict[str, Any]] = []

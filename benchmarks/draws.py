@@ -108,7 +108,7 @@ def main() -> int:
             ratio = statistics.median(draw / greedy for draw, greedy in pairs)
             is_cheap &= ratio >= LEAST_RATIO
             speed = f"{statistics.median(found):6.0f} tok/s, {ratio:.2f}x of greedy"
-            print(f"{llm.about.name} {llm.format}, {rows} rows, {name:12} {speed}")
+            print(f"{llm.info.name} {llm.format}, {rows} rows, {name:12} {speed}")
     return 0 if is_cheap else 1
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from rooflax import load, new_cache
 from rooflax.bench.environment import environment
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.models.steps import prefill
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.attention import AttentionArgs, Dense, attention
@@ -95,7 +95,7 @@ def others() -> list[dict[str, Any]]:
 def model_logits(kernels: str | None, dtype: str, kv: str, narrow: bool) -> np.ndarray:
     """[windows, vocab]: logits of the token after each window of held-out text."""
     model = load(None, dtype=dtype, narrow=narrow)
-    ids = describe(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
+    ids = model_info(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     options = ExecutionOptions(kernels=kernels)
     run = jax.jit(prefill, static_argnames="options")
     found = []

@@ -36,7 +36,7 @@ from rooflax.bench.statistics import paired_ratio
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.folders import CACHE_VARIABLE
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 
@@ -118,7 +118,7 @@ def run(arguments: Sequence[str], **variables: str) -> Figures:
 
 def measure_model(model: str, trials: int) -> Figures:
     """Everything about one model."""
-    config = describe(model).config
+    config = model_info(model).config
     parts: dict[str, Callable[[], Any]] = {
         "ablation": lambda: bench(model, *ABLATION)["ablation"],
         "against": lambda: [

@@ -534,9 +534,9 @@ def main() -> None:
     parser.add_argument("--one", metavar="NAME", choices=RULES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        about = environment()
+        info = environment()
         figures = RULES[args.one].measure()
-        sys.stdout.write(json.dumps({"figures": figures, "environment": about}) + "\n")
+        sys.stdout.write(json.dumps({"figures": figures, "environment": info}) + "\n")
         return
     document = {}
     if args.render or args.only:

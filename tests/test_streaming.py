@@ -17,7 +17,7 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading import load
-from rooflax.loading.load import describe, load_streamed, plan_of
+from rooflax.loading.load import load_streamed, model_info, plan_of
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import estimate
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 def budget_of(llm):
     """Room for one layer that stays and two on their way."""
-    plan = plan_of(llm.about, llm.storage, llm.max_model_len, 1 << 40)
+    plan = plan_of(llm.info, llm.storage, llm.max_model_len, 1 << 40)
     return plan.fixed_bytes + 3 * max(plan.layer_bytes)
 
 
@@ -103,9 +103,9 @@ def test_a_packed_folder_is_streamed_as_it_is(folder, tmp_path):
 def test_gguf_and_mxfp4_are_streamed(name, kind):
     """Of files with two layers only, so both are."""
     whole = LLM(gguf_cases.gguf(name, kind))
-    full = plan_of(whole.about, whole.storage, None, 1 << 40)
+    full = plan_of(whole.info, whole.storage, None, 1 << 40)
     plan = StreamPlan(0, full.fixed_bytes, full.layer_bytes, (0, 1))
-    model = load_streamed(whole.about, plan, whole.storage)
+    model = load_streamed(whole.info, plan, whole.storage)
     run = step_functions(model, ExecutionOptions(decode_steps=1), None, 1).logits
     ids = np.array([PROMPTS[2]], np.int32)
     found, _ = run(model, (None, ()), ids, np.array([ids.size], np.int32))
@@ -208,9 +208,9 @@ def test_half_the_weights_of_memory_give_the_same_tokens(tmp_path):
     name, config = read_config(SIXTEEN_LAYERS)
     save_model(tmp_path, name, config, random_weights(name, config), dtype="float32")
     goldens.write_tokenizer(tmp_path)
-    about = describe(tmp_path)
-    storage = about.storage("float32", None, narrow=True)
-    plan = plan_of(about, storage, None, 1 << 40)
+    info = model_info(tmp_path)
+    storage = info.storage("float32", None, narrow=True)
+    plan = plan_of(info, storage, None, 1 << 40)
     weights = plan.fixed_bytes + sum(plan.layer_bytes)
     assert weights > 380_000_000
 
@@ -242,9 +242,9 @@ def test_the_plan_is_the_budgets_arithmetic():
 
 def test_the_estimates_weights_are_the_plans(folder):
     llm = LLM(folder("gpt_oss"), quantize="int8")
-    plan = plan_of(llm.about, llm.storage, None, 1 << 40)
+    plan = plan_of(llm.info, llm.storage, None, 1 << 40)
     widths = {"storage": llm.storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    need = estimate(llm.about.family, llm.about.config, **widths)
+    need = estimate(llm.info.family, llm.info.config, **widths)
     assert plan.fixed_bytes + sum(plan.layer_bytes) == need.weights == plan.memory_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rooflax.bench.counting import StepCost, decode_cost, expected_experts, prefill_cost
 from rooflax.bench.workload import Workload
 from rooflax.engine.runner import SMALLEST_CONTEXT, bucket
-from rooflax.loading.load import Description, describe
+from rooflax.loading.load import ModelInfo, model_info
 from rooflax.nn.storage import ITEM_BYTES, Storage
 
 FLOAT32: dict[str, Any] = {"batch": 1, "storage": Storage("float32"), "kv_dtype": "float32"}
@@ -60,27 +60,27 @@ def count(work: Workload, padded_to: int | None = None) -> RunCount:
     Args:
         padded_to: without a cache, the tokens that every step runs; None is as many as there are.
     """
-    about = describe(work.model)
+    info = model_info(work.model)
     if not work.options.use_cache:
         lengths = [padded_to or work.prompt_tokens + new for new in range(work.output_tokens)]
-        first, *later = [_whole(about, length, work) for length in lengths]
+        first, *later = [_whole(info, length, work) for length in lengths]
         return RunCount(first, _sum(later))
     contexts = range(work.prompt_tokens + 1, work.prompt_tokens + work.output_tokens)
     later = [
-        _one(about, decode_cost(about.family, about.config, context=c, **FLOAT32), 1, work)
+        _one(info, decode_cost(info.family, info.config, context=c, **FLOAT32), 1, work)
         for c in contexts
     ]
-    return RunCount(_whole(about, work.prompt_tokens, work), _sum(later))
+    return RunCount(_whole(info, work.prompt_tokens, work), _sum(later))
 
 
-def _whole(about: Description, length: int, work: Workload) -> Count:
-    cost = prefill_cost(about.family, about.config, prompt=length, **FLOAT32)
-    return _one(about, cost, length, work)
+def _whole(info: ModelInfo, length: int, work: Workload) -> Count:
+    cost = prefill_cost(info.family, info.config, prompt=length, **FLOAT32)
+    return _one(info, cost, length, work)
 
 
-def _one(about: Description, cost: StepCost, tokens: int, work: Workload) -> Count:
+def _one(info: ModelInfo, cost: StepCost, tokens: int, work: Workload) -> Count:
     """A step of `tokens` tokens, with what its slow settings add to the bytes."""
-    config = about.config
+    config = info.config
     num_bytes = cost.total_bytes
     if work.options.gqa == "repeat":
         # Keys and values are written once per query head, and read as often.
@@ -88,13 +88,13 @@ def _one(about: Description, cost: StepCost, tokens: int, work: Workload) -> Cou
     if work.options.moe == "per_token" and config.moe is not None:
         pairs = tokens * config.moe.experts_per_token
         once = expected_experts(config.moe.num_experts, config.moe.experts_per_token, tokens)
-        num_bytes += round((pairs - once) * _expert_bytes(about))
+        num_bytes += round((pairs - once) * _expert_bytes(info))
     return Count(tokens * config.num_layers, cost.operations, num_bytes)
 
 
-def _expert_bytes(about: Description) -> float:
+def _expert_bytes(info: ModelInfo) -> float:
     """Of one expert's weights in all layers."""
-    config = about.config
+    config = info.config
     found = 0
     for slot in config.slots():
         names = slot.weight.axis_names

@@ -84,7 +84,7 @@ def markdown(found: dict[str, Any], settings: dict[str, Any]) -> str:
         )
         for row in (*found["rows"], found["int8"])
     ]
-    about = (
+    info = (
         f"{shape['prompt_tokens']} prompt tokens, {shape['output_tokens']} new ones, greedy, "
         f"float32 in all but the last row, warm, and plain JAX in all but the last two. In "
         f"brackets the number of trials. "
@@ -94,7 +94,7 @@ def markdown(found: dict[str, Any], settings: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"## {shape['model']}: the four cells",
-            about,
+            info,
             text.table(head, cells),
             text.bullets(
                 [*_cell_sentences(found["rows"]), INT8, *_compile_sentences(found["rows"])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.founding import text
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.models.memory import estimate
 from rooflax.nn.shards import Shards, parse_mesh
 from rooflax.nn.storage import Storage
@@ -25,8 +25,8 @@ def storage_of(model: str, width: str) -> Storage:
     """The widths of a row; MXFP4 as the published GPT-OSS checkpoint has it."""
     if width != MXFP4:
         return Storage("bfloat16", None if width == "bfloat16" else "fp8-a16")
-    about = describe(model)
-    found = about.config.slots()
+    info = model_info(model)
+    found = info.config.slots()
     return Storage("bfloat16", kept={s.name: "mxfp4-a16" for s in found if s.weight.num_stacked})
 
 
@@ -34,11 +34,11 @@ def counted() -> list[tuple[str, ...]]:
     """The table's rows: of one device, and of each mesh."""
     rows = []
     for (model, width), meshes in MESHES.items():
-        about, storage = describe(model), storage_of(model, width)
+        info, storage = model_info(model), storage_of(model, width)
         for mesh in (None, *meshes):
             need = estimate(
-                about.family,
-                about.config,
+                info.family,
+                info.config,
                 storage=storage,
                 kv_dtype="bfloat16",
                 rows=1,
@@ -47,7 +47,7 @@ def counted() -> list[tuple[str, ...]]:
                 shards=Shards() if mesh is None else parse_mesh(mesh),
             )
             theirs = "" if mesh else THEIRS.get((model, width), "")
-            name, what = (about.name, width) if mesh is None else ("", "")
+            name, what = (info.name, width) if mesh is None else ("", "")
             where = mesh or "one device"
             rows.append((name, what, theirs, where, _gb(need.weights), _gb(need.kv_cache)))
     return rows

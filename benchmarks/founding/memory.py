@@ -9,7 +9,7 @@ from benchmarks.founding import text
 from benchmarks.founding.apart import apart
 from benchmarks.founding.counted import cache_bytes
 from benchmarks.founding.settings import Settings
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.execution import Precision
 
 MODEL = "preset:gpt2"
@@ -32,8 +32,8 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def counted() -> dict[str, int]:
     """Plain arithmetic on GPT-2's shape."""
-    about = describe(MODEL)
-    config = about.config
+    info = model_info(MODEL)
+    config = info.config
     parameters = config.num_parameters
     return {
         "parameters": parameters,

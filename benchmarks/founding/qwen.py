@@ -101,7 +101,7 @@ def totals(found: dict[str, Any]) -> tuple[float, float]:
 def markdown(found: dict[str, Any], settings: dict[str, Any]) -> str:
     """The three tables and their sentences."""
     shape = settings["qwen"]
-    about = (
+    info = (
         f"{shape['prompt_tokens']} prompt tokens, {shape['output_tokens']} new ones, greedy, "
         f"float32. A fresh process without a compile cache; the clock runs from the request to "
         f"the last token, loading apart. Old: jit, RoPE for every position computed again in "
@@ -111,7 +111,7 @@ def markdown(found: dict[str, Any], settings: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"## {shape['model']}: old method against new, compilation included",
-            about,
+            info,
             _small_table(found["small"], shape["output_tokens"]),
             "### The same, warm",
             _warm_table(found["warm"]["rows"]),

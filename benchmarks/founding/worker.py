@@ -74,7 +74,7 @@ def loop(work: Workload, name: str, short: int | None = None) -> dict[str, Any]:
 def request(work: Workload) -> dict[str, Any]:
     """The first request of a fresh process, as a user makes it: compilation is in its time."""
     llm = rooflax.LLM(work.model, dtype=work.precision.dtype, options=work.options)
-    prompts = work.prompts(llm.about.config.vocab_size)
+    prompts = work.prompts(llm.info.config.vocab_size)
     with count_compilations() as compiled:
         start = time.perf_counter()
         done = llm.generate(prompts, work.params())

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from rooflax.llm import LLM
-    from rooflax.loading.load import from_state_dict, load
+    from rooflax.loading.load import ModelInfo, from_state_dict, load, model_info
     from rooflax.loading.save import save
+    from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
     from rooflax.models.steps import decode_step, new_cache, prefill
     from rooflax.nn.execution import ExecutionOptions, Precision
@@ -38,6 +39,9 @@ _HOME = {
     "ExecutionOptions": "rooflax.nn.execution",
     "Precision": "rooflax.nn.execution",
     "Model": "rooflax.models.model",
+    "ModelInfo": "rooflax.loading.load",
+    "model_info": "rooflax.loading.load",
+    "Tokenizer": "rooflax.loading.tokenizer",
     "load": "rooflax.loading.load",
     "from_state_dict": "rooflax.loading.load",
     "save": "rooflax.loading.save",
@@ -61,15 +65,18 @@ __all__ = [
     "EngineError",
     "ExecutionOptions",
     "Model",
+    "ModelInfo",
     "Precision",
     "QueueFull",
     "RequestError",
     "RooflaxError",
     "SamplingParams",
+    "Tokenizer",
     "UnsupportedModelError",
     "decode_step",
     "from_state_dict",
     "load",
+    "model_info",
     "new_cache",
     "prefill",
     "save",

@@ -21,8 +21,9 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.thread import EngineThread
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.llm import LLM, MAX_SLOTS, Prompt
-from rooflax.loading.load import Description
+from rooflax.inputs import Prompt, as_params
+from rooflax.llm import LLM, MAX_SLOTS
+from rooflax.loading.load import ModelInfo
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.layout import most_new_tokens
 from rooflax.nn.mesh import shards_of
@@ -55,7 +56,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Path | Description | None = None,
+        model: str | Path | ModelInfo | None = None,
         *,
         max_num_seqs: int = MAX_SLOTS,
         max_waiting: int = DEFAULT_MAX_WAITING,
@@ -69,7 +70,9 @@ class AsyncLLM:
             ("max_tokens_per_step", 1 if max_tokens_per_step is None else max_tokens_per_step),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(f"{name} is {value!r}; it must be a whole number from 1 up.")
+                raise RequestError(
+                    f"{name} is {value!r}; it must be a whole number from 1 up.", param=name
+                )
         self.llm = LLM(model, max_num_seqs=max_num_seqs, **arguments)
         if jax.process_count() > 1:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
@@ -126,19 +129,25 @@ class AsyncLLM:
         return self._thread.engine.metrics.as_dict()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **sampling: Any,
     ) -> AsyncIterator[Delta]:
         """Pieces of a prompt's completions as they come; to stop early, close the iterator.
 
         Args:
             cache_salt: only requests of the same salt share cached prompts.
+            sampling: single fields of SamplingParams, as in `temperature=0.5`.
 
         Raises:
             QueueFull: too many requests wait.
             RequestError: the request cannot be done.
             EngineError: it failed.
         """
-        given, ids = params or SamplingParams(), self.llm.encode(prompt)
+        (given,), ids = as_params(params, 1, sampling), self.llm.encode(prompt)
         if given.form is None:
             samples = self.llm.samples(0, ids, given, cache_salt)
         else:  # compiling takes its time, and others' streams go on meanwhile
@@ -178,11 +187,16 @@ class AsyncLLM:
         return delta
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **sampling: Any,
     ) -> list[Completion]:
         """A prompt's `n` completions."""
         done: dict[int, Completion] = {}
-        async for delta in self.stream(prompt, params, cache_salt=cache_salt):
+        async for delta in self.stream(prompt, params, cache_salt=cache_salt, **sampling):
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]
@@ -219,7 +233,8 @@ def _check_blocks(kv_blocks: object, windows: tuple[int | None, ...]) -> None:
     if len(numbers) != len(windows) or not whole:
         raise RequestError(
             f"kv_blocks is {kv_blocks!r}; it must be {len(windows)} whole numbers from 2 up, one "
-            f"for each group of layers."
+            f"for each group of layers.",
+            param="kv_blocks",
         )
 
 

@@ -21,6 +21,8 @@ class Completion:
         prompt_tokens: ids of the prompt.
         finish_reason: "stop" (an id or a string ended it, or its form is complete), "length", or
             "error".
+        stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None where
+            an end-of-sequence id or something else did.
         logprobs: per token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         timings: seconds and tokens per second, the keys of `generate --json`.
@@ -45,13 +47,20 @@ class Completion:
     num_accepted_tokens: int = 0
     error: str | None = None
     score: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
     """A piece of a stream: new text and ids of one sample of one prompt.
 
-    `completion` is set on the last piece.
+    Attributes:
+        prompt: its number among the prompts.
+        index: which of its `n` samples.
+        text: may lag behind the tokens, where a stop string or a character may be beginning.
+        tokens: new ids.
+        completion: the whole, on the last piece.
+        logprobs: per token of the piece, if asked for.
     """
 
     prompt: int
@@ -59,6 +68,17 @@ class Delta:
     text: str
     tokens: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The completion's; None while the stream goes on."""
+        return None if self.completion is None else self.completion.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The completion's; None while the stream goes on."""
+        return None if self.completion is None else self.completion.stop_reason
 
 
 @dataclass
@@ -76,6 +96,7 @@ class Sample:
     def take(self, output: StepOutput, load_s: float, compiled: CompileCounts) -> Delta:
         """New ids to text, held back where a stop string may be beginning."""
         sequence, reason, new = self.sequence, output.finish_reason, 0
+        stop_reason: str | int | None = None
         for new, token in enumerate(output.tokens, start=1):
             is_last = reason is not None and new == len(output.tokens)
             self.tokens.append(token)
@@ -84,21 +105,33 @@ class Sample:
                 self.text += self.decoder.push(token)
             if is_last:
                 self.text += self.decoder.flush()
-            cut = self._stop_position(before)
-            if cut is not None:
-                self.text, reason = self.text[:cut], "stop"
+            found = self._stop_string(before)
+            if found is not None:
+                (cut, stop_reason), reason = found, "stop"
+                self.text = self.text[:cut]
                 break
+            if is_last and reason == "stop" and token in sequence.params.stop_token_ids:
+                stop_reason = token
         self.times_s.extend(output.times_s[:new])
-        self.logprobs.extend(output.logprobs[:new])
+        logprobs = output.logprobs[:new]
+        self.logprobs.extend(logprobs)
         ready = len(self.text) if reason else self._safe_length()
         piece = self.text[self.emitted : ready]
         self.emitted = max(self.emitted, ready)
-        completion = self._completion(reason, output.error, load_s, compiled) if reason else None
-        tokens = output.tokens[:new]
-        return Delta(sequence.request_id, sequence.sample_index, piece, tokens, completion)
+        completion = None
+        if reason:
+            completion = self._completion(reason, stop_reason, output.error, load_s, compiled)
+        return Delta(
+            sequence.request_id,
+            sequence.sample_index,
+            piece,
+            output.tokens[:new],
+            completion,
+            None if sequence.params.logprobs is None else logprobs,
+        )
 
-    def _stop_position(self, before: int) -> int | None:
-        """Where the first stop string begins that the last token completed.
+    def _stop_string(self, before: int) -> tuple[int, str] | None:
+        """Where the first stop string begins that the last token completed, and which it is.
 
         What earlier tokens completed, below min_tokens, ends nothing, however many tokens come at a
         time.
@@ -109,8 +142,8 @@ class Sample:
         params = self.sequence.params
         if len(self.tokens) < params.min_tokens:
             return None
-        found = [self.text.find(s, max(0, before - len(s) + 1)) for s in params.stop]
-        return min((f for f in found if f >= 0), default=None)
+        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in params.stop]
+        return min((pair for pair in found if pair[0] >= 0), default=None)
 
     def _safe_length(self) -> int:
         """Text that no stop string, begun at its end, could still cut."""
@@ -123,7 +156,12 @@ class Sample:
         return len(self.text) - held
 
     def _completion(
-        self, reason: str, error: str | None, load_s: float, compiled: CompileCounts
+        self,
+        reason: str,
+        stop_reason: str | int | None,
+        error: str | None,
+        load_s: float,
+        compiled: CompileCounts,
     ) -> Completion:
         sequence = self.sequence
         params = sequence.params
@@ -143,6 +181,7 @@ class Sample:
             num_accepted_tokens=sequence.num_accepted_tokens,
             error=error,
             score=sequence.score,
+            stop_reason=stop_reason,
         )
 
     def _timings(self, load_s: float, compiled: CompileCounts) -> dict[str, float]:

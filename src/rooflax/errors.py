@@ -7,12 +7,27 @@
     │   └── QueueFull           there are too many of them (HTTP 429)
     └── EngineError             we are at fault (HTTP 5xx)
 
-Every message is one sentence that says what was given, what is wanted and what to do.
+Every message is one sentence that says what was given, what is wanted and what to do. It names
+fields as Python does (`max_model_len`); those that are words of their own stand between backticks.
+The command line shows the flags of these names.
 """
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class RooflaxError(Exception):
-    """Base of every error that rooflax raises on purpose."""
+    """Base of every error that rooflax raises on purpose.
+
+    Attributes:
+        param: the field at fault, or None; HTTP's `param`.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class UnsupportedModelError(RooflaxError):
@@ -40,3 +55,9 @@ def first_line(error: BaseException) -> str:
     for every program around it."""
     line = (str(error).splitlines() or [""])[0]
     return line.rpartition("Error dispatching computation: ")[2].strip() or type(error).__name__
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """ " (did you mean X?)" where one is close, and nothing where none is."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Where rooflax keeps what it made and can make again: compiled programs, tuned block sizes."""
+"""Where rooflax keeps what it made and can make again: compiled programs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,10 @@ from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation, check_speculate
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
+from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts, is_whole
+from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.loading.load import Description, describe, load, load_streamed, plan_of
+from rooflax.loading.load import ModelInfo, load, load_streamed, model_info, plan_of
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.models.streaming import AnyModel, StreamedModel, StreamPlan
@@ -47,15 +48,13 @@ from rooflax.structured import Forms
 MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
 
-Prompt = str | Sequence[int]
-
 
 class LLM:
     """A model with its tokenizer, ready to generate.
 
     Args:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
-            embedded default; or what `describe` found.
+            embedded default; or what `model_info` found.
         quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
@@ -83,7 +82,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Description | None = None,
+        model: str | Path | ModelInfo | None = None,
         *,
         quantize: str | None = None,
         dtype: str | None = None,
@@ -102,10 +101,16 @@ class LLM:
         check: bool = False,
         progress: Callable[[int], None] | None = None,
     ):
-        if not _is_id(max_num_seqs) or max_num_seqs < 1:
-            raise RequestError(f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.")
+        if not is_whole(max_num_seqs) or max_num_seqs < 1:
+            raise RequestError(
+                f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.", param="max_num_seqs"
+            )
         if options is None:
             options = ExecutionOptions.for_platform(jax.default_backend())
+        if not isinstance(options, ExecutionOptions):
+            raise RequestError(
+                f"options is {options!r:.80}; it must be ExecutionOptions.", param="options"
+            )
         kernels.check_kernels(options.kernels)
         check_speculate(speculate, num_draft_tokens, options.use_cache)
         _check_processes(mesh, speculate, options)
@@ -118,36 +123,36 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(mesh, str | Mesh | None):
             raise RequestError(
-                f"mesh is {mesh!r}; it must be a Mesh, or text like tensor=4,data=2."
+                f"mesh is {mesh!r}; it must be a Mesh, or text like tensor=4,data=2.", param="mesh"
             )
         self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
         self.options, self.max_num_seqs = options, max_num_seqs
         self.prefix_caching = prefix_caching
         given, platform = Precision(dtype, kv_dtype, quantize), jax.default_backend()
-        self.about = (
+        self.info = (
             model
-            if isinstance(model, Description)
-            else describe(
+            if isinstance(model, ModelInfo)
+            else model_info(
                 model, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
             )
         )
-        self.tokenizer = self.about.tokenizer()
+        self.tokenizer = self.info.tokenizer()
         draft = None
         if speculate is not None and speculate != NGRAM:
-            draft = describe(speculate, offline=offline, ignore_config_keys=ignore_config_keys)
-            check_same_tokens(self.about.name, self.tokenizer, draft.name, draft.tokenizer())
-        self.defaults = self.about.generation_defaults()
-        self._forms = Forms(self.tokenizer, self.about.config.vocab_size, self.stop_ids)
-        self.max_model_len = resolve_max_model_len(self.about.config, max_model_len)
+            draft = model_info(speculate, offline=offline, ignore_config_keys=ignore_config_keys)
+            check_same_tokens(self.info.name, self.tokenizer, draft.name, draft.tokenizer())
+        self.defaults = self.info.generation_defaults()
+        self._forms = Forms(self.tokenizer, self.info.config.vocab_size, self.stop_ids)
+        self.max_model_len = resolve_max_model_len(self.info.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
-        self.storage = self.about.storage(
+        self.storage = self.info.storage(
             given.resolve(platform).dtype or "float32",
             quantize,
             narrow=dtype is None and native_linear,
             keep=dtype is None,
         )
         self.precision = given.resolve(platform, rounded=self.storage.rounds)
-        plan = budget and plan_of(self.about, self.storage, self.max_model_len, budget)
+        plan = budget and plan_of(self.info, self.storage, self.max_model_len, budget)
         with count_compilations(self._compiled):
             if plan and plan.streamed:
                 self.options = streaming
@@ -158,7 +163,7 @@ class LLM:
         self._engine: Engine | None = None
         self._drafting = None
         if speculate == NGRAM:
-            self._drafting = Drafting(self.about.config.vocab_size, num_draft_tokens)
+            self._drafting = Drafting(self.info.config.vocab_size, num_draft_tokens)
         elif draft is not None:
             drafting = LLM(
                 draft,
@@ -170,17 +175,17 @@ class LLM:
                 check=check,
             )
             self._drafting = Drafting(
-                self.about.config.vocab_size,
+                self.info.config.vocab_size,
                 num_draft_tokens,
                 drafting.new_engine,
                 drafting.max_model_len,
             )
 
     def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
-        place = None if self.mesh is None else Placer(self.about.config, self.mesh)
+        place = None if self.mesh is None else Placer(self.info.config, self.mesh)
         scan = self.options.layers == "scan"
         model = load(
-            self.about,
+            self.info,
             dtype=self.storage.dtype,
             quantize=self.storage.quantize,
             narrow=self.storage.narrow,
@@ -201,7 +206,7 @@ class LLM:
         self, plan: StreamPlan, check: bool, progress: Callable[[int], None] | None
     ) -> StreamedModel:
         how = {"max_model_len": self.max_model_len, "check": check, "progress": progress}
-        model = load_streamed(self.about, plan, self.storage, **how)
+        model = load_streamed(self.info, plan, self.storage, **how)
         jax.block_until_ready(model.weights)
         give_back_freed()
         return model
@@ -210,25 +215,25 @@ class LLM:
         """Refuses a KV cache that does not fit; the weights are there already."""
         shards = mesh_lib.shards_of(self.mesh) or Shards()
         need = estimate(
-            self.about.family,
-            self.about.config,
+            self.info.family,
+            self.info.config,
             storage=self.storage,
             kv_dtype=self.precision.kv_dtype or "float32",
             rows=rows,
             tokens=tokens,
             shards=shards,
         )
-        what = f"{self.about.name} with {rows} x {tokens} tokens"
+        what = f"{self.info.name} with {rows} x {tokens} tokens"
         check_fits(replace(need, weights=0), free_bytes(shards.num_devices), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every end-of-sequence id of the checkpoint."""
         ids = set(self.defaults.eos_token_ids)
-        if not ids and self.about.folder is not None and self.tokenizer.eos_id is not None:
+        if not ids and self.info.folder is not None and self.tokenizer.eos_id is not None:
             ids.add(self.tokenizer.eos_id)
         # What the model cannot generate ends nothing.
-        return frozenset(i for i in ids if 0 <= i < self.about.config.vocab_size)
+        return frozenset(i for i in ids if 0 <= i < self.info.config.vocab_size)
 
     @property
     def format(self) -> str:
@@ -253,45 +258,119 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable) or not all(_is_id(token) for token in prompt):
-            raise RequestError(f"A prompt is {prompt!r}; it must be text or a list of token ids.")
+        if not isinstance(prompt, Iterable) or not all(is_whole(token) for token in prompt):
+            raise RequestError(
+                f"A prompt is {prompt!r:.80}; it must be text or a list of token ids.",
+                param="prompt",
+            )
         return [int(token) for token in prompt]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """A conversation's ids, by the checkpoint's chat template.
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or it refuses the messages.
+            RequestError: one of them is no token id.
         """
-        from rooflax.loading.chat_template import encode_chat
+        given = list(ids)
+        if not all(is_whole(token) and token >= 0 for token in given):
+            raise RequestError(f"ids is {given!r:.80}; it must be a list of token ids.")
+        return self.tokenizer.decode(map(int, given), skip_special_tokens=skip_special_tokens)
 
-        return encode_chat(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A conversation's ids, by the checkpoint's chat template.
+
+        Args:
+            messages: dicts with `role` and `content`.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with what begins the assistant's answer.
+            chat_template: in place of the checkpoint's, as jinja2.
+            chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or it rejects the messages.
+            CheckpointError: the template is not valid, or does something forbidden.
+        """
+        return encode_chat(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template=chat_template,
+            **(chat_template_kwargs or {}),
+        )
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Completions of one prompt or several, in order; `n` samples of a prompt are adjacent.
 
         Args:
             prompts: text, or token ids, or a list of either.
             params: one for all, or one per prompt.
+            sampling: single fields of SamplingParams, as in `temperature=0.5`.
+
+        Raises:
+            RequestError: a prompt or parameter that this model cannot run; the field is its
+                `param`.
+            EngineError: the model or the device failed.
         """
         done: dict[tuple[int, int], Completion] = {}
-        for delta in self.stream(prompts, params):
+        for delta in self.stream(prompts, params, **sampling):
             if delta.completion is not None:
                 done[delta.prompt, delta.index] = delta.completion
         return [done[key] for key in sorted(done)]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """The assistant's answers to one conversation or several, in order.
+
+        Args:
+            messages: dicts with `role` and `content`, or a list of such conversations.
+            params, sampling: as for `generate`.
+            tools, chat_template, chat_template_kwargs: as for `encode_chat`.
+
+        Raises:
+            RequestError, CheckpointError, EngineError: as `encode_chat` and `generate`.
+        """
+        how: dict[str, Any] = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts = [self.encode_chat(one, **how) for one in as_conversations(messages)]
+        return self.generate(prompts, params, **sampling)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
     ) -> Iterator[Delta]:
-        """As `generate`, piece by piece as the tokens come; a beam search comes when it is over."""
-        prompt_list = _as_prompts(prompts)
-        param_list = _as_params(params, len(prompt_list))
+        """As `generate`, piece by piece as the tokens come; a beam search comes when it is over.
+
+        A conversation's answer is `stream(llm.encode_chat(messages))`.
+        """
+        prompt_list = as_prompts(prompts)
+        param_list = as_params(params, len(prompt_list), sampling)
         samples = []
         for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
             samples.extend(self.samples(index, self.encode(prompt), given))
@@ -309,7 +388,7 @@ class LLM:
             RequestError: what this model cannot do, or a form that cannot be compiled.
         """
         given = given.with_defaults(self._default_values())
-        vocab = self.about.config.vocab_size
+        vocab = self.info.config.vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
         stop = frozenset(given.stop_token_ids)
@@ -434,10 +513,10 @@ class LLM:
             Per prompt an array of natural logarithms: one per token but the first, or one per
             token of the continuation.
         """
-        prompt_list = _as_prompts(prompts)
+        prompt_list = as_prompts(prompts)
         if continuations is None:
             return [self._score(self.encode(prompt), 1) for prompt in prompt_list]
-        given = _as_prompts(continuations)
+        given = as_prompts(continuations)
         if len(given) != len(prompt_list):
             raise RequestError(
                 f"{len(given)} continuations for {len(prompt_list)} prompts; give one for each."
@@ -460,7 +539,7 @@ class LLM:
 
     def _dense(self, function: str, ids: list[int], *more: np.ndarray) -> np.ndarray:
         """What a step function without a cache gives for each token of a sequence, or place."""
-        check_prompt(ids, self.about.config.vocab_size, self.max_model_len + 1)
+        check_prompt(ids, self.info.config.vocab_size, self.max_model_len + 1)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
@@ -499,31 +578,3 @@ def _check_processes(mesh: object, speculate: object, options: ExecutionOptions)
             "speculate goes by each process's own clock, and several processes must do the same; "
             "leave it out."
         )
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"The prompt is {prompts!r}; it must be text or a list of token ids.")
-    items = list(prompts)
-    if items and all(_is_id(item) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
-
-
-def _is_id(item: object) -> bool:
-    """Python's and NumPy's whole numbers, but not true and false."""
-    return isinstance(item, Integral) and not isinstance(item, bool)
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one for each.")
-    return list(params)

@@ -4,11 +4,8 @@ from rooflax.bench.breakdown import DISPATCH, OTHER
 from rooflax.bench.ceilings import Ceiling
 from rooflax.bench.counting import StepCost
 from rooflax.bench.measure import figures
-from rooflax.bench.statistics import Ratio
 from rooflax.bench.timeline import Timeline
 from rooflax.bench.trials import Trial
-from rooflax.bench.tuning import Finding
-from rooflax.ops.block_sizes import Question
 from rooflax.ops.parts import PARTS
 
 CEILING = Ceiling(100.0, 1e12, "native")
@@ -79,13 +76,3 @@ def measured(work, job="measure"):
     part = dict.fromkeys((*PARTS, OTHER, DISPATCH), 0.1)
     phases = {name: {"seconds": 1.0, "shares": part} for name in ("prefill", "decode")}
     return {"result": {"model": work.model, "phases": phases}, "environment": environment}
-
-
-def finding(ratio=1.25):
-    """Of a kernel whose second size is `ratio` times as fast; None is of one whose rule is best."""
-    question = Question("linear.tpu", (1, 8, 4096, "int8"), (2048, 256), ((1024, 512), (1024, 256)))
-    seconds = {(2048, 256): 0.01, (1024, 512): 0.01 / (ratio or 0.5)}
-    if ratio is None:
-        return Finding("decode", question, question.rule, None, seconds, ((1024, 256),))
-    interval = Ratio(ratio, ratio - 0.01, ratio + 0.01)
-    return Finding("decode", question, (1024, 512), interval, seconds, ((1024, 256),))

@@ -6,15 +6,15 @@ import pytest
 from rooflax.bench.counting import decode_cost, expected_experts, prefill_cost, visible_pairs
 from rooflax.bench.measure import Bench
 from rooflax.bench.workload import Workload
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.storage import Storage
 
 WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}
 
 
 def cost(name, batch=1, context=8):
-    about = describe(name)
-    return decode_cost(about.family, about.config, batch=batch, context=context, **WIDTHS)
+    info = model_info(name)
+    return decode_cost(info.family, info.config, batch=batch, context=context, **WIDTHS)
 
 
 @pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
@@ -35,12 +35,12 @@ def test_kv_bytes_are_the_caches_bytes_for_the_visible_tokens():
     bench = Bench(Workload("preset:qwen2.5-tiny"))
     pool = bench.engine.runner.cache.k[0]
     per_token = 2 * pool.nbytes // (pool.shape[0] * pool.shape[2])
-    layers = bench.llm.about.config.num_layers
+    layers = bench.llm.info.config.num_layers
     assert cost("preset:qwen2.5-tiny", batch=3, context=20).kv_bytes == 3 * 20 * per_token * layers
 
 
 def test_windows_and_experts_are_read_in_part():
-    config = describe("preset:gpt-oss-tiny").config
+    config = model_info("preset:gpt-oss-tiny").config
     short, long = cost("preset:gpt-oss-tiny", context=4), cost("preset:gpt-oss-tiny", context=4000)
     windows = [config.groups.windows[g] for g in config.groups.of_layer]
     per_token = 2 * config.num_kv_heads * config.head_dim * 4
@@ -54,7 +54,7 @@ def test_windows_and_experts_are_read_in_part():
 
 def test_operations_of_gpt2_by_hand():
     """Two per weight of every product, and four per head dimension and visible pair."""
-    config = describe("preset:gpt2").config
+    config = model_info("preset:gpt2").config
     hidden, mlp, layers, vocab = 768, 3072, 12, 50257
     products = layers * (3 * hidden * hidden + hidden * hidden + 2 * hidden * mlp) + vocab * hidden
     assert cost("preset:gpt2", context=10).operations == 2 * products + layers * 4 * hidden * 10

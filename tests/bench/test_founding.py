@@ -9,7 +9,7 @@ from benchmarks.founding import many_devices, memory, text
 from benchmarks.founding.counted import cache_bytes, count
 from benchmarks.founding.report import document, failures, markdown
 from benchmarks.founding.settings import SMOKE, WANTED, Shape, settings
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SAME = {"layer_passes": 1.0, "operations": 1.0, "bytes": 1.0}
@@ -68,7 +68,7 @@ def test_memory_of_gpt2():
     assert found["parameters"] + found["head_parameters"] == 163_037_184  # theirs: 163 MB
     assert found["cache_float32"] == 75_497_472
     assert found["cache_bfloat16"] == found["cache_one_float32"] == 37_748_736  # theirs: 38 MB
-    config = describe("preset:gpt-oss-tiny").config
+    config = model_info("preset:gpt-oss-tiny").config
     assert cache_bytes(config, 10, "float32") == 4 * 10 * 2 * 2 * 32 * 4
 
 

@@ -27,7 +27,7 @@ from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import native
 from tests.bench.samples import NATIVE, XLA, measured, row
@@ -123,7 +123,7 @@ def test_every_combination_and_back_from_json():
 
 def test_ablation_turns_on_what_the_architecture_has():
     labels = {
-        name: [r.label for r in ablation(TINY, describe(f"preset:{name}").config, NATIVE)]
+        name: [r.label for r in ablation(TINY, model_info(f"preset:{name}").config, NATIVE)]
         for name in ("gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny")
     }
     assert labels["gpt2-tiny"] == [
@@ -132,7 +132,7 @@ def test_ablation_turns_on_what_the_architecture_has():
     ]  # fmt: skip
     assert "+ grouped GQA" in labels["qwen2.5-tiny"]
     assert "all but MoE grouping" in labels["gpt-oss-tiny"]
-    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config, NATIVE)
+    rows = ablation(TINY, model_info("preset:gpt-oss-tiny").config, NATIVE)
     slowest, full = rows[0].work.options, rows[6].work.options
     assert (slowest.use_cache, slowest.jit, slowest.gqa, slowest.moe) == (
         False, False, "repeat", "per_token",
@@ -140,7 +140,7 @@ def test_ablation_turns_on_what_the_architecture_has():
     assert full == TINY.options
     assert len({repr(r.work) for r in rows}) == len(rows)
     assert [r.label for r in rows if not r.exact] == ["all, int8", "all, int4"]
-    bare = ablation(TINY, describe("preset:gpt-oss-tiny").config, XLA)
+    bare = ablation(TINY, model_info("preset:gpt-oss-tiny").config, XLA)
     assert not any("native" in r.label for r in bare)
 
 
@@ -165,7 +165,7 @@ SWITCHED = {
 
 @pytest.mark.parametrize("name", SWITCHED)
 def test_what_is_slow_in_the_best_setting_already_has_no_row(name):
-    config = describe("preset:gpt-oss-tiny").config
+    config = model_info("preset:gpt-oss-tiny").config
     all_names = {s.name for s in SWITCHES}
     work = replace(TINY, options=ExecutionOptions(**SWITCHED[name]))
     rows = ablation(work, config, NATIVE)
@@ -178,14 +178,14 @@ def test_what_is_slow_in_the_best_setting_already_has_no_row(name):
 
 def test_kernels_by_name_are_not_asked_for_what_they_refuse():
     work = replace(TINY, options=ExecutionOptions(kernels="native"))
-    rows = ablation(work, describe("preset:gpt-oss-tiny").config, NATIVE)
+    rows = ablation(work, model_info("preset:gpt-oss-tiny").config, NATIVE)
     assert {r.work.options.kernels for r in rows} == {"xla", None}
     assert "+ native kernels" in [r.label for r in rows]
 
 
 def test_decode_steps_that_were_asked_for_wait_for_the_cache():
     work = replace(TINY, options=ExecutionOptions(decode_steps=4))
-    for r in ablation(work, describe("preset:gpt2-tiny").config, XLA):
+    for r in ablation(work, model_info("preset:gpt2-tiny").config, XLA):
         assert r.work.options.use_cache or r.work.options.decode_steps is None, r.label
 
 
@@ -206,7 +206,7 @@ def test_ablation_rows_really_give_the_same_tokens():
 
 
 def test_other_tokens_in_an_ablation_are_seen():
-    rows = ablation(TINY, describe(TINY.model).config, NATIVE)
+    rows = ablation(TINY, model_info(TINY.model).config, NATIVE)
     results = [row(r.work) for r in rows]
     results[2]["tokens"][0][0] += 1
     assert [r["same_tokens"] for r in summarise(rows, results)].count(False) == 1
@@ -256,7 +256,7 @@ def test_breakdown_and_profile(tmp_path):
     plain = measure_apart(replace(work, options=ExecutionOptions(kernels="xla")), "breakdown")
     for phase in plain["result"]["phases"].values():
         assert phase["shares"]["norms"] > 0
-    with pytest.raises(RequestError, match="--no-jit"):
+    with pytest.raises(RequestError, match="`jit` is off"):
         breakdown(replace(work, options=ExecutionOptions(jit=False)))
 
 
@@ -353,7 +353,7 @@ def test_notes_say_which_row_they_are_about():
 
 
 def test_an_ablation_fits_a_terminal():
-    rows = ablation(TINY, describe("preset:gpt-oss-tiny").config, NATIVE)
+    rows = ablation(TINY, model_info("preset:gpt-oss-tiny").config, NATIVE)
     found = summarise(rows, [row(r.work) for r in rows])
     for result in found:
         result |= {"decode_tok_per_s": 12345.6, "peak_rss_bytes": 900 << 20, "total_ratio": 1234.5}

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax.bench import tuning
-from rooflax.bench.tuning import Program, Work, keep, model_programs, one_period, tune, tune_model
+from benchmarks import block_sizes as tuning
+from benchmarks.block_sizes import Program, Work, model_programs, one_period, tune, tune_model
 from rooflax.errors import RequestError
-from rooflax.folders import CACHE_VARIABLE
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.execution import Precision
 from rooflax.ops import accelerator, block_sizes, native, tpu
 
@@ -19,11 +18,6 @@ SECONDS = {(1,): 0.004, (2,): 0.001, (3,): 0.008}
 """What a fake kernel takes, by the size of its blocks."""
 CLOCK = [0.0]
 """It goes on when a fake kernel runs, and a little from run to run."""
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
 
 
 def kernel(x, name="fake", seconds=SECONDS):
@@ -51,7 +45,7 @@ def fake_time(monkeypatch):
     monkeypatch.setattr(tuning, "timed", timed)
 
 
-def test_the_fastest_wins_and_is_what_the_next_program_gets(fake_time):
+def test_the_fastest_wins_and_is_what_the_next_program_gets(fake_time, monkeypatch):
     said = []
     found = tune([program(kernel)], 6, said.append)
     assert [f.best for f in found] == [(2,)]
@@ -61,18 +55,16 @@ def test_the_fastest_wins_and_is_what_the_next_program_gets(fake_time):
     assert finding.seconds[(2,)] < finding.seconds[(1,)] < finding.seconds[(3,)]
     assert said == ["program, fake: 2 sizes instead of [1]"]
     assert np.all(jax.jit(kernel)(jnp.zeros(4)) == 1)
-    keep(found)
+    monkeypatch.setattr(block_sizes, "MEASURED", {finding.question.key: finding.best})
     assert np.all(jax.jit(lambda x: kernel(x))(jnp.zeros(4)) == 2)
     assert np.all(jax.jit(lambda x: kernel(x))(jnp.zeros(5)) == 1)
 
 
-def test_the_rule_stays_where_nothing_beats_it_and_what_was_kept_is_forgotten(fake_time):
-    block_sizes.keep({("fake", (4,)): (2,), ("fake", (5,)): (2,)})
+def test_the_rule_stays_where_nothing_beats_it(fake_time, monkeypatch):
+    monkeypatch.setattr(block_sizes, "MEASURED", {("fake", (4,)): (2,)})
     slower = {(1,): 0.001, (2,): 0.004, (3,): 0.002}
     found = tune([program(lambda x: kernel(x, seconds=slower))], 5)
     assert [(f.best, f.ratio) for f in found] == [((1,), None)]
-    keep(found)
-    assert block_sizes.table() == {("fake", (5,)): (2,)}
 
 
 def test_each_question_is_measured_once_with_the_answers_so_far(fake_time):
@@ -120,18 +112,18 @@ def test_what_makes_no_sense_is_refused(monkeypatch):
     with pytest.raises(RequestError, match="trials is 4; telling sizes apart needs at least 5"):
         Work(trials=4)
     with pytest.raises(RequestError, match="no block sizes to tune here.*JAX runs on cpu"):
-        tune_model(describe("preset:gpt2-tiny"), Work())
+        tune_model(model_info("preset:gpt2-tiny"), Work())
     monkeypatch.setattr(accelerator, "missing", lambda: None)
     with pytest.raises(RequestError, match="prompt_tokens is 2000; .* holds 1024"):
-        tune_model(describe("preset:gpt2-tiny"), Work(prompt_tokens=2000))
+        tune_model(model_info("preset:gpt2-tiny"), Work(prompt_tokens=2000))
     monkeypatch.setattr(tuning, "model_programs", lambda *_: [])
     with pytest.raises(RequestError, match="gpt2-tiny ask for no block sizes here"):
-        tune_model(describe("preset:gpt2-tiny"), Work())
+        tune_model(model_info("preset:gpt2-tiny"), Work())
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
 def test_one_period_has_a_layer_of_each_kind(name):
-    whole = describe(f"preset:{name}").config
+    whole = model_info(f"preset:{name}").config
     cut = one_period(whole)
     assert cut.num_layers == whole.groups.period < whole.num_layers
     assert cut.groups.windows == whole.groups.windows
@@ -147,9 +139,9 @@ def on_tpu(monkeypatch):
 
 
 def test_a_models_programs_ask_for_its_shapes(on_tpu):
-    about = describe("preset:gpt-oss-tiny")
+    info = model_info("preset:gpt-oss-tiny")
     precision = Precision(kv_dtype="float32", quantize="w8a16")
-    programs = model_programs(about, Work(3, 40, precision=precision))
+    programs = model_programs(info, Work(3, 40, precision=precision))
     asked = {p.name: [q.key for q in tuning._questions(p)] for p in programs}
     attention, rows = (2, 2, 128, 128, 4, 0), [(1, 4, 128, 256, "int8"), (1, 64, 128, 256, "int8")]
     assert ("attention.tpu", (1, *attention)) in asked["decode"]
@@ -166,11 +158,8 @@ def test_a_models_programs_ask_for_its_shapes(on_tpu):
 def test_a_model_is_tuned(on_tpu, monkeypatch):
     """Interpreted, so the figures mean nothing; tokens go on through every candidate's runs."""
     monkeypatch.setattr(tuning, "DECODE_STEPS", 2)
-    about = describe("preset:qwen2.5-tiny")
-    found = tune_model(about, Work(2, 20, 5, Precision(quantize="w8a16")))
+    info = model_info("preset:qwen2.5-tiny")
+    found = tune_model(info, Work(2, 20, 5, Precision(quantize="w8a16")))
     kernels = [(f.program, f.question.kernel) for f in found]
     assert {("decode", "attention.tpu"), ("prefill", "linear.tpu")} <= set(kernels)
     assert all(set(f.seconds) == {f.question.rule, *f.question.others} for f in found)
-    path = keep(found)
-    wanted = {f.question.key: f.best for f in found if f.ratio is not None}
-    assert block_sizes.table() == wanted and path == str(block_sizes.table_path())

@@ -10,10 +10,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from rooflax.cli import chat
-from rooflax.cli.conversation import Conversation
-from rooflax.cli.harmony import HarmonyFilter, speaks_harmony
+from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.llm import Completion, Delta
+from rooflax.loading.harmony import HarmonyFilter, speaks_harmony
 from rooflax.loading.tokenizer import Tokenizer
 
 TINY = "preset:qwen2.5-tiny"
@@ -75,7 +75,7 @@ class FakeLLM:
     def __init__(self, tokenizer, answers, max_model_len=400):
         self.tokenizer, self.answers = tokenizer, list(answers)
         self.max_model_len, self.asked = max_model_len, []
-        self.about = SimpleNamespace(name="fake")
+        self.info = SimpleNamespace(name="fake")
 
     def encode(self, text):
         return self.tokenizer.encode(text)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rooflax.bench import compare, html, quick, serving, tuning, worker
+from rooflax.bench import compare, html, quick, serving, worker
 from rooflax.bench.quick import QuickResult
 from rooflax.bench.statistics import paired_ratio
 from rooflax.cli import isolate, terminal
@@ -22,7 +22,7 @@ from rooflax.llm import LLM
 from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
-from tests.bench.samples import finding, measured
+from tests.bench.samples import measured
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -150,11 +150,6 @@ COMMANDS = {
             "--html": ["page.html"],
         },
     ),
-    "tune": (
-        [TINY],
-        FINDING | PRECISION | QUANTIZE | DEVICE | OUTPUT
-        | {"--batch": ["3"], "--prompt-tokens": ["9"], "--trials": ["6"]},
-    ),
     "inspect": (
         [TINY],
         FINDING | LENGTH | PRECISION | QUANTIZE | BUDGET | DEVICE
@@ -213,32 +208,32 @@ def seen(monkeypatch, tmp_path):
     asked = []
 
     class Spy(LLM):
-        def __init__(self, about, **kwargs):
+        def __init__(self, info, **kwargs):
             kwargs.pop("progress")
             given = {"quantize": kwargs.get("quantize"), "max_model_len": kwargs["max_model_len"]}
-            asked.append(("LLM", about.name, {k: str(v) for k, v in kwargs.items()}))
-            super().__init__(about, **given)
+            asked.append(("LLM", info.name, {k: str(v) for k, v in kwargs.items()}))
+            super().__init__(info, **given)
 
         def stream(self, prompts, params=None):
             asked.append(("stream", prompts, params))
             return super().stream(prompts, params)
 
     def find(model, **kwargs):
-        asked.append(("describe", model, kwargs))
-        return load_describe(model, **kwargs)
+        asked.append(("model_info", model, kwargs))
+        return load_info(model, **kwargs)
 
     def train(model, config, training, held_out, folder, *, progress=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
         asked.append(("train", config, numbers, folder, model.config, progress))
         return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False)
 
-    def load_model(about, **kwargs):
+    def load_model(info, **kwargs):
         asked.append(("load", kwargs))
-        return load_load(about, **kwargs)
+        return load_load(info, **kwargs)
 
-    load_describe, load_load = load.describe, load.load
+    load_info, load_load = load.model_info, load.load
     monkeypatch.setattr("rooflax.llm.LLM", Spy)
-    monkeypatch.setattr(load, "describe", find)
+    monkeypatch.setattr(load, "model_info", find)
     monkeypatch.setattr(load, "load", load_model)
     monkeypatch.setattr("rooflax.train.loop.run_training", train)
     monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)
@@ -270,11 +265,6 @@ def replace_measuring(monkeypatch, asked):
     monkeypatch.setattr(quick, "quick", lambda: QuickResult(1.0, 4.0, True))
     monkeypatch.setattr(serving, "batching_gain", lambda work: asked.append(work) or GAIN)
     monkeypatch.setattr(serving, "under_rate", lambda *given: asked.append(given) or SERVED)
-    monkeypatch.setattr(tuning, "check_here", lambda: None)
-    monkeypatch.setattr(tuning, "keep", lambda found: asked.append(("keep", found)) or "TABLE")
-    monkeypatch.setattr(
-        tuning, "tune_model", lambda about, work, _: asked.append((about.name, work)) or [finding()]
-    )
     monkeypatch.setattr(html, "write_page", lambda path, document: path.write_text("page"))
 
 

@@ -95,7 +95,7 @@ def test_beams_come_best_first_with_their_scores(rooflax, llm):
     np.testing.assert_allclose([s["score"] for s in samples], [c.score for c in wanted], atol=1e-4)
     assert samples[0]["score"] > samples[1]["score"]
     refused = rooflax("generate", TINY, "-p", PROMPT, *flags, "--temp", 0.5)
-    assert refused.code == 2 and "temperature is 0.5 and num_beams 3" in refused.err
+    assert refused.code == 2 and "--temperature is 0.5 and --num-beams 3" in refused.err
 
 
 def test_samples_are_told_apart(rooflax):
@@ -150,12 +150,12 @@ def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
     ("flags", "said"),
     [
         (("--temp", "nan"), "temperature is nan"),
-        (("--top-p", "0"), "top_p is 0.0"),
+        (("--top-p", "0"), "--top-p is 0.0"),
         (("--logit-bias", "5=1", "--logit-bias", "5=2"), "names a token id twice"),
         (("--logit-bias", "99999=1"), "99999"),
         (("--no-cache", "--decode-steps", "2"), "--decode-steps needs the cache"),
         (("-c", "3"), "context holds 3"),
-        (("-c", "0"), "max_model_len is 0"),
+        (("-c", "0"), "--max-model-len is 0"),
         (("--kernels", "pallas"), "linear has only reference, xla"),
         (("--layers", "folded"), "layers is 'folded'"),
         (("--dtype", "int4"), "dtype is 'int4'"),
@@ -163,7 +163,7 @@ def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
         (("-t", "0"), "0 is below 1"),
         (("--regex", "(a"), "regex cannot be used: unclosed group"),
         (("--json-schema", "none.json"), "--json-schema none.json cannot be read: No such file"),
-        (("--json-schema", '{"a"'), "json_schema is not JSON"),
+        (("--json-schema", '{"a"'), "--json-schema is not JSON"),
         (("--grammar", "none.lark"), "--grammar none.lark cannot be read: No such file"),
         (("--grammar", "start: foo"), "unknown name"),
         (("--grammar", 'start: "a"', "--regex", "a"), "regex and grammar are given"),

@@ -157,7 +157,6 @@ def test_doctor_says_what_is_here(rooflax, monkeypatch):
         "kernels",
         "choices",
         "compile_cache",
-        "tuned_block_sizes",
         "hub",
     ]
     assert found["host"]["threads"] == 3

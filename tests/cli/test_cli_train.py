@@ -112,7 +112,7 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
         (("--config", "texts/1.txt", "--vocab-size", 300), "is not JSON"),
         ((*NEW, "--steps", "0"), "steps is 0"),
         ((*NEW, "--tokens", "5"), "give exactly one of the two"),
-        ((*NEW, "--lr", "nan"), "learning_rate is nan"),
+        ((*NEW, "--lr", "nan"), "--learning-rate is nan"),
         ((*NEW, "--remat", "some"), "remat is 'some'"),
         ((*NEW, "--glob", "*.rst"), "holds no text to train on"),
         ((*NEW, "--held-out-fraction", "1"), "from 0 to below 1"),

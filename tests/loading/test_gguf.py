@@ -13,7 +13,7 @@ from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.gguf_config import llama3_scaling
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling, inverse_frequencies
@@ -144,11 +144,11 @@ def test_a_tokenizers_files_are_read_back(tmp_path):
 
 
 def test_what_ends_a_sequence():
-    about = describe(gguf_cases.gguf("gpt_oss_mxfp4", "bf16"))
-    tokenizer = about.tokenizer()
-    ends = [tokenizer.id_to_token(i) for i in about.generation_defaults().eos_token_ids]
+    info = model_info(gguf_cases.gguf("gpt_oss_mxfp4", "bf16"))
+    tokenizer = info.tokenizer()
+    ends = [tokenizer.id_to_token(i) for i in info.generation_defaults().eos_token_ids]
     assert sorted(ends) == ["<|call|>", "<|endoftext|>", "<|return|>"]
-    assert describe(gguf_cases.gguf("llama2", "f32")).generation_defaults().eos_token_ids == (2,)
+    assert model_info(gguf_cases.gguf("llama2", "f32")).generation_defaults().eos_token_ids == (2,)
 
 
 def test_saving_needs_no_folder(tmp_path):

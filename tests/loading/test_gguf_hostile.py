@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rooflax import load
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from tests import gguf_cases
 
 SMALL = gguf_cases.gguf("llama3", "q4_0")
@@ -130,11 +130,11 @@ def test_a_missing_file_and_another_suffix(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read"):
         GGUFFile(tmp_path / "none.gguf")
     with pytest.raises(CheckpointError, match="no such folder or file"):
-        describe(tmp_path / "none.gguf")
+        model_info(tmp_path / "none.gguf")
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"give the folder .* or a \.gguf file"):
-        describe(other)
+        model_info(other)
 
 
 def architecture(name, *more):
@@ -161,13 +161,13 @@ REFUSED = {
 def test_what_is_not_computed_is_refused_by_name(case, opened):
     pairs, reason = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=reason):
-        describe(opened(build(pairs)))
+        model_info(opened(build(pairs)))
 
 
 def test_a_key_is_ignored_when_the_caller_says_so(opened):
     path = opened(build(architecture("llama", u32("llama.novel_trick", 1))))
     with pytest.raises(CheckpointError, match="vocab_size|num_attention_heads|hidden_size"):
-        describe(path, ignore_config_keys=["llama.novel_trick"])
+        model_info(path, ignore_config_keys=["llama.novel_trick"])
 
 
 def replaced(before, after):
@@ -198,7 +198,7 @@ TOKENIZERS = {
 def test_tokenizers_that_do_not_hold_together(case, opened):
     content, reason = TOKENIZERS[case]
     with pytest.raises(RooflaxError, match=reason):
-        describe(opened(content)).tokenizer()
+        model_info(opened(content)).tokenizer()
 
 
 STRINGS = struct.pack("<IQ", 8, 1) + text("llama")
@@ -217,17 +217,17 @@ ARRAYS = {
 def test_arrays_where_one_value_belongs(case, opened):
     pairs, reason = ARRAYS[case]
     with pytest.raises(RooflaxError, match=reason):
-        describe(opened(build(pairs)))
+        model_info(opened(build(pairs)))
 
 
 def opens(path: Path) -> None:
     """Everything that is read of a file; nothing but a RooflaxError may come of it."""
     with contextlib.suppress(RooflaxError):
-        about = describe(path)
-        about.tokenizer().encode("def main():")
-        about.generation_defaults()
-        load(about)
-        load(about, keep=True)
+        info = model_info(path)
+        info.tokenizer().encode("def main():")
+        info.generation_defaults()
+        load(info)
+        load(info, keep=True)
 
 
 def _boundaries():
@@ -242,7 +242,7 @@ def _boundaries():
 @pytest.mark.parametrize("length", _boundaries())
 def test_a_file_cut_off_anywhere_is_refused(length, opened):
     with pytest.raises(CheckpointError, match="valid GGUF|cannot read"):
-        describe(opened(HEADER[:length]))
+        model_info(opened(HEADER[:length]))
 
 
 flips = st.lists(

@@ -8,7 +8,7 @@ from rooflax import LLM, ExecutionOptions, SamplingParams, load
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import codes_and_scales, dequantize, rounded_codes
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.models.memory import estimate
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.quantization import dequantize as unpacked
@@ -51,11 +51,11 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), QUANTISED)
 def test_the_estimate_counts_what_is_kept(name, kind):
-    about = describe(gguf_cases.gguf(name, kind))
-    storage = about.storage("float32", None, narrow=False, keep=True)
+    info = model_info(gguf_cases.gguf(name, kind))
+    storage = info.storage("float32", None, narrow=False, keep=True)
     widths = {"storage": storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    need = estimate(about.family, about.config, **widths)
-    assert need.weights == sum(a.nbytes for a in jax.tree.leaves(load(about, keep=True)))
+    need = estimate(info.family, info.config, **widths)
+    assert need.weights == sum(a.nbytes for a in jax.tree.leaves(load(info, keep=True)))
 
 
 def test_the_order_of_outputs_is_the_layouts():

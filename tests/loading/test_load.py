@@ -7,7 +7,7 @@ import pytest
 from jax.numpy import float32
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.load import describe, embedded_folder, load
+from rooflax.loading.load import embedded_folder, load, model_info
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.steps import new_cache
 from rooflax.nn.storage import Storage
@@ -22,34 +22,34 @@ def folder(tmp_path_factory):
 
 def test_a_description_reads_no_weights(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    about = describe(tmp_path)
-    assert (about.family, about.folder, about.name) == ("gpt_oss", tmp_path, str(tmp_path))
-    assert about.config.moe.num_experts == 5
-    assert about.raw_config["model_type"] == "gpt_oss"
+    info = model_info(tmp_path)
+    assert (info.family, info.folder, info.name) == ("gpt_oss", tmp_path, str(tmp_path))
+    assert info.config.moe.num_experts == 5
+    assert info.raw_config["model_type"] == "gpt_oss"
     with pytest.raises(CheckpointError, match="safetensors"):
-        load(about)
+        load(info)
 
 
 def test_a_preset_has_no_folder_and_the_embedded_tokenizer():
-    about = describe("preset:qwen2.5-tiny")
-    assert about.folder is None and about.family == "qwen2"
-    assert about.config.num_layers == 4 and about.config.hidden_size == 128
-    assert about.tokenizer().vocab_size <= about.config.vocab_size
-    assert about.generation_defaults().eos_token_ids == ()
+    info = model_info("preset:qwen2.5-tiny")
+    assert info.folder is None and info.family == "qwen2"
+    assert info.config.num_layers == 4 and info.config.hidden_size == 128
+    assert info.tokenizer().vocab_size <= info.config.vocab_size
+    assert info.generation_defaults().eos_token_ids == ()
 
 
 def test_a_key_is_ignored_when_the_caller_says_so(folder, tmp_path):
     raw = json.loads((folder / "config.json").read_text()) | {"surprise": 1}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(Exception, match="--ignore-config-key surprise"):
-        describe(tmp_path)
-    assert describe(tmp_path, ignore_config_keys=["surprise"]).family == "gpt_oss"
+    with pytest.raises(Exception, match="ignore_config_keys surprise"):
+        model_info(tmp_path)
+    assert model_info(tmp_path, ignore_config_keys=["surprise"]).family == "gpt_oss"
 
 
 @pytest.mark.parametrize("name", ["", "no such/model/at/all", "preset:", "preset:gpt-5"])
 def test_names_that_lead_nowhere(name):
     with pytest.raises((RequestError, CheckpointError)):
-        describe(name, offline=True)
+        model_info(name, offline=True)
 
 
 def test_the_embedded_folder_has_a_tokenizer():
@@ -66,8 +66,8 @@ def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path
     """As GPT-OSS's does not: its bfloat16 weights stay so, the same numbers in half the memory."""
     raw = json.loads((folder / "config.json").read_text())
     assert not {"dtype", "torch_dtype"} & raw.keys()
-    assert describe(folder).storage("float32", None, narrow=True).narrow
-    assert not describe(folder).storage("float32", None, narrow=False).narrow
+    assert model_info(folder).storage("float32", None, narrow=True).narrow
+    assert not model_info(folder).storage("float32", None, narrow=False).narrow
     narrow, wide = load(folder, narrow=True), load(folder)
     assert (
         narrow.weights["lm_head"].dtype == "bfloat16" and wide.weights["lm_head"].dtype == float32
@@ -79,16 +79,16 @@ def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path
 
     other = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", goldens.committed("llama_gqa"))
     assert not {"dtype", "torch_dtype"} & json.loads((other / "config.json").read_text()).keys()
-    assert not describe(other).storage("float32", None, narrow=True).narrow  # float32 in the file
+    assert not model_info(other).storage("float32", None, narrow=True).narrow  # float32 in the file
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     model = load(folder, dtype=dtype)
-    about = describe(folder)
+    info = model_info(folder)
     need = estimate(
-        about.family,
-        about.config,
+        info.family,
+        info.config,
         storage=Storage(dtype),
         kv_dtype=dtype,
         rows=3,
@@ -102,9 +102,9 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
-    about = describe(folder)
+    info = model_info(folder)
     need = estimate(
-        about.family, about.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64
+        info.family, info.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64
     )
     check_fits(need, need.total, "it")
     with pytest.raises(RequestError, match=r"weights \+ .*KV cache \+ .*workspace = .*is free"):

@@ -354,12 +354,12 @@ def test_transformers_opens_what_we_save_and_says_the_same(write, variant, tmp_p
 
     transformers.logging.set_verbosity_error()
     save(load(write(variant)), tmp_path / "saved", dtype="float32")
-    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", dtype=torch.float32, output_loading_info=True,
         attn_implementation="eager",
     )  # fmt: skip
-    assert not about["missing_keys"] and not about["unexpected_keys"]
-    assert not about["mismatched_keys"]
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
     reference = goldens.committed(variant)
     for prompt, wanted in zip(goldens.prompts(), reference.greedy, strict=True):
         assert goldens.greedy(theirs.eval(), prompt) == wanted.tolist()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
@@ -164,7 +164,7 @@ def test_config_survives_its_own_config_json(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(name):
     raw = goldens.VARIANTS[FAMILIES[name]] | {"new_attention_trick": 2}
-    with pytest.raises(UnsupportedModelError, match="'new_attention_trick'.*--ignore-config-key"):
+    with pytest.raises(UnsupportedModelError, match="'new_attention_trick'.*ignore_config_keys"):
         read_config(raw)
     expected = read_config(goldens.VARIANTS[FAMILIES[name]])
     assert read_config(raw, ignore=["new_attention_trick"]) == expected
@@ -318,7 +318,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change,
 def test_config_json_that_is_no_config(content, reason, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
-        describe(str(tmp_path))
+        model_info(str(tmp_path))
 
 
 def test_config_json_that_is_not_there(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rooflax.errors import RooflaxError, UnsupportedModelError
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens
@@ -42,10 +42,10 @@ OTHER = {
 def test_a_published_config_opens_or_is_refused_for_the_reason_beside_it(row, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     if row["outcome"] == "opens":
-        assert describe(tmp_path).family == row["config"]["model_type"]
+        assert model_info(tmp_path).family == row["config"]["model_type"]
         return
     with pytest.raises(RooflaxError) as caught:
-        describe(tmp_path)
+        model_info(tmp_path)
     assert str(caught.value).startswith(row["outcome"])
 
 

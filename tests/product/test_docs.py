@@ -63,7 +63,7 @@ NAMED = re.compile(r"^(preset:[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\
 def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> None:
     """A preset, a hub id with its owner, a folder, a GGUF file or a placeholder: "gpt2" is none."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    verbs = "generate|chat|bench|tune|inspect|train|quantize|verify|perplexity"
+    verbs = "generate|chat|bench|inspect|train|quantize|verify|perplexity"
     for name in re.findall(rf"\brooflax (?:{verbs}) ([^-\s`|#)][^\s`|)]*)", text):
         assert NAMED.match(name), f"{page} names the model {name!r}"
 

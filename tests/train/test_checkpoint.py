@@ -39,12 +39,12 @@ def state_of(step, *, size=7):
     return TrainState(weights, (moments, jnp.int32(step)), jnp.int32(step))
 
 
-def about(step):
+def info(step):
     return {"config": {"steps": 40}, "loss": 1.5, "log_position": 10 * step}
 
 
 def save(folder, step, *, keep=2):
-    return save_checkpoint(folder, state_of(step), about(step), keep=keep)
+    return save_checkpoint(folder, state_of(step), info(step), keep=keep)
 
 
 def is_whole(folder, step):
@@ -54,7 +54,7 @@ def is_whole(folder, step):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state_of(step)), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == b.dtype
-    assert read_about(newest) == {"step": step, **about(step)}
+    assert read_about(newest) == {"step": step, **info(step)}
     return newest.name == f"step-{step:08d}"
 
 
@@ -72,7 +72,7 @@ def test_what_is_saved_comes_back(tmp_path):
 def test_values_that_are_hard_to_keep(tmp_path):
     hard = np.array([-0.0, np.nan, np.inf, 1e-45, np.float32(0.1)], np.float32)
     state = TrainState({"w": jnp.asarray(hard)}, (), jnp.int32(1))
-    found = load_state(save_checkpoint(tmp_path, state, about(1), keep=1), state)
+    found = load_state(save_checkpoint(tmp_path, state, info(1), keep=1), state)
     assert np.asarray(found.weights["w"]).tobytes() == hard.tobytes()
 
 
@@ -256,7 +256,7 @@ def test_a_file_that_may_not_grow(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            save_checkpoint(tmp_path, large, about(2), keep=2)
+            save_checkpoint(tmp_path, large, info(2), keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert is_whole(tmp_path, 1)

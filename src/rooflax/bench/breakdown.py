@@ -48,7 +48,7 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
         EngineError: the trace holds nothing of the programs that ran.
     """
     if not work.options.jit:
-        raise RequestError("a breakdown reads compiled programs, and --no-jit is given; drop it")
+        raise RequestError("a breakdown reads compiled programs, and `jit` is off; leave it on")
     # A kept program bears the names it was first compiled with, and they are not in its key.
     jax.config.update("jax_enable_compilation_cache", False)
     bench = Bench(work)

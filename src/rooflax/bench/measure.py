@@ -24,7 +24,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import FORMATS, format_of
@@ -89,10 +89,10 @@ class Bench:
     """
 
     def __init__(self, work: Workload):
-        about = describe(work.model, **work.source)
+        info = model_info(work.model, **work.source)
         self.work = work
         self.llm = LLM(
-            about,
+            info,
             dtype=work.precision.dtype,
             kv_dtype=work.precision.kv_dtype,
             quantize=work.precision.quantize,
@@ -105,9 +105,9 @@ class Bench:
         if longest > room:
             raise RequestError(
                 f"{work.prompt_tokens} prompt tokens and {work.output_tokens} new ones are "
-                f"{longest}, and the context of {about.name} holds {room}"
+                f"{longest}, and the context of {info.name} holds {room}"
             )
-        self.prompts = work.prompts(about.config.vocab_size)
+        self.prompts = work.prompts(info.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
         precision = self.llm.precision
         self.multiplied = multiplied_as(self.llm.storage)
@@ -117,8 +117,8 @@ class Bench:
             "batch": work.batch,
         }
         middle = work.prompt_tokens + work.output_tokens // 2
-        self.decode = decode_cost(about.family, about.config, context=middle, **widths)
-        self.prefill = prefill_cost(about.family, about.config, prompt=work.prompt_tokens, **widths)
+        self.decode = decode_cost(info.family, info.config, context=middle, **widths)
+        self.prefill = prefill_cost(info.family, info.config, prompt=work.prompt_tokens, **widths)
 
     @property
     def num_devices(self) -> int:
@@ -152,7 +152,7 @@ class Bench:
         work, llm = self.work, self.llm
         options = work.as_json()["options"]
         return {
-            "model": llm.about.name,
+            "model": llm.info.name,
             "format": self.llm.format,
             "parameters": llm.model.num_parameters,
             "batch": work.batch,

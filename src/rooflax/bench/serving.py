@@ -14,7 +14,7 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
-from rooflax.loading.load import describe
+from rooflax.loading.load import model_info
 
 NUM_SLOTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS = 512, 16
@@ -34,20 +34,20 @@ class Served:
     """
 
     def __init__(self, work: Workload, least_tokens: int, max_tokens: int | None = None):
-        about = describe(work.model, **work.source)
+        info = model_info(work.model, **work.source)
         precision = work.precision
         self.llm = LLM(
-            about,
+            info,
             dtype=precision.dtype,
             kv_dtype=precision.kv_dtype,
             quantize=precision.quantize,
             options=work.options,
             max_num_seqs=NUM_SLOTS,
         )
-        self.work, self.vocab = work, about.config.vocab_size
+        self.work, self.vocab = work, info.config.vocab_size
         if least_tokens > self.llm.max_model_len:
             raise RequestError(
-                f"the work takes {least_tokens} tokens of context, and that of {about.name} holds "
+                f"the work takes {least_tokens} tokens of context, and that of {info.name} holds "
                 f"{self.llm.max_model_len}"
             )
         self.max_tokens = min(max_tokens or least_tokens, self.llm.max_model_len)
@@ -107,7 +107,7 @@ def under_rate(work: Workload, rate: Rate) -> dict[str, Any]:
     good = sum(_is_good(s, rate) for s in sequences)
     itl = np.concatenate([np.diff(s.token_times_s) for s in sequences])
     return {
-        "model": served.llm.about.name,
+        "model": served.llm.info.name,
         "request_rate": rate.per_s,
         "requests": rate.num_requests,
         "prompt_tokens": work.prompt_tokens,

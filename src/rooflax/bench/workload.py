@@ -26,7 +26,7 @@ class Workload:
         batch: prompts at once.
         prompt_tokens, output_tokens: per prompt; at least two output tokens, or there is no decode.
         trials: timed runs.
-        source: how the model is found, as arguments of `describe`.
+        source: how the model is found, as arguments of `model_info`.
         deterministic: fixed matmul precision, and XLA's deterministic operations.
         platform: that must be here, "cpu", "gpu" or "tpu"; None takes the best.
         mesh: devices that share the work, as in "tensor=4,data=2"; None is one.

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.conversation import Conversation
 from rooflax.cli.generate import first_delta_awaited
-from rooflax.cli.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.cli.signals import stop_asked
+from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
+from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 
 if TYPE_CHECKING:
     from rooflax.engine.sampling_params import SamplingParams
@@ -64,15 +64,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_flags_fit(llm: LLM, args: argparse.Namespace) -> None:
     if args.system is not None and llm.tokenizer.chat_template is None:
-        raise RequestError(f"--system needs a chat template, and {llm.about.name} has none.")
+        raise RequestError(f"--system needs a chat template, and {llm.info.name} has none.")
     if args.show_thinking and not speaks_harmony(llm.tokenizer):
         raise RequestError(
-            f"--show-thinking is for GPT-OSS's channels, and {llm.about.name} has none."
+            f"--show-thinking is for GPT-OSS's channels, and {llm.info.name} has none."
         )
 
 
 def _greet(conversation: Conversation) -> None:
-    name = conversation.llm.about.name
+    name = conversation.llm.info.name
     if not conversation.has_template:
         terminal.say(f"{name} has no chat template: it goes on with what you write.")
     if terminal.is_terminal(sys.stdin):

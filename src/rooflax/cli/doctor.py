@@ -12,7 +12,6 @@ from typing import Any
 from rooflax import __version__
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
-from rooflax.errors import RequestError
 
 SUMMARY = "devices, kernels, caches and versions"
 TAKES_MODEL = False
@@ -39,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
         "kernels": kernels(),
         "choices": choices(),
         "compile_cache": compile_cache(),
-        "tuned_block_sizes": tuned_block_sizes(),
         "hub": hub(),
     }
     if args.json:
@@ -153,18 +151,6 @@ def compile_cache() -> dict[str, Any]:
     return {"folder": str(folder) if folder else None, "tiny_program": state}
 
 
-def tuned_block_sizes() -> dict[str, Any]:
-    """Where `rooflax tune` keeps block sizes for this kind of device, and how many there are."""
-    from rooflax.ops import block_sizes
-
-    entries, problem = None, None
-    try:
-        entries = len(block_sizes.table())
-    except RequestError as error:
-        problem = str(error)
-    return {"file": str(block_sizes.table_path()), "entries": entries, "problem": problem}
-
-
 def hub() -> dict[str, Any]:
     """The hub's cache folder, and whether the hub may be reached."""
     from huggingface_hub import constants
@@ -193,13 +179,11 @@ def _print(found: dict[str, Any]) -> None:
     _section("kernels", rows)
     _section("choices", [(n.replace("_", " "), text) for n, text in found["choices"].items()])
     cache, offline = found["compile_cache"], "yes" if found["hub"]["offline"] else "no"
-    tuned = found["tuned_block_sizes"]
     _section(
         "caches",
         [
             ("compiled programs", cache["folder"] or "cannot be kept: the folder is not writable"),
             ("a tiny program", cache["tiny_program"]),
-            ("tuned block sizes", tuned["problem"] or f"{tuned['entries']} in {tuned['file']}"),
             ("downloaded models", found["hub"]["folder"]),
             ("HF_HUB_OFFLINE", offline),
         ],

@@ -226,7 +226,7 @@ def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) ->
     """
     given = getattr(args, "weights_budget", None)
     if given is not None:
-        parse_bytes(given, "--weights-budget")
+        parse_bytes(given)
         streaming_options(options, getattr(args, "mesh", None) is not None)
 
 
@@ -358,7 +358,7 @@ def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> N
 
 
 def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """MODEL's flags as arguments of `describe`.
+    """MODEL's flags as arguments of `model_info`.
 
     Raises:
         RequestError: a flag that has no meaning for this MODEL.

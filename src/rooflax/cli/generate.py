@@ -154,7 +154,7 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
     """The JSON of `generate`: the first sample, and all of them if several were asked for."""
     first = completions[0]
     found: dict[str, Any] = {
-        "model": llm.about.name,
+        "model": llm.info.name,
         "prompt_tokens": list(first.prompt_tokens),
         **_sample(first),
         "timings": dict(first.timings),

@@ -20,7 +20,7 @@ from rooflax.nn.execution import ExecutionOptions, parse_bytes
 from rooflax.nn.shards import Shards, parse_mesh
 
 if TYPE_CHECKING:
-    from rooflax.loading.load import Description
+    from rooflax.loading.load import ModelInfo
     from rooflax.models.memory import MemoryEstimate
     from rooflax.models.streaming import StreamPlan
     from rooflax.nn.decoder import Decoder
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     flags.check_weights_budget(args, ExecutionOptions())
     shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
-    from rooflax.loading.load import describe
+    from rooflax.loading.load import model_info
 
-    about = describe(args.model, **flags.find_arguments(args))
-    found = document(about, args, shards)
+    info = model_info(args.model, **flags.find_arguments(args))
+    found = document(info, args, shards)
     if args.json:
         terminal.print_json(found)
     else:
@@ -58,15 +58,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def document(about: Description, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
+def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """Everything, as `--json` prints it."""
     return {
-        "model": about.name,
-        "family": about.family,
-        "folder": str(about.folder) if about.folder else None,
-        "architecture": architecture(about.config),
-        "weights": weights(about),
-        "memory": memory(about, args, shards),
+        "model": info.name,
+        "family": info.family,
+        "folder": str(info.folder) if info.folder else None,
+        "architecture": architecture(info.config),
+        "weights": weights(info),
+        "memory": memory(info, args, shards),
     }
 
 
@@ -108,17 +108,17 @@ def _window_name(window: int | None) -> str:
     return "full" if window is None else f"window {window}"
 
 
-def weights(about: Description) -> dict[str, Any]:
+def weights(info: ModelInfo) -> dict[str, Any]:
     """Parameters by part, and the formats of the files."""
 
-    config = about.config
+    config = info.config
     parts: Counter[str] = Counter()
     for slot in config.slots():
         parts[_part(slot.key)] += math.prod(slot.weight.shape(config.axis_sizes))
     return {
         "parameters": sum(parts.values()),
         "parameters_by_part": dict(parts.most_common()),
-        "formats": None if about.folder is None else formats(about),
+        "formats": None if info.folder is None else formats(info),
     }
 
 
@@ -132,17 +132,17 @@ def _part(key: str) -> str:
     return key
 
 
-def formats(about: Description) -> list[dict[str, Any]]:
+def formats(info: ModelInfo) -> list[dict[str, Any]]:
     """Tensors and bytes in the files by format, from their headers."""
-    checkpoint = about.gguf or about.weights()
+    checkpoint = info.gguf or info.weights()
     names = set(checkpoint.names())
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name in names:
-        info = checkpoint.info(name)
-        kind = "MXFP4" if _is_mxfp4(name, names) else info.dtype
+        tensor = checkpoint.info(name)
+        kind = "MXFP4" if _is_mxfp4(name, names) else tensor.dtype
         tensors[kind] += 1
-        sizes[kind] += info.nbytes
+        sizes[kind] += tensor.nbytes
     return [
         {"format": kind, "tensors": tensors[kind], "bytes": size}
         for kind, size in sizes.most_common()
@@ -156,7 +156,7 @@ def _is_mxfp4(name: str, names: set[str]) -> bool:
     return False
 
 
-def memory(about: Description, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
+def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """The arithmetic of what running it will take, and whether that is free."""
     import jax
 
@@ -169,21 +169,21 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
     given, platform = flags.check_precision(args), jax.default_backend()
     dtype = given.resolve(platform).dtype or "float32"
     narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
-    storage = about.storage(dtype, given.quantize, narrow=narrow, keep=args.dtype is None)
+    storage = info.storage(dtype, given.quantize, narrow=narrow, keep=args.dtype is None)
     precision = given.resolve(platform, rounded=storage.rounds)
-    tokens = resolve_max_model_len(about.config, args.max_model_len)
+    tokens = resolve_max_model_len(info.config, args.max_model_len)
     work: dict[str, Any] = {
         "storage": storage,
         "kv_dtype": precision.kv_dtype or "float32",
         "rows": args.batch,
         "tokens": tokens,
     }
-    need = estimate(about.family, about.config, **work)
+    need = estimate(info.family, info.config, **work)
     plan = None
     if args.weights_budget is not None:
-        plan = plan_of(about, storage, tokens, parse_bytes(args.weights_budget))
+        plan = plan_of(info, storage, tokens, parse_bytes(args.weights_budget))
         need = replace(need, weights=plan.memory_bytes)
-    each = estimate(about.family, about.config, **work, shards=shards) if shards else None
+    each = estimate(info.family, info.config, **work, shards=shards) if shards else None
     free = free_bytes()
     return {
         "batch": args.batch,
@@ -197,11 +197,11 @@ def memory(about: Description, args: argparse.Namespace, shards: Shards | None) 
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
-        "padding_bytes": padding(about.family, about.config, **work, shards=shards or ONE_DEVICE),
+        "padding_bytes": padding(info.family, info.config, **work, shards=shards or ONE_DEVICE),
         "free_bytes": free,
         "server": None
         if shards
-        else _server(about.config, precision.kv_dtype or "float32", tokens, free, need),
+        else _server(info.config, precision.kv_dtype or "float32", tokens, free, need),
         "mesh": _mesh(shards, each) if shards and each else None,
         "fits": _fits(need if each is None else each, shards),
     }

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
     with terminal.status("running the reference setting, operation by operation", args.quiet):
         task = reference_task(whole(llm.model), prompts, args.max_tokens)
     found = isolate(whole(llm.model), target, task, quiet=args.quiet)
-    return {"model": llm.about.name, "reference": REFERENCE.describe(), **found}
+    return {"model": llm.info.name, "reference": REFERENCE.describe(), **found}
 
 
 def settings(target: ExecutionOptions, config: Decoder) -> list[Setting]:

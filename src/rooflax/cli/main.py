@@ -9,22 +9,22 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from rooflax import __version__
-from rooflax.cli.parser import Parser, did_you_mean, see_help
-from rooflax.errors import EngineError, RequestError, RooflaxError
+from rooflax.cli.parser import Parser, see_help
+from rooflax.errors import EngineError, RequestError, RooflaxError, did_you_mean
 
 VERBS = (
     "generate",
     "chat",
     "bench",
     "train",
-    "tune",
     "inspect",
     "verify",
     "perplexity",
@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
             module, args = command
             return _flushed(module.run(args))
         except BaseException as error:
-            return _exit_code(error, verbose=getattr(args, "verbose", False))
+            flags = parser_of(argv[0]).flag_names if argv and argv[0] in VERBS else {}
+            return _exit_code(error, flags, verbose=getattr(args, "verbose", False))
     except KeyboardInterrupt:  # a second one, while the first was being dealt with
         return INTERRUPTED
 
@@ -130,7 +131,7 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _exit_code(error: BaseException, *, verbose: bool) -> int:
+def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, BrokenPipeError):
@@ -139,7 +140,7 @@ def _exit_code(error: BaseException, *, verbose: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         _drop_output()
         return INTERRUPTED
-    code, sentence = _explain(error)
+    code, sentence = _explain(error, flags)
     if verbose and code == FAILED:
         traceback.print_exception(error)
     _say(f"rooflax: {sentence}")
@@ -147,9 +148,15 @@ def _exit_code(error: BaseException, *, verbose: bool) -> int:
     return code
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the sentence of an error."""
+def _explain(error: BaseException, flags: Mapping[str, str]) -> tuple[int, str]:
+    """The exit code and the sentence of an error.
+
+    Args:
+        flags: of the verb, by the fields that they set.
+    """
     text = " ".join(str(error).split())
+    if isinstance(error, RooflaxError):
+        text = with_flags(text, error.param, flags)
     if isinstance(error, EngineError):
         return FAILED, text
     if isinstance(error, RooflaxError | NotImplementedError):
@@ -162,6 +169,21 @@ def _explain(error: BaseException) -> tuple[int, str]:
     return FAILED, (
         f"{type(error).__name__}: {text[:300]} (this is a fault of rooflax; --verbose shows where)"
     )
+
+
+def with_flags(text: str, param: str | None, flags: Mapping[str, str]) -> str:
+    """A library's sentence with the flags of the fields that it names.
+
+    Args:
+        param: the field at fault: its first mention is one, though it may be an English word.
+    """
+    for name, flag in flags.items():
+        text = text.replace(f"`{name}`", flag)
+        if "_" in name:
+            text = re.sub(rf"(?<![\w'-]){name}(?!\w)", flag, text)
+        elif name == param:
+            text = re.sub(rf"(?<![\w'-]){name}(?!\w)", flag, text, count=1)
+    return text
 
 
 def _say(line: str) -> None:

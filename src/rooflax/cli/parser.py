@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, did_you_mean
 
 WIDTH = 80
 FLAG_COLUMN = 29
+FIELDS = {
+    "samples": "n", "ignore_config_key": "ignore_config_keys", "no_cache": "use_cache",
+    "no_jit": "jit",
+}  # fmt: skip
+"""Flags whose fields in Python have other names."""
 
 
 def see_help(verb: str) -> str:
@@ -63,6 +66,18 @@ class Parser(argparse.ArgumentParser):
         found.given = [name for name, value in vars(given).items() if value is not None]
         return found
 
+    @property
+    def flag_names(self) -> dict[str, str]:
+        """By the field that it sets in Python, each flag's long name."""
+        found = {}
+        for action in self._actions:
+            longs = [flag for flag in action.option_strings if flag.startswith("--")]
+            own = f"--{action.dest.replace('_', '-')}"
+            if longs:
+                name = FIELDS.get(action.dest, action.dest)
+                found[name] = own if own in longs else longs[0]
+        return found
+
     def group(self, title: str) -> Any:
         """A titled group of flags, made at its first use."""
         for group in self._action_groups:
@@ -85,12 +100,6 @@ class _Formatter(argparse.HelpFormatter):
         if action.nargs == 0:
             return flags
         return f"{flags} {self._format_args(action, action.dest.upper())}"
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """ " (did you mean X?)" where one is close, and nothing where none is."""
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def whole(text: str) -> int:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     cut = windows(len(ids), length, stride)
     loss = score_windows(llm, ids, cut, args.quiet)
     found = result(loss, len(ids) - 1, len(text.encode("utf-8")))
-    found = {"model": llm.about.name, **found, "window": length, "stride": stride}
+    found = {"model": llm.info.name, **found, "window": length, "stride": stride}
     if args.json:
         terminal.print_json(found)
     else:

@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = "bfloat16" if llm.storage.narrow else llm.storage.dtype
     with terminal.status(f"writing {args.output}", args.quiet):
-        save(llm.model, args.output, dtype=dtype, files_from=llm.about.folder)
+        save(llm.model, args.output, dtype=dtype, files_from=llm.info.folder)
     written = {
-        "model": llm.about.name,
+        "model": llm.info.name,
         "folder": str(args.output),
         "format": llm.format,
         "weights_bytes": llm.model.weights_bytes,

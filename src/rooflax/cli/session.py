@@ -78,7 +78,7 @@ def _loaded(
         jax = platform.start_jax(args)
         options = options or flags.execution_options(args, jax.default_backend())
         from rooflax.llm import LLM
-        from rooflax.loading.load import describe
+        from rooflax.loading.load import model_info
         from rooflax.ops import early_memory
 
         if jax.default_backend() != "cpu":
@@ -93,27 +93,27 @@ def _loaded(
         "mesh": platform.make_mesh(getattr(args, "mesh", None)),
         "weights_budget": getattr(args, "weights_budget", None),
     } | settings
-    about = describe(args.model, **where)
+    info = model_info(args.model, **where)
     with (
-        terminal.status(f"loading {about.name}", args.quiet or about.folder is not None),
-        terminal.byte_progress(f"loading {about.name}", _bytes(about, given), args.quiet) as bar,
+        terminal.status(f"loading {info.name}", args.quiet or info.folder is not None),
+        terminal.byte_progress(f"loading {info.name}", _bytes(info, given), args.quiet) as bar,
     ):
-        return LLM(about, options=options, progress=bar.update, **given)
+        return LLM(info, options=options, progress=bar.update, **given)
 
 
-def _bytes(about: Any, given: dict[str, Any]) -> int:
+def _bytes(info: Any, given: dict[str, Any]) -> int:
     """What loading will keep in memory, about, for the bar's end."""
     import jax
 
     from rooflax.loading.load import plan_of
     from rooflax.nn.execution import Precision, parse_bytes
 
-    config = about.config
+    config = info.config
     precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
     own = given["dtype"] is None
-    storage = about.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
+    storage = info.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
     if given["weights_budget"] is not None:
-        plan = plan_of(about, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
+        plan = plan_of(info, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
         return sum(plan.layer_bytes) + plan.fixed_bytes - plan.bytes_per_step
     return sum(
         storage.num_bytes(slot, config, stored_narrow=storage.narrow) for slot in config.slots()
@@ -131,8 +131,8 @@ def say_settings(llm: LLM) -> None:
     device = jax.devices()[0]
     count = 1 if llm.mesh is None else llm.mesh.size
     rows = [
-        ("model", f"{llm.about.name} ({llm.about.family})"),
-        ("folder", str(llm.about.folder or "none, random weights")),
+        ("model", f"{llm.info.name} ({llm.info.family})"),
+        ("folder", str(llm.info.folder or "none, random weights")),
         ("device", f"{count} x {device.device_kind} ({device.platform})"),
         ("threads", os.environ.get(platform.THREADS_VARIABLE, "JAX's choice")),
         ("dtype", f"{llm.precision.dtype}, KV cache {llm.precision.kv_dtype}"),

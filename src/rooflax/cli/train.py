@@ -153,12 +153,12 @@ class _Start:
     """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
-        from rooflax.loading.load import describe
+        from rooflax.loading.load import model_info
         from rooflax.models.registry import read_config
 
         where = flags.find_arguments(args) if args.config is None else {}
         self.check = args.check
-        self.about = None
+        self.info = None
         self.raw: dict[str, Any] | None = None
         self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
         if args.config is not None:
@@ -170,10 +170,10 @@ class _Start:
                     f"{self.config.vocab_size} rows; choose at most that."
                 )
             return
-        self.about = describe(args.model, **where)
-        self.family, self.config = self.about.family, self.about.config
+        self.info = model_info(args.model, **where)
+        self.family, self.config = self.info.family, self.info.config
         if self.tokenizer_folder is None:
-            self.tokenizer_folder = self.about.tokenizer().folder
+            self.tokenizer_folder = self.info.tokenizer().folder
 
     def model(self, seed: int) -> Model:
         """The model with float32 weights."""
@@ -181,8 +181,8 @@ class _Start:
         from rooflax.models.initialize import random_weights
         from rooflax.models.model import build
 
-        if self.about is not None:
-            return load(self.about, dtype="float32", check=self.check)
+        if self.info is not None:
+            return load(self.info, dtype="float32", check=self.check)
         weights = random_weights(self.family, self.config, seed=seed)
         return build(self.family, self.config, weights, None)
 
@@ -208,10 +208,10 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
     """
     from rooflax.train.data import open_corpus
 
-    about = _data_settings(args) | {"config": start.raw}
+    info = _data_settings(args) | {"config": start.raw}
     note = out / "data.json"
     if note.exists():
-        if _read_note(note) != about:
+        if _read_note(note) != info:
             raise RequestError(
                 f"{out} holds a run on other data, another tokenizer or another config; give the "
                 f"same flags to go on, or another --out."
@@ -219,7 +219,7 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
     else:
         _encode(args, start, out)
         temporary = out / "data.json.tmp"
-        temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, note)
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
@@ -314,7 +314,7 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
     tokenizer = _tokenizer(start)
-    ends = start.about.generation_defaults().eos_token_ids if start.about else ()
+    ends = start.info.generation_defaults().eos_token_ids if start.info else ()
     eos = tokenizer.eos_id
     save_model(
         out / "model",

@@ -63,18 +63,18 @@ def run(args: argparse.Namespace) -> int:
         return _report(args, found, isolate.lines(found))
     transformers = _import_transformers()
     llm = open_llm(args)
-    if llm.about.folder is None:
+    if llm.info.folder is None:
         raise RequestError(
-            f"{llm.about.name} has no files that transformers could open; use --isolate."
+            f"{llm.info.name} has no files that transformers could open; use --isolate."
         )
-    if llm.about.gguf is not None:
+    if llm.info.gguf is not None:
         raise RequestError(
-            f"{llm.about.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
+            f"{llm.info.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
             f"verify the checkpoint it was made from, or use --isolate."
         )
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
-        theirs = _Reference(transformers, llm.about.folder, prompts, args.max_tokens)
+        theirs = _Reference(transformers, llm.info.folder, prompts, args.max_tokens)
     found = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
     return _report(args, found, lines(found))
 
@@ -163,7 +163,7 @@ def compare(
         rows.append(_row(llm, prompt, wanted, theirs, mine))
     error = max(row["relative_error"] for row in rows)
     return {
-        "model": llm.about.name,
+        "model": llm.info.name,
         "reference": "transformers",
         "options": llm.options.describe(),
         "prompts": rows,

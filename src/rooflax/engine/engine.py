@@ -44,7 +44,7 @@ BURST_S = 0.15
 FAILED = "The request failed at work"
 NOT_FINITE = (
     "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
-    "with --check."
+    "with `check`."
 )
 NOT_ALLOWED = (
     "No token was left to choose, so the request was ended; loosen what it bans or allows, or the "
@@ -184,13 +184,15 @@ class Engine:
             if sequence.longest > self.max_tokens + 1:  # the last one is not run
                 raise RequestError(
                     f"The request may come to hold {sequence.longest} tokens and the context holds "
-                    f"{self.max_tokens}; lower max_tokens."
+                    f"{self.max_tokens}; lower max_tokens.",
+                    param="max_tokens",
                 )
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
                     f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
                     f"cache of {self.runner.num_blocks} blocks of {block_size()} cannot; lower "
-                    f"max_tokens."
+                    f"max_tokens.",
+                    param="max_tokens",
                 )
 
     def add(

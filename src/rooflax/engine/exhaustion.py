@@ -44,14 +44,14 @@ def sentence(
         rows, tokens, chunk: sequences at once, their longest context, tokens of a prompt in a step.
     """
     parts = {
-        "--quantize (weights": model.weights_bytes,
-        "--max-model-len or max_num_seqs (KV cache": kv_cache,
+        "`quantize` (weights": model.weights_bytes,
+        "max_model_len or max_num_seqs (KV cache": kv_cache,
         "max_tokens_per_step (workspace, at most": workspace_bytes(
             model.config, rows, tokens, chunk
         ),
     }
     if drafter:
-        parts["no --speculate (the smaller model"] = drafter
+        parts["no `speculate` (the smaller model"] = drafter
     largest = sorted(parts.items(), key=lambda part: -part[1])
     lower = ", ".join(f"{name} {gib(size)})" for name, size in largest)
     needed, free = needed_bytes(error), free_bytes()

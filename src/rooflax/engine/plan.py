@@ -48,7 +48,7 @@ def plan_blocks(
     if limit_bytes is not None and needed > limit_bytes:
         raise RequestError(
             f"The KV cache of one sequence of {max_tokens} tokens takes {needed:,} bytes and "
-            f"{limit_bytes:,} are there for it; lower --max-model-len."
+            f"{limit_bytes:,} are there for it; lower max_model_len."
         )
     return tuple(1 + slots * n for n in longest)
 

@@ -32,14 +32,16 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
     if params.min_tokens > sequence.max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens} and the text may have {sequence.max_tokens} tokens "
-            f"after a prompt of {sequence.num_prompt_tokens}; lower it."
+            f"after a prompt of {sequence.num_prompt_tokens}; lower it.",
+            param="min_tokens",
         )
     if params.min_tokens and len(sequence.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"min_tokens needs at most {MAX_STOP_IDS} ids that end the text, and there are "
-            f"{len(sequence.stop_ids)}."
+            f"{len(sequence.stop_ids)}.",
+            param="min_tokens",
         )
-    _check_known("A stop id is", sequence.stop_ids, vocab_size)
+    _check_known("stop_token_ids", "A stop id is", sequence.stop_ids, vocab_size)
 
 
 def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> None:
@@ -49,18 +51,20 @@ def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> N
         RequestError: with both numbers.
     """
     if not prompt_tokens:
-        raise RequestError("The prompt has no tokens; give at least one.")
+        raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
     highest, lowest = max(prompt_tokens), min(prompt_tokens)
     if highest >= vocab_size or lowest < 0:
         wrong = highest if highest >= vocab_size else lowest
         raise RequestError(
-            f"The prompt holds the token id {wrong}; this model knows 0 to {vocab_size - 1}."
+            f"The prompt holds the token id {wrong}; this model knows 0 to {vocab_size - 1}.",
+            param="prompt",
         )
     if len(prompt_tokens) >= max_tokens:
         raise RequestError(
             f"The prompt has {len(prompt_tokens)} tokens and the context holds {max_tokens}, "
-            f"which leaves no room for a new one; shorten the prompt, or raise --max-model-len as "
-            f"far as the model goes."
+            f"which leaves no room for a new one; shorten the prompt, or raise max_model_len as "
+            f"far as the model goes.",
+            param="prompt",
         )
 
 
@@ -71,11 +75,14 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         RequestError: with the field and the number.
     """
     for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-        _check_known(f"{name} names the token id", getattr(params, name), vocab_size)
+        ids = getattr(params, name)
+        _check_known(name, f"{name} names the token id", ids, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and wanted > vocab_size:
-            raise RequestError(f"{name} is {wanted} and this model has {vocab_size} token ids.")
+            raise RequestError(
+                f"{name} is {wanted} and this model has {vocab_size} token ids.", param=name
+            )
 
 
 def check_salt(cache_salt: object) -> None:
@@ -84,17 +91,23 @@ def check_salt(cache_salt: object) -> None:
         RequestError: the salt is no text, or too long.
     """
     if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt is {cache_salt!r}; it must be text.")
+        raise RequestError(f"cache_salt is {cache_salt!r}; it must be text.", param="cache_salt")
     try:
         size = len(cache_salt.encode())
     except UnicodeEncodeError:
-        raise RequestError("cache_salt holds half a surrogate pair, which is no text.") from None
+        raise RequestError(
+            "cache_salt holds half a surrogate pair, which is no text.", param="cache_salt"
+        ) from None
     if size > MAX_SALT_BYTES:
-        raise RequestError(f"cache_salt has {size} bytes and may have {MAX_SALT_BYTES}.")
+        raise RequestError(
+            f"cache_salt has {size} bytes and may have {MAX_SALT_BYTES}.", param="cache_salt"
+        )
 
 
-def _check_known(what: str, ids: Seq[int] | frozenset[int] | dict, vocab_size: int) -> None:
+def _check_known(
+    name: str, what: str, ids: Seq[int] | frozenset[int] | dict, vocab_size: int
+) -> None:
     highest, lowest = max(ids, default=0), min(ids, default=0)
     if highest >= vocab_size or lowest < 0:
         wrong = highest if highest >= vocab_size else lowest
-        raise RequestError(f"{what} {wrong}; this model knows 0 to {vocab_size - 1}.")
+        raise RequestError(f"{what} {wrong}; this model knows 0 to {vocab_size - 1}.", param=name)

@@ -115,7 +115,9 @@ class SamplingParams:
         _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _whole("n", 0 if self.n is None else self.n, 1, MAX_SAMPLES)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false.")
+            raise RequestError(
+                f"ignore_eos is {self.ignore_eos!r}; it must be true or false.", param="ignore_eos"
+            )
         _whole("num_beams", 0 if self.num_beams is None else self.num_beams, 1, MAX_BEAMS)
         _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         self._check_beams()
@@ -129,39 +131,49 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; the first "
-                f"cannot be more."
+                f"cannot be more.",
+                param="min_tokens",
             )
         both = len(self.logit_bias) + len(self.banned_token_ids)
         if both > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias and banned_token_ids have {both} entries; at most "
-                f"{MAX_LOGIT_BIAS} fit."
+                f"{MAX_LOGIT_BIAS} fit.",
+                param="logit_bias",
             )
         if len(self.allowed_token_ids) > MAX_ALLOWED_IDS:
             raise RequestError(
                 f"allowed_token_ids has {len(self.allowed_token_ids)} entries; at most "
-                f"{MAX_ALLOWED_IDS} fit."
+                f"{MAX_ALLOWED_IDS} fit.",
+                param="allowed_token_ids",
             )
 
     def _check_beams(self) -> None:
         early = self.early_stopping
         if not (early is None or isinstance(early, bool) or early == "never"):
-            raise RequestError(f'early_stopping is {early!r}; it must be true, false or "never".')
+            raise RequestError(
+                f'early_stopping is {early!r}; it must be true, false or "never".',
+                param="early_stopping",
+            )
         if self.num_beams == 1:
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) is not None:
-                    raise RequestError(f"{name} is for beams; raise num_beams or leave it out.")
+                    raise RequestError(
+                        f"{name} is for beams; raise num_beams or leave it out.", param=name
+                    )
             return
         if self.n > self.num_beams:
             raise RequestError(
-                f"n is {self.n} and num_beams {self.num_beams}; beams give at most as many texts."
+                f"n is {self.n} and num_beams {self.num_beams}; beams give at most as many texts.",
+                param="n",
             )
         for name, off in (_UNDRAWN | _UNSEEN).items():
             if getattr(self, name) not in (None, off):
                 why = "beams are not drawn" if name in _UNDRAWN else "beams do not have it"
                 raise RequestError(
                     f"{name} is {getattr(self, name)!r} and num_beams {self.num_beams}; {why}, "
-                    f"so leave one of them out."
+                    f"so leave one of them out.",
+                    param=name,
                 )
 
     def __hash__(self) -> int:
@@ -214,16 +226,28 @@ class SamplingParams:
         return replace(self, **{k: v for k, v in merged.items() if getattr(self, k) is None})
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _whole(
+    name: str, value: Any, low: int, high: int | None = None, *, what: str | None = None
+) -> None:
     if value is None:
         return
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
     if not fits or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value!r}; it must be a whole number {limit}.")
+        raise RequestError(
+            f"{what or name} is {value!r}; it must be a whole number {limit}.", param=name
+        )
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
+def _number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    above_low: bool = False,
+    what: str | None = None,
+) -> None:
     if value is None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -231,7 +255,9 @@ def _number(name: str, value: Any, low: float, high: float, *, above_low: bool =
     if not fits or (above_low and value == low):
         begin = "above" if above_low else "at least"
         raise RequestError(
-            f"{name} is {value!r}; it must be a finite number {begin} {low:g} and at most {high:g}."
+            f"{what or name} is {value!r}; it must be a finite number {begin} {low:g} and at most "
+            f"{high:g}.",
+            param=name,
         )
 
 
@@ -239,13 +265,15 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise RequestError(f"{name} is {value!r}; it must be a list.")
+        raise RequestError(f"{name} is {value!r}; it must be a list.", param=name)
     return tuple(value)
 
 
 def _bias(value: Any) -> dict[int, float]:
     if value is not None and not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers.")
+        raise RequestError(
+            f"logit_bias is {value!r}; it must map token ids to numbers.", param="logit_bias"
+        )
     return dict(value or {})
 
 
@@ -264,26 +292,36 @@ def _schema(value: Any) -> str | None:
         read = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(read, allow_nan=False) if isinstance(read, Mapping) else None
     except (ValueError, TypeError, RecursionError) as error:
-        raise RequestError(f"json_schema is not JSON: {error}.") from None
+        raise RequestError(f"json_schema is not JSON: {error}.", param="json_schema") from None
     if text is None:
-        raise RequestError(f"json_schema is {_start(value)}; it must be a JSON object.")
+        raise RequestError(
+            f"json_schema is {_start(value)}; it must be a JSON object.", param="json_schema"
+        )
     return text
 
 
 def _check_forms(forms: Mapping[str, Any]) -> None:
     given = {name: text for name, text in forms.items() if text is not None}
     if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} are given; a text can have one form, drop one.")
+        raise RequestError(
+            f"{' and '.join(given)} are given; a text can have one form, drop one.",
+            param=next(iter(given)),
+        )
     for name, text in given.items():
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} is {_start(text)}; it must be text that is not empty.")
+            raise RequestError(
+                f"{name} is {_start(text)}; it must be text that is not empty.", param=name
+            )
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise RequestError(f"{name} holds half a surrogate pair, which is no text.") from None
+            raise RequestError(
+                f"{name} holds half a surrogate pair, which is no text.", param=name
+            ) from None
         if size > MAX_FORM_BYTES:
             raise RequestError(
-                f"{name} has {size} bytes and may have {MAX_FORM_BYTES}; make it smaller."
+                f"{name} has {size} bytes and may have {MAX_FORM_BYTES}; make it smaller.",
+                param=name,
             )
 
 
@@ -295,10 +333,12 @@ def _start(value: Any) -> str:
 def _check_stop(stop: tuple[str, ...]) -> None:
     for item in stop:
         if not isinstance(item, str) or not item:
-            raise RequestError(f"stop holds {item!r}; it must hold strings that are not empty.")
+            raise RequestError(
+                f"stop holds {item!r}; it must hold strings that are not empty.", param="stop"
+            )
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:
     for token, value in bias.items():
-        _whole("logit_bias token id", token, 0)
-        _number("logit_bias value", value, -100.0, 100.0)
+        _whole("logit_bias", token, 0, what="logit_bias token id")
+        _number("logit_bias", value, -100.0, 100.0, what="logit_bias value")

@@ -28,5 +28,5 @@ def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> No
         if most < np.inf and (largest := np.abs(chunk).max()) > most:
             raise CheckpointError(
                 f"The checkpoint's weight {slot.hf_names[0]} holds {largest:g}, and {code} at "
-                f"most {most:g}; choose another format for --quantize."
+                f"most {most:g}; choose another format for `quantize`."
             )

@@ -226,7 +226,7 @@ class _Metadata:
                 shown = key[:200]  # as long as the file likes
                 raise UnsupportedModelError(
                     f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
-                    f"if that changes no logit, pass --ignore-config-key {shown}."
+                    f"if that changes no logit, pass ignore_config_keys {shown}."
                 )
 
 

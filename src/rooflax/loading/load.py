@@ -51,7 +51,7 @@ EMBEDDED_NAME = "rooflax-python-5m"
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelInfo:
     """What is known of a model before its weights are read.
 
     Attributes:
@@ -102,7 +102,9 @@ class Description:
         chosen = None if quantize is None else resolve_format(quantize)
         kept = {}
         if is_packed(self.raw_config) and chosen is not None:
-            raise RequestError(f"{self.name} is quantised already; leave --quantize out.")
+            raise RequestError(
+                f"{self.name} is quantised already; leave `quantize` out.", param="quantize"
+            )
         if (keep or is_packed(self.raw_config)) and chosen is None and self.folder is not None:
             kept = self.kept().formats
         if narrow and declared == {None} and self.folder is not None and self.gguf is None:
@@ -145,13 +147,13 @@ def embedded_folder() -> Path:
     return folder
 
 
-def describe(
-    model: str | Path | None,
+def model_info(
+    model: str | Path | None = None,
     *,
     revision: str | None = None,
     offline: bool = False,
     ignore_config_keys: Sequence[str] = (),
-) -> Description:
+) -> ModelInfo:
     """Finds a model (downloading it if need be) and reads its config.
 
     Raises:
@@ -160,7 +162,7 @@ def describe(
     if model is not None and str(model).startswith(PREFIX):
         raw = preset_config(str(model))
         name, config = read_config(raw)
-        return Description(str(model), None, name, config, raw)
+        return ModelInfo(str(model), None, name, config, raw)
     if model is None:
         folder, shown = embedded_folder(), EMBEDDED_NAME
     else:
@@ -168,14 +170,14 @@ def describe(
     if folder.is_file():
         gguf = GGUFFile(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
-        return Description(shown, folder, name, config, raw, gguf)
+        return ModelInfo(shown, folder, name, config, raw, gguf)
     raw = read_config_json(folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
-    return Description(shown, folder, name, config, raw)
+    return ModelInfo(shown, folder, name, config, raw)
 
 
 def load(
-    model: str | Path | Description | None = None,
+    model: str | Path | ModelInfo | None = None,
     *,
     dtype: str = "float32",
     quantize: str | None = None,
@@ -192,7 +194,7 @@ def load(
 
     Args:
         model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a
-            Description.
+            ModelInfo.
         dtype: of activations and weights, "float32" or "bfloat16".
         quantize: format of the products' weights ("int8", "int4", see ops.quantization).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
@@ -202,16 +204,16 @@ def load(
         progress: called with the bytes of each weight loaded.
         place: for the devices of a mesh; the model is then still to be `Model.placed`.
         stacked: for `layers="scan"`.
-        find: `revision`, `offline`, `ignore_config_keys`, as for `describe`.
+        find: `revision`, `offline`, `ignore_config_keys`, as for `model_info`.
     """
-    about = model if isinstance(model, Description) else describe(model, **find)
-    storage = about.storage(dtype, quantize, narrow=narrow, keep=keep)
+    info = model if isinstance(model, ModelInfo) else model_info(model, **find)
+    storage = info.storage(dtype, quantize, narrow=narrow, keep=keep)
     shards = place.shards if place else ONE_DEVICE
-    _check_fits(about, storage, resolve_max_model_len(about.config, max_model_len), shards)
-    if about.folder is None:
+    _check_fits(info, storage, resolve_max_model_len(info.config, max_model_len), shards)
+    if info.folder is None:
         weights = random_weights(
-            about.family,
-            about.config,
+            info.family,
+            info.config,
             seed=SEED,
             storage=storage,
             place=place,
@@ -219,21 +221,21 @@ def load(
             progress=progress,
         )
     else:
-        weights = _reader(about, storage, check, place).weights(progress, stacked=stacked)
-    return build(about.family, about.config, weights, max_model_len, storage.dtype)
+        weights = _reader(info, storage, check, place).weights(progress, stacked=stacked)
+    return build(info.family, info.config, weights, max_model_len, storage.dtype)
 
 
 def _reader(
-    about: Description, storage: Storage, check: bool = False, place: Placer | None = None
+    info: ModelInfo, storage: Storage, check: bool = False, place: Placer | None = None
 ) -> WeightReader:
-    kept = about.kept() if storage.kept else None
+    kept = info.kept() if storage.kept else None
     own = kept.tensors if isinstance(kept, PackedWeights) else {}
     how = {"storage": storage, "check": check, "place": place, "kept": kept, "own": own}
-    return WeightReader(about.weights(), about.family, about.config, **how)
+    return WeightReader(info.weights(), info.family, info.config, **how)
 
 
 def plan_of(
-    about: Description, storage: Storage, max_model_len: int | None, budget: int
+    info: ModelInfo, storage: Storage, max_model_len: int | None, budget: int
 ) -> StreamPlan:
     """Which layers stay and which are streamed; only the headers of the files are read.
 
@@ -243,29 +245,29 @@ def plan_of(
     Raises:
         RequestError: there is no file to read from, or the budget is too small.
     """
-    if about.folder is None:
+    if info.folder is None:
         raise RequestError(
-            f"{about.name} has random weights and no file to read them from; leave the weights "
+            f"{info.name} has random weights and no file to read them from; leave the weights "
             f"budget out, or save it as a checkpoint first."
         )
-    return _plan(about, _reader(about, storage), max_model_len, budget)
+    return _plan(info, _reader(info, storage), max_model_len, budget)
 
 
 def _plan(
-    about: Description, reader: WeightReader, max_model_len: int | None, budget: int
+    info: ModelInfo, reader: WeightReader, max_model_len: int | None, budget: int
 ) -> StreamPlan:
-    config = about.config
+    config = info.config
     fixed, layers = rope_bytes(config, max_model_len), [0] * config.num_layers
     for slot in reader.slots:
         if slot.layer is None:
             fixed += reader.num_bytes(slot)
         else:
             layers[slot.layer] += reader.num_bytes(slot)
-    return plan_streaming(budget, fixed, layers, about.name)
+    return plan_streaming(budget, fixed, layers, info.name)
 
 
 def load_streamed(
-    about: Description,
+    info: ModelInfo,
     plan: StreamPlan,
     storage: Storage,
     *,
@@ -277,16 +279,16 @@ def load_streamed(
 
     With `check` these too are looked at once.
     """
-    length = resolve_max_model_len(about.config, max_model_len)
-    _check_fits(about, storage, length, ONE_DEVICE, weights=plan.memory_bytes)
-    reader, streamed = _reader(about, storage, check), set(plan.streamed)
+    length = resolve_max_model_len(info.config, max_model_len)
+    _check_fits(info, storage, length, ONE_DEVICE, weights=plan.memory_bytes)
+    reader, streamed = _reader(info, storage, check), set(plan.streamed)
     passing = [slot for slot in reader.slots if slot.layer in streamed]
     staying = [slot for slot in reader.slots if slot.layer not in streamed]
     for _ in reader.leaves(passing) if check else ():
         pass
-    weights = assemble(about.config.num_layers, reader.leaves(staying, progress))
+    weights = assemble(info.config.num_layers, reader.leaves(staying, progress))
     layers = weights.pop("layers")
-    ends = build(about.family, about.config, weights | {"layers": ()}, length, storage.dtype)
+    ends = build(info.family, info.config, weights | {"layers": ()}, length, storage.dtype)
     size = max(reader.arena_bytes(index) for index in plan.streamed)
     on_host = jax.default_backend() == "cpu"
     places = [Arena(size) if on_host else None for _ in range(AHEAD)]
@@ -295,7 +297,7 @@ def load_streamed(
 
 
 def _check_fits(
-    about: Description,
+    info: ModelInfo,
     storage: Storage,
     max_model_len: int,
     shards: Shards,
@@ -303,8 +305,8 @@ def _check_fits(
 ) -> None:
     """The weights with a small cache must fit; a request's own cache is checked when it comes."""
     need = estimate(
-        about.family,
-        about.config,
+        info.family,
+        info.config,
         storage=storage,
         kv_dtype=storage.dtype,
         rows=1,
@@ -314,7 +316,7 @@ def _check_fits(
     )
     if weights is not None:
         need = replace(need, weights=weights)
-    what = about.name if shards == ONE_DEVICE else f"{about.name} on each device of {shards}"
+    what = info.name if shards == ONE_DEVICE else f"{info.name} on each device of {shards}"
     check_fits(need, free_bytes(shards.num_devices), what)
 
 

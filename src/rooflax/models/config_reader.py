@@ -284,7 +284,7 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"config.json has {', '.join(map(repr, unknown[:10]))}, which rooflax does not "
                 f"read for {self.model_type}; if that changes no logit, pass "
-                f"--ignore-config-key {unknown[0]}."
+                f"ignore_config_keys {unknown[0]}."
             )
 
     def _accepted(self, key: str) -> list[Any]:

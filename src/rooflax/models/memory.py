@@ -153,7 +153,7 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
         raise RequestError(
             f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
             f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "
-            f"{gib(available)} is free; choose a smaller model or --max-model-len, "
+            f"{gib(available)} is free; choose a smaller model or max_model_len, "
             f"or fewer bits for a weight."
         )
 

@@ -26,7 +26,7 @@ MAX_DECODE_STEPS = 1024
 def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         wanted = ", ".join(repr(choice) for choice in choices)
-        raise RequestError(f"{field} is {value!r}; it must be one of {wanted}.")
+        raise RequestError(f"{field} is {value!r}; it must be one of {wanted}.", param=field)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class ExecutionOptions:
         if steps is not None and not (whole and 1 <= steps <= MAX_DECODE_STEPS):
             raise RequestError(
                 f"decode_steps is {steps!r}; it must be a whole number from 1 to "
-                f"{MAX_DECODE_STEPS}."
+                f"{MAX_DECODE_STEPS}.",
+                param="decode_steps",
             )
 
     @classmethod
@@ -153,7 +154,7 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
-def parse_bytes(given: object, what: str = "weights_budget") -> int:
+def parse_bytes(given: object) -> int:
     """A number of bytes, or text such as "8GB" (10^9 bytes each), "512MiB" or "1.5G".
 
     Raises:
@@ -165,7 +166,10 @@ def parse_bytes(given: object, what: str = "weights_budget") -> int:
         unit = found[2].upper().replace("I", "i")
         size = int(float(found[1]) * _UNITS[unit])
     if size < 1:
-        raise RequestError(f"{what} is {given!r}; it must be a size such as 8GB, 512MiB or 1.5G.")
+        raise RequestError(
+            f"weights_budget is {given!r}; it must be a size such as 8GB, 512MiB or 1.5G.",
+            param="weights_budget",
+        )
     return size
 
 

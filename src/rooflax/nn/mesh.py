@@ -53,12 +53,14 @@ def make_mesh(text: str) -> Mesh:
             flag = f"--xla_force_host_platform_device_count={needed}"
             more = f" (XLA_FLAGS={flag} simulates them)"
         raise RequestError(
-            f"--mesh {text} needs {needed}{product} devices, here: {len(devices)}{more}."
+            f"mesh {text} needs {needed}{product} devices, here: {len(devices)}{more}.",
+            param="mesh",
         )
     if jax.process_count() > 1 and needed < len(devices):
         raise RequestError(
-            f"--mesh {text} takes {needed} devices and the processes have {len(devices)} together; "
-            f"a mesh of several processes takes all of them."
+            f"mesh {text} takes {needed} devices and the processes have {len(devices)} together; "
+            f"a mesh of several processes takes all of them.",
+            param="mesh",
         )
     return jax.make_mesh(
         tuple(shards.sizes.values()),

@@ -71,13 +71,14 @@ def parse_mesh(text: str) -> Shards:
         axis, equals, size = part.strip().partition("=")
         if axis not in AXES or not equals or not size.isascii() or not size.isdigit():
             raise RequestError(
-                f"--mesh is {text!r}; it must be AXIS=N with N devices, or several as in "
-                f"tensor=4,data=2, of {', '.join(sorted(AXES))}."
+                f"mesh is {text!r}; it must be AXIS=N with N devices, or several as in "
+                f"tensor=4,data=2, of {', '.join(sorted(AXES))}.",
+                param="mesh",
             )
         if axis in sizes:
-            raise RequestError(f"--mesh is {text!r}, which names {axis} twice.")
+            raise RequestError(f"mesh is {text!r}, which names {axis} twice.", param="mesh")
         if int(size) < 1:
-            raise RequestError(f"--mesh is {text!r}; {axis} must be at least 1.")
+            raise RequestError(f"mesh is {text!r}; {axis} must be at least 1.", param="mesh")
         sizes[axis] = int(size)
     return Shards(**sizes)
 

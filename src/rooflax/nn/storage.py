@@ -162,7 +162,7 @@ def check_groups(slot: Slot, format: str, inner: int) -> None:
         raise RequestError(
             f"{slot.name} has {inner} inputs on each device, which {format} cannot keep in groups "
             f"of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); choose a "
-            f"smaller tensor axis, another format, or a --dtype in place of the file's blocks."
+            f"smaller tensor axis, another format, or a `dtype` in place of the file's blocks."
         )
 
 

@@ -70,6 +70,7 @@ def _resolved(part: str, whole: str) -> str:
     if found not in FORMATS:
         raise RequestError(
             f"quantize is {whole!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}, or two "
-            f"as in int4{HEAD}int8."
+            f"as in int4{HEAD}int8.",
+            param="quantize",
         )
     return found

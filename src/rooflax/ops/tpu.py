@@ -2,8 +2,8 @@
 
 Interpreted on CPU they are shown to compute what their references compute, and Mosaic, the
 compiler behind Pallas on TPU, accepts them. No TPU has run them: tile sizes are reasoned from the
-sizes of the memories (16 MiB of VMEM for a kernel, tiles of 8 x 128), where `rooflax tune` has not
-measured better ones.
+sizes of the memories (16 MiB of VMEM for a kernel, tiles of 8 x 128), where `ops.block_sizes` has
+no measured ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rooflax.ops import block_sizes
-from rooflax.ops.block_sizes import about
+from rooflax.ops.block_sizes import rounded_up
 from rooflax.ops.dot import Dims
 from rooflax.ops.tiles import LANES, up_to
 
@@ -50,7 +50,7 @@ def attention_tiles(
     itemsize: int,
     most_keys: int | None = None,
 ) -> AttentionTiles:
-    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys: as many, or what is tuned.
+    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys: as many, or as measured.
 
     Args:
         queries: new tokens per row.
@@ -67,7 +67,7 @@ def attention_tiles(
         blocks = max(1, keys // block_size)
         fewer = sorted({blocks, blocks // 2, blocks // 4} - {0}, reverse=True)
         candidates += [(tile, heads, blocks) for blocks in fewer for tile in tiles]
-    shape = (about(queries), group, kv_heads, block_size, head_dim, itemsize, most_keys or 0)
+    shape = (rounded_up(queries), group, kv_heads, block_size, head_dim, itemsize, most_keys or 0)
     tile, heads, blocks = block_sizes.of("attention.tpu", shape, candidates[0], candidates)
     return AttentionTiles(queries if fits else tile, heads, blocks)
 
@@ -82,7 +82,7 @@ class ProductTiles:
 
 def product_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> ProductTiles:
     """At most 2^19 weights, which are 2 MiB in float32; inputs in 1024s, or whole where those do
-    not divide them: as many as that, or what is tuned.
+    not divide them: as many as that, or what was measured.
 
     Args:
         tiles: of rows of activations.
@@ -94,7 +94,7 @@ def product_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> P
         most = min(max(LANES, (1 << 19) // size // LANES * LANES), up_to(outer, LANES))
         fewer = {most, *(up_to(most // part, LANES) for part in (2, 4))}
         candidates += [(size, columns) for columns in sorted(fewer, reverse=True)]
-    shape = (about(tiles), about(rows), inner, outer, code)
+    shape = (rounded_up(tiles), rounded_up(rows), inner, outer, code)
     return ProductTiles(*block_sizes.of("linear.tpu", shape, candidates[0], candidates))
 
 

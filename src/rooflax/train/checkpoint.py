@@ -28,7 +28,7 @@ _FINISHED = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".unfinished-"
 
 
-def save_checkpoint(folder: Path, state: TrainState, about: dict[str, Any], *, keep: int) -> Path:
+def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, keep: int) -> Path:
     """Writes the state of a step and removes older checkpoints.
 
     Args:
@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, state: TrainState, about: dict[str, Any], *, k
     try:
         temporary.mkdir()
         _write_arrays(temporary / ARRAYS, state)
-        _write_synced(temporary / STATE, json.dumps({"step": step, **about}, indent=2) + "\n")
+        _write_synced(temporary / STATE, json.dumps({"step": step, **info}, indent=2) + "\n")
         _sync(temporary)
         _remove(target)
         os.rename(temporary, target)
@@ -81,18 +81,18 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / STATE
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        info = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(about, dict) or not _states_all(about):
+    if not isinstance(info, dict) or not _states_all(info):
         raise CheckpointError(f"{path} does not state step, config, loss and log_position.")
-    return about
+    return info
 
 
-def _states_all(about: dict[str, Any]) -> bool:
-    counts = all(type(about.get(k)) is int and about[k] >= 0 for k in ("step", "log_position"))
-    loss = "loss" in about and (about["loss"] is None or type(about["loss"]) is float)
-    return counts and loss and isinstance(about.get("config"), dict)
+def _states_all(info: dict[str, Any]) -> bool:
+    counts = all(type(info.get(k)) is int and info[k] >= 0 for k in ("step", "log_position"))
+    loss = "loss" in info and (info["loss"] is None or type(info["loss"]) is float)
+    return counts and loss and isinstance(info.get("config"), dict)
 
 
 def load_state(checkpoint: Path, like: TrainState) -> TrainState:

@@ -173,11 +173,11 @@ class _Run:
         found = list_checkpoints(self.checkpoints)
         if not found:
             return state, 0
-        about = read_about(found[-1])
-        self.config.check_same(about["config"])
-        check_same_model(about.get("model"), self.architecture)
-        self.loss, self.saved_step = about["loss"], about["step"]
-        return load_state(found[-1], state), about["log_position"]
+        info = read_about(found[-1])
+        self.config.check_same(info["config"])
+        check_same_model(info.get("model"), self.architecture)
+        self.loss, self.saved_step = info["loss"], info["step"]
+        return load_state(found[-1], state), info["log_position"]
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
@@ -238,13 +238,13 @@ class _Run:
         """A checkpoint of this step, unless there is one."""
         if self.saved_step == self.step:
             return
-        about = {
+        info = {
             "config": self.config.to_json(),
             "loss": self.loss,
             "log_position": self.log.position(),
             "model": self.architecture,
         }
-        save_checkpoint(self.checkpoints, self.state, about, keep=self.config.keep)
+        save_checkpoint(self.checkpoints, self.state, info, keep=self.config.keep)
         self.saved_step = self.step
 
     def bar(self, progress: bool | None) -> Any:

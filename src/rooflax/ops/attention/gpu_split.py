@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from rooflax.ops import block_sizes
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import visible_tiles
-from rooflax.ops.block_sizes import about, powers_of_two
+from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.quantization import QuantizedPool
 
 MOST_QUERIES = 64
@@ -61,7 +61,15 @@ def split(
     most = min(table_len, window // block_size + 2)
     (splits,) = block_sizes.of(
         "attention.gpu",
-        (about(rows), kv_heads, about(num_queries), about(most), block_size, head_dim, stored.name),
+        (
+            rounded_up(rows),
+            kv_heads,
+            rounded_up(num_queries),
+            rounded_up(most),
+            block_size,
+            head_dim,
+            stored.name,
+        ),
         (_splits(rows * kv_heads * parts, table_len),),
         [(count,) for count in powers_of_two(most)],
     )

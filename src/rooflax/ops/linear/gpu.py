@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
-from rooflax.ops.block_sizes import about, powers_of_two
+from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.matrix_packing import e8m0
 from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, int8_codes, rounded
@@ -189,7 +189,7 @@ def _sums(
     steps = -(-word_rows // TILE)
     splits, at_once = block_sizes.of(
         "linear.gpu",
-        (about(count), about(few), word_rows * code.slots, panels * PANEL, name),
+        (rounded_up(count), rounded_up(few), word_rows * code.slots, panels * PANEL, name),
         (_splits(count * panels, steps), ROWS_AT_ONCE),
         _candidates(steps, few),
     )

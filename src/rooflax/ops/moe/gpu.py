@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
-from rooflax.ops.block_sizes import about, powers_of_two
+from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear.prologue import Norm
@@ -136,7 +136,7 @@ def _plain_products(
     steps, panels = inner // together, outer // width
     (splits,) = block_sizes.of(
         "experts.gpu",
-        (about(count), about(few), inner, outer, w.dtype.name),
+        (rounded_up(count), rounded_up(few), inner, outer, w.dtype.name),
         (max(1, min(steps, -(-linear.ENOUGH_PROGRAMS // (count * panels)))),),
         [(number,) for number in powers_of_two(steps)],
     )
@@ -211,7 +211,7 @@ def _tile_products(
     late = int(steps > 1)
     width, stages = block_sizes.of(
         "experts.gpu tiles",
-        (about(count), tile, inner, outer),
+        (rounded_up(count), tile, inner, outer),
         (128 if outer % 128 == 0 else 64, min(STAGES, steps)),
         _tile_candidates(tile, outer, steps),
     )

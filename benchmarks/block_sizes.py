@@ -1,5 +1,9 @@
 """Which block sizes are fastest here, measured in a model's own programs.
 
+`python benchmarks/block_sizes.py [MODEL] [--quantize FORMAT] [--batch N] [--prompt-tokens N]
+[--trials N]` on a GPU or TPU prints a finding per kernel and shape as a line of JSON, then the
+lines for `rooflax.ops.block_sizes.MEASURED`.
+
 A program is traced once for the questions that its kernels ask (`ops.block_sizes`). Then each
 question's candidates are compiled into it and timed in turns with the rule's sizes, one question
 after the other, the answers so far in place. A candidate wins if the confidence interval of its
@@ -8,7 +12,10 @@ ratio to the rule says that it is faster. Compiling is outside the clock.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +28,7 @@ import numpy as np
 from rooflax.bench.statistics import MIN_PAIRS, Ratio, paired_ratio
 from rooflax.bench.timing import timed
 from rooflax.errors import RequestError
-from rooflax.loading.load import Description
+from rooflax.loading.load import ModelInfo, model_info
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build
@@ -122,12 +129,12 @@ class Work:
                 f"trials is {self.trials}; telling sizes apart needs at least {MIN_PAIRS}."
             )
 
-    def length(self, about: Description) -> int:
+    def length(self, info: ModelInfo) -> int:
         """`prompt_tokens`, resolved; RequestError for more than the model takes."""
-        most = about.config.max_position
+        most = info.config.max_position
         if self.prompt_tokens is not None and self.prompt_tokens > most:
             raise RequestError(
-                f"prompt_tokens is {self.prompt_tokens}; the context of {about.name} holds {most}."
+                f"prompt_tokens is {self.prompt_tokens}; the context of {info.name} holds {most}."
             )
         return self.prompt_tokens or min(most, MOST_PROMPT_TOKENS)
 
@@ -145,7 +152,7 @@ def check_here() -> None:
 
 
 def tune_model(
-    about: Description, work: Work, progress: Callable[[str], None] = lambda text: None
+    info: ModelInfo, work: Work, progress: Callable[[str], None] = lambda text: None
 ) -> list[Finding]:
     """Measures the programs of a model: one prompt, and decode steps at its end.
 
@@ -157,16 +164,16 @@ def tune_model(
     """
     check_here()
     progress("making weights")
-    found = tune(model_programs(about, work), work.trials, progress)
+    found = tune(model_programs(info, work), work.trials, progress)
     if not found:
         raise RequestError(
-            f"The programs of {about.name} ask for no block sizes here: all its kernels are XLA's "
-            f"own; another --quantize may have kernels that ask."
+            f"The programs of {info.name} ask for no block sizes here: all its kernels are XLA's "
+            f"own; another format may have kernels that ask."
         )
     return found
 
 
-def model_programs(about: Description, work: Work) -> list[Program]:
+def model_programs(info: ModelInfo, work: Work) -> list[Program]:
     """Prefill of one row and decode steps of all, of a model of as few layers as differ.
 
     Weights are random, at the widths that `LLM` would keep them with.
@@ -174,13 +181,13 @@ def model_programs(about: Description, work: Work) -> list[Program]:
     platform = jax.default_backend()
     precision, own_dtype = work.precision.resolve(platform), work.precision.dtype is None
     dtype, kv_dtype = precision.dtype or "float32", precision.kv_dtype or "float32"
-    length = work.length(about)
-    config = one_period(about.config)
-    storage = about.storage(dtype, precision.quantize, narrow=False, keep=own_dtype)
+    length = work.length(info)
+    config = one_period(info.config)
+    storage = info.storage(dtype, precision.quantize, narrow=False, keep=own_dtype)
     sizes = {"storage": storage, "kv_dtype": kv_dtype, "rows": work.batch + 1, "tokens": length}
-    check_fits(estimate(about.family, config, **sizes), free_bytes(), f"a layer of {about.name}")
-    weights = random_weights(about.family, config, seed=SEED, storage=storage)
-    model = build(about.family, config, weights, length, storage.dtype)
+    check_fits(estimate(info.family, config, **sizes), free_bytes(), f"a layer of {info.name}")
+    weights = random_weights(info.family, config, seed=SEED, storage=storage)
+    model = build(info.family, config, weights, length, storage.dtype)
     options = ExecutionOptions.for_platform(platform).with_layers(kernels_read_stacks=False)
     rng = np.random.default_rng(SEED)
 
@@ -285,7 +292,23 @@ def _compiled(
             yield sizes, compiled
 
 
-def keep(found: Sequence[Finding]) -> str:
-    """Writes what beat the rule into the table, and forgets what no longer does; where it is."""
-    answers = {f.question.key: None if f.ratio is None else f.best for f in found}
-    return str(block_sizes.keep(answers))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--quantize")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--trials", type=int, default=10)
+    args = parser.parse_args()
+    precision = Precision(quantize=args.quantize)
+    work = Work(args.batch, args.prompt_tokens, args.trials, precision)
+    found = tune_model(model_info(args.model), work, lambda text: print(text, file=sys.stderr))
+    for finding in found:
+        print(json.dumps(finding.as_json()))
+    for finding in found:
+        if finding.ratio is not None:
+            print(f"    {finding.question.key}: {finding.best},")
+
+
+if __name__ == "__main__":
+    main()

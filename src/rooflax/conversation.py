@@ -65,7 +65,7 @@ class Conversation:
                 raise RequestError(
                     f"this turn has {len(ids)} tokens and the context of "
                     f"{self.llm.max_model_len} has room for {most} beside an answer of {room}; "
-                    f"say less, or lower --max-tokens."
+                    f"say less, or lower max_tokens."
                 )
         except RooflaxError:
             self.withdraw()

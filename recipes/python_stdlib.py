@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from rooflax.errors import RooflaxError
 from rooflax.loading.save import save_model
-from rooflax.models import llama
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import Model, build
+from rooflax.models.registry import read_config
 from rooflax.train.config import TrainConfig
 from rooflax.train.corpus import python_stdlib_documents, split_held_out
 from rooflax.train.data import Corpus, PackedBatch, Rows, open_corpus, write_corpus
@@ -35,19 +35,21 @@ from rooflax.train.tokenizer_training import (
 )
 
 VOCAB_SIZE = 4096
-MODEL = llama.Config(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=256,
-    intermediate_size=688,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    max_position=512,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    tied_embeddings=True,
-)
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+MODEL = read_config(CONFIG)[1]
 # A model this small repeats itself when it is greedy.
 GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
 

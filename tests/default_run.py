@@ -24,7 +24,7 @@ LEFT_OUT = {
     "bench/test_statistics.py": ("of_twenty_comparisons",),
     "cli/test_cli_flags.py": ("[generate]",),
     "cli/test_cli_generate.py": ("are_no_numbers",),
-    "cli/test_cli_verify.py": ("implementations1", "isolate_finds_no_difference"),
+    "models/test_isolate.py": ("implementations1",),
     "engine/test_beams.py": ("in_a_crowd",),
     "engine/test_exhaustion.py": ("a_server_says_why_if_that_fails_too_and_goes_on",),
     "engine/test_pinned.py": ("[gpt2", "[llama_gqa"),

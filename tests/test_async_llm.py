@@ -170,7 +170,7 @@ def test_a_full_queue_refuses_and_recovers(folder, monkeypatch):
         tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(3)]
         await asyncio.sleep(0)
         for _ in range(5):  # a refused one leaves no room behind
-            with pytest.raises(QueueFull, match="3 requests"):
+            with pytest.raises(QueueFull, match="3 sequences"):
                 await server.generate(PROMPTS[0], GREEDY)
         return await asyncio.gather(*tasks)
 

@@ -246,14 +246,14 @@ def test_a_dead_thread_answers_everybody_at_once(monkeypatch):
     options = ExecutionOptions(decode_steps=1)
     llm = AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=128, options=options)
     engine = llm._thread.engine
-    step = engine.step
+    step = llm._thread._step
 
     def failing():
         if any(s.num_output_tokens > 2 for s in engine.scheduler.running):
             raise Panic("the end")
         return step()
 
-    monkeypatch.setattr(engine, "step", failing)
+    monkeypatch.setattr(llm._thread, "_step", failing)
 
     async def run():
         calls = (llm.generate(prompt, PARAMS) for prompt in PROMPTS)

@@ -96,10 +96,10 @@ def test_decoding_in_any_number_of_steps_stops_at_max_tokens(llm):
 
 def test_the_end_of_the_context_is_length(llm):
     prompt = [int(t) for t in np.random.RandomState(0).randint(0, 262, 120)]
-    for asked in (None, 500):
+    for asked in (None, 11):
         completion = llm.generate([prompt], params(max_tokens=asked))[0]
         assert len(completion.tokens) == 131 - 120 and completion.finish_reason == "length"
-    completion = llm.generate([prompt + prompt[:10]], params(max_tokens=9))[0]
+    completion = llm.generate([prompt + prompt[:10]], params(max_tokens=1))[0]
     assert len(completion.tokens) == 1
 
 
@@ -493,7 +493,9 @@ def test_arguments_out_of_range_are_refused(folder, given, reason):
 
 def test_max_model_len_is_honoured(folder):
     short = LLM(folder, max_model_len=24)
-    completion = short.generate([PROMPTS[1]], params(max_tokens=100))[0]
+    with pytest.raises(RequestError, match=r"max_tokens is 100 and the context of 24 has room for"):
+        short.generate([PROMPTS[1]], params(max_tokens=100))
+    completion = short.generate([PROMPTS[1]], params(max_tokens=None))[0]
     assert len(completion.tokens) == 24 - len(PROMPTS[1])
     assert completion.finish_reason == "length"
     with pytest.raises(RequestError, match=r"30 tokens.*24"):

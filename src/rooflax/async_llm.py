@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.inputs import Prompt, as_params
 from rooflax.llm import LLM, MAX_SLOTS
 from rooflax.loading.load import ModelInfo
+from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.layout import most_new_tokens
 from rooflax.nn.mesh import shards_of
@@ -81,6 +83,7 @@ class AsyncLLM:
         _check_blocks(kv_blocks, self.llm.model.config.groups.windows)
         engine = self._engine(max_num_seqs, max_tokens_per_step, kv_blocks)
         self._inboxes: dict[int, _Inbox] = {}
+        self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
         self._thread.wait_until_warm()
 
@@ -147,11 +150,8 @@ class AsyncLLM:
             RequestError: the request cannot be done.
             EngineError: it failed.
         """
-        (given,), ids = as_params(params, 1, sampling), self.llm.encode(prompt)
-        if given.form is None:
-            samples = self.llm.samples(0, ids, given, cache_salt)
-        else:  # compiling takes its time, and others' streams go on meanwhile
-            samples = await asyncio.to_thread(self.llm.samples, 0, ids, given, cache_salt)
+        (given,) = as_params(params, 1, sampling)
+        samples = await self._samples(prompt, given, cache_salt)
         open_ = {id(sample.sequence): sample for sample in samples}
         inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
         self._inboxes |= dict.fromkeys(open_, inbox)
@@ -174,16 +174,32 @@ class AsyncLLM:
             self._thread.abort(sequences)
             self._forget(sequences)
 
+    async def _samples(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str
+    ) -> list[Sample]:
+        """As `LLM.samples`; what takes long is done beside the loop, so that streams go on."""
+        loop, llm = asyncio.get_running_loop(), self.llm
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            ids = await loop.run_in_executor(self._texts, llm.prompt_ids, prompt)
+        else:
+            ids = llm.prompt_ids(prompt)
+        if llm.forms.has(params):
+            return llm.samples(0, ids, params, cache_salt)
+        with llm.forms.place():
+            return await loop.run_in_executor(
+                self._compiler, llm.samples, 0, ids, params, cache_salt
+            )
+
     def _forget(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._inboxes.pop(id(sequence), None)
 
     def _take(self, sample: Sample, output: StepOutput) -> Delta:
-        if output.error is not None:
-            raise EngineError(output.error)
         delta = sample.take(output, self.llm.load_s, CompileCounts())
+        if delta.completion is not None and delta.completion.error is not None:
+            raise EngineError(delta.completion.error)
         if delta.completion is not None and output.finish_reason is None:
-            self._thread.abort([output.sequence])  # a stop string ended it
+            self._thread.abort([output.sequence], "stop")  # a stop string ended it
         return delta
 
     async def generate(
@@ -216,7 +232,10 @@ class AsyncLLM:
     async def shutdown(self, *, drain: bool = True) -> None:
         """Takes no more requests; those at hand finish (drain), or end with "abort"."""
         self._thread.stop(drain=drain)
-        await asyncio.to_thread(self._thread.join)
+        with ThreadPoolExecutor(1) as alone:  # behind nobody's work
+            await asyncio.get_running_loop().run_in_executor(alone, self._thread.join)
+        for pool in (self._texts, self._compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

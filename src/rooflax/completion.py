@@ -19,8 +19,8 @@ class Completion:
         text: without the stop string or the end-of-sequence token.
         tokens: generated ids, the one that ended it included.
         prompt_tokens: ids of the prompt.
-        finish_reason: "stop" (an id or a string ended it, or its form is complete), "length", or
-            "error".
+        finish_reason: "stop" (an id or a string ended it, or its form is complete), "length",
+            "abort" (the engine was shut down), or "error".
         stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it; None where
             an end-of-sequence id or something else did.
         logprobs: per token, if asked for.
@@ -120,7 +120,8 @@ class Sample:
         self.emitted = max(self.emitted, ready)
         completion = None
         if reason:
-            completion = self._completion(reason, stop_reason, output.error, load_s, compiled)
+            error = output.error if reason == "error" else None  # not what came after the end
+            completion = self._completion(reason, stop_reason, error, load_s, compiled)
         return Delta(
             sequence.request_id,
             sequence.sample_index,

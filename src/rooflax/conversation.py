@@ -84,9 +84,15 @@ class Conversation:
     def _ids(self, turns: list[Turn]) -> list[int]:
         if not self.has_template:
             return self.llm.encode("\n".join(turn.question + turn.answer for turn in turns))
+        return self.llm.encode_chat(self._messages(turns)[:-1])
+
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation, the last answer too."""
+        return self._messages(self.turns)
+
+    def _messages(self, turns: list[Turn]) -> list[dict[str, str]]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in turns:
             messages.append({"role": "user", "content": turn.question})
-            if turn is not turns[-1]:
-                messages.append({"role": "assistant", "content": turn.answer})
-        return self.llm.encode_chat(messages)
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages

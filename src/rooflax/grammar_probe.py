@@ -28,6 +28,8 @@ WHITESPACE = " "
 own "x-guidance": {"whitespace_pattern": ...} wins."""
 MAX_LEXER_STATES = 25_000
 """About 2 kB each."""
+MOST_KEPT_BYTES = 32 << 20
+"""What a compiled form may take, its first mask included; most take 2 MB."""
 
 
 def compile_form(tokenizer: Any, kind: str, text: str) -> Any:
@@ -89,6 +91,19 @@ def _first_mask(matcher: Any) -> None:
     matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), ctypes.sizeof(words))
 
 
+def _peak_bytes() -> int:
+    """The most memory that the process has had; 0 where that is not known.
+
+    Not getrusage's, which begins with that of the process before exec.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return 0
+    return next((int(line[1]) << 10 for line in lines if line[:1] == ["VmHWM:"]), 0)
+
+
 def main() -> None:
     """Reads {"kind", "text"} from stdin; writes what is wrong with it, or nothing."""
     if sys.platform == "linux":
@@ -97,6 +112,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given = json.load(sys.stdin)
+    before = _peak_bytes()
     tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
     work = partial(compile_form, tokenizer, given["kind"], given["text"])
     try:
@@ -106,6 +122,11 @@ def main() -> None:
         return
     if not matcher.is_error():
         with_stack(WORK_STACK_BYTES, lambda: _first_mask(matcher))
+    grown = _peak_bytes() - before
+    if not matcher.is_error() and grown > MOST_KEPT_BYTES:
+        most = MOST_KEPT_BYTES >> 20
+        sys.stdout.write(f"it takes {grown >> 20} MiB of memory and may take {most}")
+        return
     sys.stdout.write(matcher.get_error())
 
 

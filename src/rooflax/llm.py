@@ -6,6 +6,7 @@ devices are the engine's.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from rooflax.engine.beams import BeamGroup, check_beams
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
-from rooflax.engine.request_checks import check_prompt, check_salt, check_sequence
+from rooflax.engine.request_checks import check_length, check_prompt, check_salt, check_sequence
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
@@ -51,6 +52,9 @@ SMALLEST_ENGINE_TOKENS = 256
 
 class LLM:
     """A model with its tokenizer, ready to generate.
+
+    Several threads may call it: their requests run one after the other, step by step, in an engine
+    of each. `AsyncLLM` runs them together.
 
     Args:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
@@ -142,7 +146,7 @@ class LLM:
             draft = model_info(speculate, offline=offline, ignore_config_keys=ignore_config_keys)
             check_same_tokens(self.info.name, self.tokenizer, draft.name, draft.tokenizer())
         self.defaults = self.info.generation_defaults()
-        self._forms = Forms(self.tokenizer, self.info.config.vocab_size, self.stop_ids)
+        self.forms = Forms(self.tokenizer, self.info.config.vocab_size, self.stop_ids)
         self.max_model_len = resolve_max_model_len(self.info.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
         self.storage = self.info.storage(
@@ -161,6 +165,7 @@ class LLM:
                 self.model = self._load(check, progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
+        self._lock = threading.Lock()  # of engines: steps of several threads take turns
         self._drafting = None
         if speculate == NGRAM:
             self._drafting = Drafting(self.info.config.vocab_size, num_draft_tokens)
@@ -258,12 +263,34 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable) or not all(is_whole(token) for token in prompt):
+        is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes)
+        ids = list(prompt) if is_list else []
+        if set(map(type, ids)) <= {int} and is_list:
+            return ids
+        if not is_list or not all(is_whole(token) for token in ids):
             raise RequestError(
                 f"A prompt is {prompt!r:.80}; it must be text or a list of token ids.",
                 param="prompt",
             )
-        return [int(token) for token in prompt]
+        return [int(token) for token in ids]
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """As `encode`, of a prompt that may fit; one that cannot is rejected without being encoded.
+
+        Raises:
+            RequestError: it is neither text nor token ids, or longer than the context.
+        """
+        longest = self.tokenizer.longest_token
+        if isinstance(prompt, str):
+            if longest is not None and len(prompt) > self.max_model_len * longest:
+                raise RequestError(
+                    f"The prompt has {len(prompt):,} characters and the context holds "
+                    f"{self.max_model_len} tokens of at most {longest}; shorten the prompt.",
+                    param="prompt",
+                )
+        elif isinstance(prompt, Sequence) and len(prompt) >= self.max_model_len:
+            check_length(len(prompt), self.max_model_len)
+        return self.encode(prompt)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids.
@@ -373,7 +400,7 @@ class LLM:
         param_list = as_params(params, len(prompt_list), sampling)
         samples = []
         for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
-            samples.extend(self.samples(index, self.encode(prompt), given))
+            samples.extend(self.samples(index, self.prompt_ids(prompt), given))
         if samples:
             yield from self._run(samples)
 
@@ -387,7 +414,7 @@ class LLM:
         Raises:
             RequestError: what this model cannot do, or a form that cannot be compiled.
         """
-        given = given.with_defaults(self._default_values())
+        asked, given = given.max_tokens, given.with_defaults(self._default_values())
         vocab = self.info.config.vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
@@ -395,8 +422,15 @@ class LLM:
         if not given.ignore_eos:
             stop |= self.stop_ids
         room = self.max_model_len - len(ids)
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"max_tokens is {asked} and the context of {self.max_model_len} has room for "
+                f"{room} after a prompt of {len(ids)}; lower it, or leave it out to fill the "
+                f"context.",
+                param="max_tokens",
+            )
         max_tokens = min(given.max_tokens or room, room)
-        guide = self._forms.guide(given, stop)
+        guide = self.forms.guide(given, stop)
         sequences = [
             EngineSequence(
                 request_id,
@@ -431,19 +465,21 @@ class LLM:
 
     def _run(self, samples: list[Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
-        engine = self.engine_for(sequences)
-        compiled, self._compiled = self._compiled, CompileCounts()
-        with count_compilations(compiled):
-            engine.warm_up_prefill(sequences)
-            is_cold = compiled.compilations > 0  # who waits anyway waits once, before any text
-            is_warm = is_cold or jax.process_count() > 1  # all processes must run alike
-            if is_warm:
-                engine.warm_up_decode()
         by_sequence = {id(sample.sequence): sample for sample in samples}
-        engine.add(sequences)
+        compiled, engine = CompileCounts(), None
         try:
-            while not all(s.is_finished for s in sequences):  # then the engine may be another's
+            with self._lock:
+                engine = self.engine_for(sequences)
+                compiled, self._compiled = self._compiled, compiled
                 with count_compilations(compiled):
+                    engine.warm_up_prefill(sequences)
+                    # Who waits anyway waits once, before any text; all processes must run alike.
+                    is_warm = compiled.compilations > 0 or jax.process_count() > 1
+                    if is_warm:
+                        engine.warm_up_decode()
+                engine.add(sequences)
+            while not all(s.is_finished for s in sequences):  # then the engine may be another's
+                with self._lock, count_compilations(compiled):
                     if not is_warm and engine.decodes_next:
                         is_warm = True
                         _run_untimed(engine.warm_up_decode, samples)
@@ -454,14 +490,19 @@ class LLM:
                         continue
                     delta = sample.take(output, self.load_s, compiled)
                     if delta.completion is not None:
-                        engine.abort(output.sequence)  # a stop string may have ended it
+                        with self._lock:
+                            engine.abort(output.sequence, "stop")  # a stop string may have ended it
                     yield delta
-        except (Exception, KeyboardInterrupt):
+        except GeneratorExit:
+            raise
+        except BaseException:
             self._engine = None  # what a failed step leaves of its cache cannot be used
             raise
         finally:
-            for sequence in sequences:
-                engine.abort(sequence)
+            if engine is not None:
+                with self._lock:
+                    for sequence in sequences:
+                        engine.abort(sequence)
 
     def engine_for(self, sequences: list[EngineSequence]) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
@@ -539,7 +580,7 @@ class LLM:
 
     def _dense(self, function: str, ids: list[int], *more: np.ndarray) -> np.ndarray:
         """What a step function without a cache gives for each token of a sequence, or place."""
-        check_prompt(ids, self.info.config.vocab_size, self.max_model_len + 1)
+        check_prompt(ids, self.info.config.vocab_size, self.max_model_len, new_tokens=0)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)

@@ -11,21 +11,25 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError
+from rooflax.errors import QueueFull, RequestError
 from rooflax.loading.incremental import spelled_bytes
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
 
-COMPILE_S = 10.0
+COMPILE_S = 3.0
 """The most that compiling may take."""
+MAX_COMPILING = 16
+"""Forms that may wait to be compiled."""
 KEPT = 16
 """Compiled forms that are kept, because requests often share one."""
 MISSING = (
@@ -104,16 +108,21 @@ class Forms:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]):
         self.vocab_size = vocab_size
-        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._end = max(vocab_size, tokenizer.vocab_size)  # an id of our own, where texts may end
         self.num_words = (self._end + 32) // 32
-        known = np.ones(self.num_words * 32, bool)
-        known[vocab_size:] = False
-        known[[token for token in eos_ids if token < vocab_size]] = False
-        self.known = np.packbits(known, bitorder="little").view(np.int32)
         self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._num_compiling = 0
         self._vocabulary: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    @cached_property
+    def known(self) -> np.ndarray:
+        """A mask of the ids that may ever be chosen and do not end a text."""
+        known = np.ones(self.num_words * 32, bool)
+        known[self.vocab_size :] = False
+        known[[token for token in self._eos_ids if token < self.vocab_size]] = False
+        return np.packbits(known, bitorder="little").view(np.int32)
 
     def guide(self, params: SamplingParams, ends: frozenset[int]) -> FormGuide | None:
         """What follows the form that `params` ask for; None if they ask for none.
@@ -140,6 +149,30 @@ class Forms:
         if guide.is_complete:
             raise RequestError(f"{form[0]} allows no text but the empty one; ask for another.")
         return guide
+
+    def has(self, params: SamplingParams) -> bool:
+        """Whether `guide` takes no time: there is no form, or it is compiled."""
+        return params.form is None or params.form in self._compiled
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place among those that wait for a compilation.
+
+        Raises:
+            QueueFull: too many wait.
+        """
+        with self._lock:
+            if self._num_compiling >= MAX_COMPILING:
+                raise QueueFull(
+                    f"{MAX_COMPILING} requests wait for their schemas, regexes or grammars to be "
+                    f"compiled; try again later."
+                )
+            self._num_compiling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_compiling -= 1
 
     def _begin(self, form: tuple[str, str]) -> Any:
         """A matcher of one's own; None if the form is not compiled yet."""

@@ -15,7 +15,7 @@ import pytest
 from rooflax.bench import compare, html, quick, serving, worker
 from rooflax.bench.quick import QuickResult
 from rooflax.bench.statistics import paired_ratio
-from rooflax.cli import isolate, terminal
+from rooflax.cli import terminal, verify
 from rooflax.cli.main import VERBS, parser_of
 from rooflax.engine import compilation
 from rooflax.llm import LLM
@@ -75,6 +75,8 @@ COMMANDS = {
     "generate": (
         [TINY, "-n", "3"],
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
+        | {"--input": (["x.json"], "belong together"), "--output": (["x.json"], "belong together"),
+           "--force": ([], "is for --output")}
         | {"--prompt": ["for x in"], "--samples": ["2"], "--logprobs": ["1"],
            "--num-beams": ["2"], "--length-penalty": (["2"], "is for beams"),
            "--early-stopping": (["never"], "is for beams"),
@@ -86,7 +88,8 @@ COMMANDS = {
         [TINY, "-n", "3"],
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
-           "--show-thinking": ([], "is for GPT-OSS's channels"), "--json": None} | DRAFTS | BUDGET,
+           "--prompt": ["for x in"], "--show-thinking": ([], "is for GPT-OSS's channels"),
+           "--json": None} | DRAFTS | BUDGET,
     ),
     "train": (
         [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",
@@ -156,11 +159,10 @@ COMMANDS = {
         | {"--batch": ["3"], "--mesh": ["tensor=2"], "--json": [], "--help": []},
     ),
     "verify": (
-        [TINY, "--isolate", "-n", "2"],
+        ["-n", "2"],
         FINDING | CHECK | EXECUTION | DEVICE | OUTPUT
-        | {"--prompt": ["x = 1"], "--max-tokens": ["3"], "--isolate": None,  # the base has it
-           "--mesh": (["tensor=2"], "drop --mesh"),
-           "--weights-budget": (["1GB"], "drop --weights-budget")},
+        | {"MODEL": ([TINY], "has no files"), "--prompt": ["x = 1"], "--max-tokens": ["3"],
+           "--mesh": ["tensor=2"], "--weights-budget": ["1GB"]},
     ),
     "perplexity": (
         [TINY],
@@ -175,6 +177,15 @@ COMMANDS = {
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),
+    "tokenize": (
+        [TINY, "-p", "def f(x):"],
+        FINDING | {"--prompt": ["import"], "--no-special-tokens": None, "--json": [], "--help": []},
+    ),
+    "detokenize": (
+        [TINY, "--tokens", "0 5 6"],
+        FINDING | {"--tokens": ["7"], "--skip-special-tokens": [], "--help": []},
+    ),
+    "completion": (["bash"], {"SHELL": None, "--help": []}),
 }  # fmt: skip
 del COMMANDS["chat"][1]["--json"]
 
@@ -237,11 +248,14 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(load, "load", load_model)
     monkeypatch.setattr("rooflax.train.loop.run_training", train)
     monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)
-    monkeypatch.setattr(isolate, "reference_task", lambda *args: asked.append(("task", *args[1:])))
-    report = {"settings": [], "equal": True, "first_difference": None}
-    monkeypatch.setattr(
-        isolate, "isolate", lambda m, target, t, quiet: asked.append((target, quiet)) or report
-    )
+    report = {
+        "model": "m", "reference": "r", "options": "o", "prompts": [], "max_relative_error": 0.0,
+        "tolerance": 0.0, "equal": True,
+    }  # fmt: skip
+    nothing = SimpleNamespace(logits=[], tokens=[])
+    monkeypatch.setattr(verify, "_import_transformers", lambda: None)
+    monkeypatch.setattr(verify, "_Reference", lambda *_: nothing)
+    monkeypatch.setattr(verify, "compare", lambda _, *given: asked.append(given) or report)
     replace_measuring(monkeypatch, asked)
     monkeypatch.setattr(hub, "remove", lambda name: asked.append(("remove", name)) or 1)
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.train import loop
 
@@ -145,3 +146,14 @@ def test_other_data_in_the_same_folder_is_refused(rooflax, data):
     ran = train(rooflax, *NEW)
     assert (ran.code, len(ran.err.splitlines())) == (2, 1)
     assert "data.json is damaged" in ran.err
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "mxfp4"])
+def test_quantized_weights_are_refused_before_anything_is_read(rooflax, tmp_path, format):
+    folder, out = tmp_path / "quantized", tmp_path / "run"
+    assert rooflax("quantize", "preset:qwen2.5-tiny", "-q", format, "-o", folder).code == 0
+    ran = rooflax("train", folder, "--data", tmp_path, "--out", out, "--steps", 1)
+    assert ran.code == 2 and "quantized weights, which cannot be trained" in ran.err
+    model = load(folder)
+    with pytest.raises(RequestError, match="quantized weights, which cannot be trained"):
+        loop.run_training(model, None, None, None, out)

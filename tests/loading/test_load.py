@@ -1,12 +1,14 @@
 """From a name to a model: folders, presets, and what is known before weights are read."""
 
 import json
+import shutil
 
 import jax
 import pytest
 from jax.numpy import float32
 
-from rooflax.errors import CheckpointError, RequestError
+from rooflax import LLM
+from rooflax.errors import CheckpointError, RequestError, RooflaxError
 from rooflax.loading.load import embedded_folder, load, model_info
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.steps import new_cache
@@ -116,3 +118,30 @@ def test_a_model_too_large_for_this_machine_is_refused_before_it_is_made():
 
     with pytest.raises(RequestError, match=r"preset:gpt-oss-120b.*GiB for weights"):
         LLM("preset:gpt-oss-120b", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dtype": ["float32"]}, None),
+        ({"torch_dtype": {}}, None),
+        (
+            {"rope_scaling": {
+                "rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308, "beta_slow": 1e-308
+            }},
+            "beta_fast = 1e[+]308",
+        ),
+        ({"vocab_size": 2**31 - 1}, "needs .* GiB for weights"),
+    ],
+)  # fmt: skip
+def test_odd_values_of_a_config_are_sentences(tmp_path, changed, said):
+    """No bare exception, and no gigabytes before the refusal."""
+    folder = tmp_path / "m"
+    shutil.copytree(embedded_folder(), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changed))
+    if said is None:
+        assert len(LLM(folder).generate("import", max_tokens=2)[0].tokens) == 2
+        return
+    with pytest.raises(RooflaxError, match=said):
+        LLM(folder)

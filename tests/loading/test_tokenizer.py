@@ -1,6 +1,7 @@
 """The tokenizer equals transformers', and decoding piece by piece equals decoding at once."""
 
 import json
+import shutil
 
 import pytest
 import tokenizers
@@ -9,6 +10,7 @@ from hypothesis import strategies as some
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.incremental import spelled_bytes
+from rooflax.loading.load import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]
@@ -357,3 +359,17 @@ def test_tokens_whose_bytes_are_not_known_are_refused(tmp_path):
         backend.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(UnsupportedModelError, match=f"made of {named}"):
             spelled_bytes(Tokenizer(tmp_path))
+
+
+def test_dropout_of_training_is_off(tmp_path):
+    source = embedded_folder()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(document), encoding="utf-8")
+    tokenizer = Tokenizer(tmp_path)
+    text = "def fibonacci(n):\n    return n\n"
+    wanted = Tokenizer(source).encode(text)
+    assert [tokenizer.encode(text) for _ in range(5)] == [wanted] * 5

@@ -25,6 +25,7 @@ OTHER, DISPATCH = "other", "dispatch"
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 """Their time is that of the instructions inside, which have events of their own."""
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*? (?P<opcode>[\w\-]+)\(")
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -61,26 +62,37 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
         with jax.profiler.trace(where):
             timeline = bench.run()
         events = list(_events(_newest_trace(Path(where))))
-    spans = {
-        "prefill": (("jit_prefill",), timeline.ttft_s),
-        "decode": (("jit_decode", "jit_rerun"), timeline.decode_s),
+    table: dict[str, str | None] = {}
+    for program in parts.values():
+        merge_parts(table, program)
+    mine = [event for event in events if event.module in parts]
+    begin_ns = min((event.start_ns for event in mine), default=0.0)
+    first, rest = split(mine, begin_ns + 1e9 * timeline.ttft_s)
+    phases = {
+        phase: {"seconds": seconds, "shares": shares(run, table, seconds)}
+        for phase, run, seconds in (
+            ("prefill", first, timeline.ttft_s),
+            ("decode", rest, timeline.decode_s),
+        )
     }
-    phases = {}
-    for phase, (modules, seconds) in spans.items():
-        mine = [e for e in events if e.module in modules]
-        table = {k: v for name in modules for k, v in parts.get(name, {}).items()}
-        phases[phase] = {"seconds": seconds, "shares": shares(mine, table, seconds)}
     return {**bench.describe(), "phases": phases, "tokens": list(map(list, timeline.tokens))}
 
 
 def _programs(bench: Bench) -> Iterator[tuple[str, str]]:
     for name, lowered in bench.engine.runner.lowered():
-        module = "jit_prefill" if name.startswith("prefill") else "jit_decode"
-        if module == "jit_decode" and not bench.work.options.use_cache:
-            module = "jit_rerun"
         text = lowered.compile().as_text()
-        if text:
-            yield module, text
+        module = _MODULE.match(text or "")
+        if text is None or module is None:
+            raise EngineError(f"the compiled program of {name} cannot be read here")
+        yield module[1], text
+
+
+def split(events: list[Event], at_ns: float) -> tuple[list[Event], list[Event]]:
+    """Events that begin before a time, and the others."""
+    return (
+        [event for event in events if event.start_ns < at_ns],
+        [event for event in events if event.start_ns >= at_ns],
+    )
 
 
 def merge_parts(into: dict[str, str | None], other: dict[str, str | None]) -> None:

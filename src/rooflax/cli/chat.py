@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
+from rooflax.cli.chat_commands import Chat
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
@@ -18,12 +20,12 @@ from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxEr
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 
 if TYPE_CHECKING:
-    from rooflax.engine.sampling_params import SamplingParams
     from rooflax.llm import LLM
 
 SUMMARY = "a conversation in the terminal"
 DEFAULT_MAX_TOKENS = 512
 PROMPT = "> "
+QUOTES = '"""'
 
 
 def add_flags(parser: Parser) -> None:
@@ -31,6 +33,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     group = parser.group("conversation")
     group.add_argument("--system", metavar="TEXT", help="what the system message says")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the first question")
     group.add_argument(
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"
     )
@@ -49,12 +52,14 @@ def run(args: argparse.Namespace) -> int:
     params = flags.sampling_params(args)
     llm = open_llm(args)
     _check_flags_fit(llm, args)
-    conversation = Conversation(llm, args.system)
+    chat = Chat(Conversation(llm, args.system), params)
     if not args.quiet:
-        _greet(conversation)
-    for question in _questions():
+        _greet(chat.conversation)
+    for line in _questions(args.prompt):
         try:
-            _turn(conversation, question, params, args)
+            question = chat.command(line) if line.startswith("/") else line
+            if question is not None:
+                _turn(chat, question, args)
         except (CheckpointError, EngineError):
             raise
         except RooflaxError as error:
@@ -63,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags_fit(llm: LLM, args: argparse.Namespace) -> None:
+    if args.max_tokens is not None and args.max_tokens >= llm.max_model_len:
+        raise RequestError(
+            f"max_tokens is {args.max_tokens} and the context holds {llm.max_model_len}; lower it.",
+            param="max_tokens",
+        )
     if args.system is not None and llm.tokenizer.chat_template is None:
         raise RequestError(f"--system needs a chat template, and {llm.info.name} has none.")
     if args.show_thinking and not speaks_harmony(llm.tokenizer):
@@ -76,15 +86,28 @@ def _greet(conversation: Conversation) -> None:
     if not conversation.has_template:
         terminal.say(f"{name} has no chat template: it goes on with what you write.")
     if terminal.is_terminal(sys.stdin):
-        hint = "Ctrl-C stops an answer, Ctrl-D ends the conversation."
+        hint = "Ctrl-C stops an answer, Ctrl-D ends the conversation, /help lists commands."
         terminal.say(terminal.dim(hint, sys.stderr))
 
 
-def _questions() -> Iterator[str]:
-    """The user's lines; empty ones are passed over."""
+def _questions(first: str | None) -> Iterator[str]:
+    """The user's lines, and blocks of them between \"\"\"; empty ones are passed over."""
+    if first is not None:
+        yield first
+    block: list[str] | None = None
     for line in _terminal_lines() if terminal.is_terminal(sys.stdin) else _piped_lines():
-        if line.strip():
-            yield line
+        if block is None and line.lstrip().startswith(QUOTES):
+            block, line = [], line.lstrip().removeprefix(QUOTES)
+        if block is None:
+            if line.strip():
+                yield line
+        elif line.rstrip().endswith(QUOTES):
+            yield "\n".join([*block, line.rstrip().removesuffix(QUOTES)]).strip("\n")
+            block = None
+        else:
+            block.append(line)
+    if block is not None:
+        raise RequestError(f"A text that began with {QUOTES} has no end; end it with {QUOTES}.")
 
 
 def _terminal_lines() -> Iterator[str]:
@@ -115,12 +138,11 @@ def _piped_lines() -> Iterator[str]:
         yield terminal.decode(line, f"line {number} of stdin").rstrip("\r\n")
 
 
-def _turn(
-    conversation: Conversation, question: str, params: SamplingParams, args: argparse.Namespace
-) -> None:
-    llm = conversation.llm
-    room = min(params.max_tokens or DEFAULT_MAX_TOKENS, max(llm.max_model_len // 2, 1))
-    ids, forgotten = conversation.ask(question, room)
+def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
+    conversation, params, llm = chat.conversation, chat.params, chat.conversation.llm
+    most = params.max_tokens or DEFAULT_MAX_TOKENS
+    ids, forgotten = conversation.ask(question, min(most, max(llm.max_model_len // 2, 1)))
+    params = replace(params, max_tokens=min(most, llm.max_model_len - len(ids)))
     if forgotten and not args.quiet:
         turns = "turn" if forgotten == 1 else f"{forgotten} turns"
         terminal.say(f"(the oldest {turns} no longer fit into the context and are forgotten)")

@@ -61,7 +61,6 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     add = group.add_argument
     add(
         "-n", "--max-tokens", "--max-new-tokens", "--n-predict", metavar="N", type=whole,
-        default=max_tokens,
         help=f"most new tokens; default {max_tokens}, or what the context has room for",
     )  # fmt: skip
     add(

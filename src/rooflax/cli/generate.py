@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, statistics, terminal
+from rooflax.cli import batch, flags, statistics, terminal
+from rooflax.cli.batch import DEFAULT_MAX_TOKENS
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.errors import EngineError, RequestError
@@ -20,16 +21,21 @@ if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion, Delta
 
 SUMMARY = "continue a prompt, streaming to stdout"
-DEFAULT_MAX_TOKENS = 256
 
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_check(parser)
-    parser.group("the prompt").add_argument(
+    group = parser.group("the prompt")
+    group.add_argument(
         "-p", "--prompt", metavar="TEXT",
         help="text to continue; default: stdin, without its last line break",
     )  # fmt: skip
+    group.add_argument(
+        "--input", metavar="FILE", help="many prompts, as JSON lines with prompt or messages"
+    )
+    group.add_argument("--output", metavar="FILE", help="answers to --input; goes on where it was")
+    group.add_argument("--force", action="store_true", help="replace what --output has")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
     flags.add_precision(parser)
@@ -43,6 +49,9 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates, and prints text or JSON."""
     params = flags.sampling_params(args)
+    _check_files(args)
+    if args.input is not None:
+        return batch.run(open_llm(args), args, params)
     if args.prompt is None and args.model and not is_model(args.model):
         raise RequestError(
             f"{args.model[:80]!r} is no model, and no prompt was given; a prompt follows --prompt."
@@ -51,12 +60,25 @@ def run(args: argparse.Namespace) -> int:
     if not prompt:
         raise RequestError("The prompt is empty; give text with --prompt or on stdin.")
     llm = open_llm(args)
+    if params.max_tokens is None:
+        room = llm.max_model_len - len(llm.encode(prompt))
+        params = replace(params, max_tokens=max(min(DEFAULT_MAX_TOKENS, room), 1))
     completions = _generate(llm, prompt, params, args)
     if args.json:
         terminal.print_json(document(llm, completions))
     elif not args.quiet:
         statistics.say_statistics(llm, completions)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if (args.input is None) != (args.output is None):
+        raise RequestError("--input and --output belong together; give both.")
+    if args.force and args.input is None:
+        raise RequestError("--force is for --output; give --input and --output.")
+    if args.input is not None and (args.prompt is not None or args.json):
+        other = "--prompt" if args.prompt is not None else "--json"
+        raise RequestError(f"--input has the prompts and --output the answers; drop {other}.")
 
 
 def is_model(text: str) -> bool:
@@ -156,7 +178,7 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": llm.info.name,
         "prompt_tokens": list(first.prompt_tokens),
-        **_sample(first),
+        **statistics.sample(first),
         "timings": dict(first.timings),
         "memory": statistics.memory(llm),
         "devices": statistics.num_devices(llm),
@@ -168,27 +190,5 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         found["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
         found["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)
     if len(completions) > 1:
-        found["samples"] = [_sample(completion) for completion in completions]
-    return found
-
-
-def _sample(completion: Completion) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "tokens": list(completion.tokens),
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-    }
-    if completion.score is not None:
-        found["score"] = completion.score
-    if completion.logprobs is not None:
-        values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
-        if not all(map(math.isfinite, values)):
-            raise EngineError(
-                "the model gives log-probabilities that are not finite, which JSON cannot hold; "
-                "look for NaN weights with --check."
-            )
-        found["logprobs"] = [
-            {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
-            for entry in completion.logprobs
-        ]
+        found["samples"] = [statistics.sample(completion) for completion in completions]
     return found

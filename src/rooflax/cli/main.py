@@ -31,6 +31,9 @@ VERBS = (
     "quantize",
     "models",
     "doctor",
+    "tokenize",
+    "detokenize",
+    "completion",
 )
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130

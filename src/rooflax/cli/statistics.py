@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli.terminal import dim, say, seconds
+from rooflax.errors import EngineError
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion
@@ -115,3 +117,30 @@ def _stream_lines(streamed: Mapping[str, Any] | None) -> list[str]:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def sample(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON.
+
+    Raises:
+        EngineError: it holds what JSON cannot.
+    """
+    found: dict[str, Any] = {
+        "tokens": list(completion.tokens),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.score is not None:
+        found["score"] = completion.score
+    if completion.logprobs is not None:
+        values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
+        if not all(map(math.isfinite, values)):
+            raise EngineError(
+                "the model gives log-probabilities that are not finite, which JSON cannot hold; "
+                "look for NaN weights with --check."
+            )
+        found["logprobs"] = [
+            {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+            for entry in completion.logprobs
+        ]
+    return found

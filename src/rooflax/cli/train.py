@@ -154,6 +154,7 @@ class _Start:
 
     def __init__(self, args: argparse.Namespace):
         from rooflax.loading.load import model_info
+        from rooflax.loading.packed import is_packed
         from rooflax.models.registry import read_config
 
         where = flags.find_arguments(args) if args.config is None else {}
@@ -171,6 +172,11 @@ class _Start:
                 )
             return
         self.info = model_info(args.model, **where)
+        if is_packed(self.info.raw_config):
+            raise RequestError(
+                f"{self.info.name} has quantized weights, which cannot be trained; train the model "
+                f"that it was made from, and quantize the result."
+            )
         self.family, self.config = self.info.family, self.info.config
         if self.tokenizer_folder is None:
             self.tokenizer_folder = self.info.tokenizer().folder

@@ -1,7 +1,6 @@
 """`rooflax verify`: is what rooflax computes what the reference computes?
 
-Against transformers if it is installed; with `--isolate` against rooflax's own slow, readable
-settings, one option at a time.
+The reference is transformers, if it is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, isolate, terminal
+from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -34,11 +33,6 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     group = parser.group("what to compare")
     group.add_argument(
-        "--isolate", action="store_true",
-        help="with rooflax's slow settings instead of transformers: turns on one option "
-        "after the other and names the first option, layer and token that differ",
-    )  # fmt: skip
-    group.add_argument(
         "-p", "--prompt", metavar="TEXT", action="append", help="in place of ours (repeatable)"
     )
     group.add_argument(
@@ -54,36 +48,23 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 if everything is equal, 1 if not."""
     args.dtype = "float32"
-    if args.isolate and args.mesh is not None:
-        raise RequestError("--isolate compares settings on one device; drop --mesh.")
-    if args.isolate and args.weights_budget is not None:
-        raise RequestError("--isolate compares settings in memory; drop --weights-budget.")
-    if args.isolate:
-        found = isolate.run(args, args.prompt or PROMPTS)
-        return _report(args, found, isolate.lines(found))
     transformers = _import_transformers()
     llm = open_llm(args)
     if llm.info.folder is None:
-        raise RequestError(
-            f"{llm.info.name} has no files that transformers could open; use --isolate."
-        )
+        raise RequestError(f"{llm.info.name} has no files that transformers could open.")
     if llm.info.gguf is not None:
         raise RequestError(
             f"{llm.info.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
-            f"verify the checkpoint it was made from, or use --isolate."
+            f"verify the checkpoint it was made from."
         )
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.info.folder, prompts, args.max_tokens)
     found = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
-    return _report(args, found, lines(found))
-
-
-def _report(args: argparse.Namespace, found: dict[str, Any], text: list[str]) -> int:
     if args.json:
         terminal.print_json(found)
     else:
-        for line in text:
+        for line in lines(found):
             print(line)
     return 0 if found["equal"] else 1
 
@@ -95,7 +76,7 @@ def _import_transformers() -> Any:
     except ImportError as error:
         raise RequestError(
             f"verify needs transformers and torch ({error}); install them with "
-            f"pip install transformers torch, or use --isolate, which needs neither."
+            f"pip install transformers torch."
         ) from None
     torch.set_grad_enabled(False)
     transformers.logging.set_verbosity_error()

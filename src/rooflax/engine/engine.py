@@ -218,12 +218,17 @@ class Engine:
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
         """Takes a sequence out with its siblings, wherever they are; one that has finished stays
-        as it is."""
+        as it is.
+
+        Args:
+            reason: its finish_reason.
+        """
         open_ = [sibling for sibling in sequence.siblings if not sibling.is_finished]
-        self.scheduler.abort(sequence)
+        self.scheduler.abort(sequence, reason)
         self._count_finished(open_, time.perf_counter())
+        self._set_gauges()
 
     def _count_finished(self, sequences: list[Sequence], now_s: float) -> None:
         for sequence in sequences:
@@ -280,6 +285,7 @@ class Engine:
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._new_scheduler()
         self._set_pace(BURST_S)
+        self._set_gauges()
         return lost
 
     def reset(self) -> None:
@@ -331,8 +337,8 @@ class Engine:
             start_s = time.perf_counter()
             drafts = self._drafts(step)
             calls = self.runner.calls(step, drafts)
-        except Exception as error:
-            if not self.isolates_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             outputs += self._run_apart(step.sequences, error)
             self._start_again()
@@ -348,8 +354,8 @@ class Engine:
             except RowError as fault:  # of one row, before anything ran
                 outputs += self._end_row(fault.sequence, fault.error)
                 continue
-            except Exception as error:
-                if not self.isolates_faults:
+            except BaseException as error:
+                if not self._isolates(error):
                     raise
                 outputs += self._run_apart(call.sequences, error)
                 if self.runner.lost_state:
@@ -369,8 +375,13 @@ class Engine:
             start_s = now_s
         self.scheduler.finish_step(step)
         outputs += self._step_beams(step)
-        self._watch()
+        self.metrics.num_steps += 1
+        self._set_gauges()
         return outputs
+
+    def _isolates(self, error: BaseException) -> bool:
+        """Whether a fault ends its requests alone; a library's panic is no Exception."""
+        return self.isolates_faults and not isinstance(error, KeyboardInterrupt | SystemExit)
 
     def _end_row(self, sequence: Sequence, error: BaseException) -> list[StepOutput]:
         """Ends the one sequence whose fault it was."""
@@ -386,7 +397,7 @@ class Engine:
         self._count_finished(ended, now_s)
         return [sibling.output_since(sibling.num_output_tokens) for sibling in ended]
 
-    def _run_apart(self, sequences: list[Sequence], error: Exception) -> list[StepOutput]:
+    def _run_apart(self, sequences: list[Sequence], error: BaseException) -> list[StepOutput]:
         """After a call's fault that no sequence is known for: its sequences are requeued and run
         apart once, and those that fail again end."""
         outputs: list[StepOutput] = []
@@ -417,8 +428,8 @@ class Engine:
             return []
         try:
             return self.speculation.propose(step.decodes, step.room - 1)
-        except Exception:
-            if not self.isolates_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             self.speculation.reset()  # a drafter's fault costs drafts
             return []
@@ -539,9 +550,8 @@ class Engine:
         self._mask_reuse.watch(sequence, stays)
         return stays
 
-    def _watch(self) -> None:
+    def _set_gauges(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics
-        metrics.num_steps += 1
         metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
         metrics.blocks_used = scheduler.blocks.num_used
         metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]

@@ -44,8 +44,14 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
     _check_known("stop_token_ids", "A stop id is", sequence.stop_ids, vocab_size)
 
 
-def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> None:
+def check_prompt(
+    prompt_tokens: Seq[int], vocab_size: int, max_tokens: int, *, new_tokens: int = 1
+) -> None:
     """Refuses a prompt that cannot run.
+
+    Args:
+        max_tokens: that the context holds.
+        new_tokens: that must have room behind it.
 
     Raises:
         RequestError: with both numbers.
@@ -59,11 +65,20 @@ def check_prompt(prompt_tokens: Seq[int], vocab_size: int, max_tokens: int) -> N
             f"The prompt holds the token id {wrong}; this model knows 0 to {vocab_size - 1}.",
             param="prompt",
         )
-    if len(prompt_tokens) >= max_tokens:
+    check_length(len(prompt_tokens), max_tokens, new_tokens=new_tokens)
+
+
+def check_length(num_tokens: int, max_tokens: int, *, new_tokens: int = 1) -> None:
+    """Refuses a prompt that is too long; as `check_prompt`.
+
+    Raises:
+        RequestError: with both numbers.
+    """
+    if num_tokens + new_tokens > max_tokens:
+        why = ", which leaves no room for a new one" if new_tokens else ""
         raise RequestError(
-            f"The prompt has {len(prompt_tokens)} tokens and the context holds {max_tokens}, "
-            f"which leaves no room for a new one; shorten the prompt, or raise max_model_len as "
-            f"far as the model goes.",
+            f"The prompt has {num_tokens} tokens and the context holds {max_tokens}{why}; shorten "
+            f"the prompt, or raise max_model_len as far as the model goes.",
             param="prompt",
         )
 

@@ -14,6 +14,8 @@ MAX_SAMPLES = 1024
 MAX_TOP_K = 2**31 - 1
 MAX_BEAMS = 10
 MAX_LENGTH_PENALTY = 10.0
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
+"""They are looked for after every token."""
 MAX_FORM_BYTES = 64 * 1024
 """Of a JSON schema, a regex or a grammar."""
 FORMS = ("json_schema", "regex", "grammar")
@@ -44,9 +46,10 @@ class SamplingParams:
         top_p: keep the fewest tokens whose probability reaches p, in (0, 1]; default 1.
         min_p: keep tokens at least this fraction as likely as the best, in [0, 1]; default 0.
         seed: of the draws; the same seed gives the same tokens in any batch; default 0.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text, at most 64 of 4096 characters together; they are not part
+            of it.
         stop_token_ids: ids that end the text, besides the end-of-sequence ids.
-        repetition_penalty: above 0 and up to 1e6, 1 is off; default 1.
+        repetition_penalty: from 1e-6 to 1e6, 1 is off; default 1.
         presence_penalty, frequency_penalty: in [-2, 2]; default 0.
         logit_bias: token id to a bias in [-100, 100]; with banned_token_ids at most 300 of them.
         allowed_token_ids: the only ids that may be chosen, at most 1024; empty allows all.
@@ -108,7 +111,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _whole("seed", self.seed, 0, 2**32 - 1)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, above_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -331,6 +334,13 @@ def _start(value: Any) -> str:
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
+    size = sum(len(item) for item in stop if isinstance(item, str))
+    if len(stop) > MAX_STOP_STRINGS or size > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop has {len(stop)} strings of {size} characters together; it may have "
+            f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}.",
+            param="stop",
+        )
     for item in stop:
         if not isinstance(item, str) or not item:
             raise RequestError(

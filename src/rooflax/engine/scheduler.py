@@ -98,9 +98,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
         """Ends a sequence and its siblings; who has finished stays as it is."""
-        self._end(sequence, "abort")
+        self._end(sequence, reason)
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """Ends a sequence and its siblings with an error; who has finished stays as it is."""

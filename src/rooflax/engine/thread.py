@@ -5,6 +5,7 @@ Everything that touches the engine happens here; callers hand in sequences and g
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -15,8 +16,10 @@ from rooflax.engine.compilation import CompileCounts, count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sequence import Sequence, StepOutput, with_siblings
-from rooflax.errors import EngineError, QueueFull, first_line
+from rooflax.errors import EngineError, QueueFull, RequestError, first_line
 
+EXIT_S = 30.0
+"""The most that the end of the process waits for the step at hand."""
 Deliver = Callable[[list[StepOutput]], None]
 
 
@@ -51,6 +54,12 @@ class EngineThread:
         self._is_warm = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rooflax-engine", daemon=True)
         self._thread.start()
+        # A daemon thread that is inside XLA when the interpreter ends would abort the process.
+        atexit.register(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        self.stop(drain=False)
+        self.join(EXIT_S)
 
     def wait_until_warm(self) -> None:
         """Returns once everything is compiled.
@@ -72,17 +81,24 @@ class EngineThread:
 
         Raises:
             QueueFull: too many wait already; none is queued.
-            RequestError: one could not run even alone; none is queued.
+            RequestError: one could not run even alone, or there are more than may ever wait; none
+                is queued.
             EngineError: the engine is shutting down, or has failed.
         """
         self.engine.check(sequences)
         sequences = with_siblings(sequences)
+        if len(sequences) > self._most_open:
+            raise RequestError(
+                f"The request has {len(sequences)} samples or beams, and at most "
+                f"{self._most_open} may run and wait; lower n, or raise max_waiting.",
+                param="n",
+            )
         now = time.perf_counter()
         with self._lock:
             self._check_alive()
             if self._num_open + len(sequences) > self._most_open:
                 raise QueueFull(
-                    f"{self._num_open} requests run or wait and {self._most_open} may; try again "
+                    f"{self._num_open} sequences run or wait and {self._most_open} may; try again "
                     f"later."
                 )
             self._num_open += len(sequences)
@@ -92,16 +108,20 @@ class EngineThread:
         self._inside |= {id(sequence): sequence for sequence in sequences}
         self.engine.add(sequences, now_s, is_checked=True)
 
-    def abort(self, sequences: Iterable[Sequence]) -> None:
+    def abort(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
         """Ends sequences, and the other beams of their groups, wherever they are; nothing is
-        delivered for them any more."""
-        mine = list(sequences)
-        self._inbox.put(lambda: self._abort(mine))
+        delivered for them any more.
 
-    def _abort(self, sequences: list[Sequence]) -> None:
+        Args:
+            reason: their finish_reason.
+        """
+        mine = list(sequences)
+        self._inbox.put(lambda: self._abort(mine, reason))
+
+    def _abort(self, sequences: list[Sequence], reason: str = "abort") -> None:
         open_ = [sequence for sequence in with_siblings(sequences) if not sequence.is_finished]
         for sequence in open_:
-            self.engine.abort(sequence)
+            self.engine.abort(sequence, reason)
         self._close(open_)
 
     def stop(self, *, drain: bool) -> None:
@@ -117,7 +137,10 @@ class EngineThread:
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits for the thread's end; whether it came."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        if ended:
+            atexit.unregister(self._stop_at_exit)
+        return ended
 
     def _close(self, sequences: Iterable[Sequence]) -> None:
         answered = [self._inside.pop(id(sequence), None) for sequence in sequences]
@@ -144,7 +167,10 @@ class EngineThread:
         compiled = CompileCounts()
         with count_compilations(compiled):
             while self._failure is None:
-                self._receive()
+                try:
+                    self._receive()
+                except BaseException as error:
+                    self._end_all("error", f"The engine failed at work: {first_line(error)}")
                 if self._is_stopping and not (self._drains and self.engine.has_unfinished):
                     break
                 self._step()
@@ -172,7 +198,7 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception as error:
+        except BaseException as error:  # a library's panic is no Exception
             self._end_all("error", f"The engine failed at work: {first_line(error)}")
             return
         self._close(o.sequence for o in outputs if o.finish_reason is not None)

@@ -98,7 +98,7 @@ class ModelInfo:
         Raises:
             RequestError: there is no such format.
         """
-        declared = {self.raw_config.get("torch_dtype"), self.raw_config.get("dtype")}
+        declared = {str(self.raw_config.get(key)) for key in ("torch_dtype", "dtype")}
         chosen = None if quantize is None else resolve_format(quantize)
         kept = {}
         if is_packed(self.raw_config) and chosen is not None:
@@ -107,7 +107,7 @@ class ModelInfo:
             )
         if (keep or is_packed(self.raw_config)) and chosen is None and self.folder is not None:
             kept = self.kept().formats
-        if narrow and declared == {None} and self.folder is not None and self.gguf is None:
+        if narrow and declared == {"None"} and self.folder is not None and self.gguf is None:
             source = self.weights()
             narrow = any(source.info(name).dtype == "BF16" for name in source.names())
         else:

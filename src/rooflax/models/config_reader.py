@@ -228,12 +228,18 @@ class ConfigReader:
             for key in ("attention_factor", "mscale", "mscale_all_dim")
             if rope.get(key) is not None
         }
+        fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+        if not 1e-6 <= slow < fast <= 1e6:
+            raise CheckpointError(
+                f"config.json has rope_scaling.beta_fast = {fast!r} and beta_slow = {slow!r}; they "
+                f"must be from 1e-6 to 1e6, the first above the second."
+            )
         return RopeScaling(
             "yarn",
             factor,
             original,
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
+            beta_fast=fast,
+            beta_slow=slow,
             truncate=truncate,
             attention_factor=_yarn_attention_factor(factor, given),
         )

@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.models.registry import family
@@ -88,6 +91,7 @@ def run_training(
         CheckpointError: a checkpoint of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """
+    check_trainable(model)
     run = _Run(model, config, training, held_out, folder)
     with contextlib.closing(run.log), _interruptible() as stop, run.bar(progress) as bar:
         while run.step < config.num_steps and not stop():
@@ -98,6 +102,19 @@ def run_training(
         if not interrupted:
             run.log_held_out(held_out_loss, whole=True)
     return run.result(held_out_loss, interrupted)
+
+
+def check_trainable(model: Model) -> None:
+    """Refuses weights that have no gradients.
+
+    Raises:
+        RequestError: some are quantized.
+    """
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
+        raise RequestError(
+            "The model has quantized weights, which cannot be trained; load it without `quantize`, "
+            "or the model that it was made from."
+        )
 
 
 def check_same_model(saved: Any, now: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`verify --isolate`: which option, layer and token is wrong, without any other library.
+"""Which option, layer and token is wrong, without any other library.
 
 From the slowest, most readable setting one option after the other is turned on. After each, the
 same tokens are run (teacher-forced: no error can choose other tokens) and the greedy tokens are
@@ -7,12 +7,9 @@ generated. Where they first differ, the model is cut after fewer and fewer layer
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, terminal
 from rooflax.errors import RequestError
 from rooflax.nn.execution import ExecutionOptions
 
@@ -77,27 +74,6 @@ class Measured:
     known: np.ndarray
 
 
-def run(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
-    """Loads the model and compares; the report as `--json` prints it."""
-    import jax
-
-    from rooflax.cli.session import open_llm
-    from rooflax.cli.verify import encoded_prompts
-    from rooflax.models.streaming import whole
-    from rooflax.ops import kernels
-
-    flags.execution_options(args)  # refused before anything is loaded
-    llm = open_llm(args, options=REFERENCE)
-    target = flags.execution_options(args, jax.default_backend())
-    native = kernels.chosen(target.kernels)["linear"] == "native"
-    target = target.with_layers(kernels_read_stacks=native)
-    prompts = encoded_prompts(llm, texts, args.max_tokens)
-    with terminal.status("running the reference setting, operation by operation", args.quiet):
-        task = reference_task(whole(llm.model), prompts, args.max_tokens)
-    found = isolate(whole(llm.model), target, task, quiet=args.quiet)
-    return {"model": llm.info.name, "reference": REFERENCE.describe(), **found}
-
-
 def settings(target: ExecutionOptions, config: Decoder) -> list[Setting]:
     """From the reference to `target`, one option at a time; those without effect are left out."""
     options, found = REFERENCE, [Setting("reference", REFERENCE)]
@@ -118,9 +94,7 @@ def _matters(name: str, config: Decoder) -> bool:
     return True
 
 
-def isolate(
-    model: Model, target: ExecutionOptions, task: Task, *, quiet: bool = True
-) -> dict[str, Any]:
+def isolate(model: Model, target: ExecutionOptions, task: Task) -> dict[str, Any]:
     """Turns on one option after the other, and locates the first difference.
 
     Args:
@@ -132,12 +106,11 @@ def isolate(
     rows: list[dict[str, Any]] = []
     fault = None
     for index, stage in enumerate(stages):
-        with terminal.status(f"trying {stage.name}", quiet):
-            row = _compare(model, stage, task, wanted)
-            rows.append(row)
-            if not row["equal"] and fault is None:
-                before = stages[max(index - 1, 0)].options
-                fault = {"option": stage.name, **locate(model, before, stage.options, task, row)}
+        row = _compare(model, stage, task, wanted)
+        rows.append(row)
+        if not row["equal"] and fault is None:
+            before = stages[max(index - 1, 0)].options
+            fault = {"option": stage.name, **locate(model, before, stage.options, task, row)}
     return {
         "settings": rows,
         "tolerance": TOLERANCE,
@@ -360,33 +333,3 @@ def truncated(model: Model, num_layers: int) -> Model:
         raise RequestError(f"a model of {config.num_layers} layers has no first {num_layers}.")
     weights = model.weights | {"layers": model.weights["layers"][:num_layers]}
     return replace(model, weights=weights, config=config.first(max(1, num_layers)))
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """The report for people."""
-    rows = [("setting", "max abs error", "allowed", "greedy tokens")]
-    for row in found["settings"]:
-        other = row["first_other_token"]
-        tokens = "equal" if other is None else f"differ at token {other['token']}"
-        error, allowed = f"{row['max_abs_error']:.2e}", f"{row['allowed']:.0e}"
-        mark = "" if row["equal"] else "  <-"
-        rows.append((row["setting"], error, allowed, tokens + mark))
-    return [
-        f"{found['model']}: from the reference setting, one option more in each line",
-        "",
-        *terminal.table(rows, right=(1, 2)),
-        "",
-        _verdict(found),
-    ]
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    fault = found["first_difference"]
-    if fault is None:
-        return "Equal: no option changes a token."
-    at = ""
-    if fault["position"] is not None:
-        at = f", first at position {fault['position']} of prompt {fault['prompt']}"
-    return (
-        f"NOT equal: {fault['option']} differs in {fault['where']}{at}, error {fault['error']:.2e}."
-    )

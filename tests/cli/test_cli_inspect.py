@@ -28,12 +28,13 @@ def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):
     found = json.loads(ran.out)
     assert found["weights"]["parameters"] == 70_553_706_496
     memory = found["memory"]
-    assert 1 <= memory["weights_bytes"] / (4 * 70_553_706_496) < 1.001  # and RoPE's table
+    assert 1 <= memory["weights_bytes"] / (2 * 70_553_706_496) < 1.001  # and RoPE's table
+    assert found["weights"]["published_bytes"] == 2 * 70_553_706_496
     parts = ("weights_bytes", "kv_cache_bytes", "workspace_bytes")
     assert memory["total_bytes"] == sum(memory[part] for part in parts)
     assert memory["fits"] == (memory["total_bytes"] <= memory["free_bytes"])
     text = rooflax("inspect", "preset:llama-3.1-70b").out
-    assert "70.55 B" in text
+    assert "70.55 B" in text and "141.1 GB" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -85,7 +86,7 @@ def test_bytes_per_device_of_a_mesh_that_is_not_here(rooflax):
     assert found["weights_bytes"] / found["mesh"]["weights_bytes_per_device"] > 6
     assert found["kv_cache_bytes"] == 2 * found["mesh"]["kv_cache_bytes_per_device"]
     shown = rooflax(*flags, "--mesh", "tensor=8").out
-    assert "on each of 8 devices (tensor=8)\n  weights     4.91 GiB" in shown
+    assert "on each of 8 devices (tensor=8)\n  weights    4.91 GiB" in shown
     assert "only these devices could say" in shown
     ran = rooflax(*flags, "--mesh", "tensor=8", "-q", "mxfp4")
     assert ran.code == 2 and "(360 = 11 x 32 + 8)" in ran.err

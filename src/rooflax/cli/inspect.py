@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
@@ -110,16 +111,22 @@ def _window_name(window: int | None) -> str:
 
 def weights(info: ModelInfo) -> dict[str, Any]:
     """Parameters by part, and the formats of the files."""
+    from rooflax.nn.storage import ITEM_BYTES
 
     config = info.config
     parts: Counter[str] = Counter()
     for slot in config.slots():
         parts[_part(slot.key)] += math.prod(slot.weight.shape(config.axis_sizes))
-    return {
-        "parameters": sum(parts.values()),
+    total = sum(parts.values())
+    found = {
+        "parameters": total,
         "parameters_by_part": dict(parts.most_common()),
         "formats": None if info.folder is None else formats(info),
     }
+    if info.folder is None:
+        dtype = str(info.raw_config.get("torch_dtype", "float32"))
+        found |= {"published_dtype": dtype, "published_bytes": total * ITEM_BYTES[dtype]}
+    return found
 
 
 def _part(key: str) -> str:
@@ -322,7 +329,8 @@ def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
         tensors = f"{entry['tensors']} tensors"
         rows.append((f"in the file: {entry['format']}", gib(entry["bytes"]), tensors))
     if known["formats"] is None:
-        rows.append(("in the file: none", "random", ""))
+        size = f"{known['published_bytes'] / 1e9:,.1f} GB"
+        rows.append((f"as published: {known['published_dtype']}", size, "random here"))
     return rows
 
 
@@ -396,10 +404,11 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
     if server is None:
         return []
     if "refused" in server:
-        return textwrap.wrap(f"As a server: {server['refused']}", 80)
+        said = with_flags(server["refused"], None, parser_of("inspect").flag_names)
+        return textwrap.wrap(f"AsyncLLM would refuse it here. {said}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
     line = (
-        f"As a server of {server['sequences']} sequences: {blocks} KV blocks of "
+        f"AsyncLLM with {server['sequences']} sequences: {blocks} KV blocks of "
         f"{server['block_size']} tokens, for {server['of_full_length']} of full length."
     )
     return textwrap.wrap(line, 80)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rooflax.errors import RequestError
+from rooflax.models.memory import gib
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.layout import blocks_needed
 from rooflax.ops.accelerator import block_size
@@ -47,8 +48,9 @@ def plan_blocks(
     needed = _bytes(cost, longest, slots)
     if limit_bytes is not None and needed > limit_bytes:
         raise RequestError(
-            f"The KV cache of one sequence of {max_tokens} tokens takes {needed:,} bytes and "
-            f"{limit_bytes:,} are there for it; lower max_model_len."
+            f"The KV cache of one sequence of {max_tokens:,} tokens takes {gib(needed)} and "
+            f"{gib(limit_bytes)} is there for it; lower max_model_len.",
+            param="max_model_len",
         )
     return tuple(1 + slots * n for n in longest)
 

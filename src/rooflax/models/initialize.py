@@ -52,10 +52,12 @@ def random_weights(
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in config.slots():
             shape = slot.weight.shape(config.axis_sizes)
-            array = _values(slot, shape, config, seed, storage.dtype)
+            is_quantized = storage.format_of(slot, config) is not None
+            dtype = storage.dtype if is_quantized else storage.dtype_of(slot, config, True)
+            array = _values(slot, shape, config, seed, dtype)
             yield slot, put(slot, array)
             if progress:
-                progress(storage.num_bytes(slot, config, stored_narrow=False))
+                progress(storage.num_bytes(slot, config, stored_narrow=storage.narrow))
 
     if stacked and place is None:
         return Stacks(config.num_layers, config.groups.period).filled(arrays())

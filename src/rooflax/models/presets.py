@@ -49,6 +49,7 @@ def _gpt_oss(layers: int, experts: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_BFLOAT16 = {"torch_dtype": "bfloat16"}
 _LLAMA32_SCALING = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -59,15 +60,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, **_BFLOAT16),
     "llama-3.2-1b": _llama3(
-        2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling=_LLAMA32_SCALING
+        2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling=_LLAMA32_SCALING,
+        **_BFLOAT16,
     ),
-    "llama-3.1-8b": _llama3(4096, 14336, 32, 32),
-    "llama-3.1-70b": _llama3(8192, 28672, 80, 64),
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-120b": _gpt_oss(36, 128),
-    "gpt-oss-3b": _gpt_oss(4, 32, vocab_size=32768),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, **_BFLOAT16),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, **_BFLOAT16),
+    "gpt-oss-20b": _gpt_oss(24, 32, **_BFLOAT16),
+    "gpt-oss-120b": _gpt_oss(36, 128, **_BFLOAT16),
+    "gpt-oss-3b": _gpt_oss(4, 32, vocab_size=32768, **_BFLOAT16),
     "gpt2-tiny": _gpt2(128, 4, 4, vocab_size=4096),
     "qwen2.5-tiny": _qwen2(128, 512, 4, 4, 2, vocab_size=4096),
     "gpt-oss-tiny": _gpt_oss(
@@ -75,8 +77,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=32,
     ),
 }  # fmt: skip
-"""Each as the config.json of the model it is named after; gpt-oss-3b has four of gpt-oss-20b's
-layers and a small vocabulary."""
+"""Each as the config.json of the model it is named after, but for GPT-OSS's MXFP4 (-q mxfp4);
+gpt-oss-3b has four of gpt-oss-20b's layers and a small vocabulary. Tiny ones are float32."""
 
 
 def preset_config(model: str) -> dict[str, Any]:

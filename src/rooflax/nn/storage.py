@@ -79,7 +79,8 @@ class Storage:
 
     def dtype_of(self, slot: Slot, config: Decoder, stored_narrow: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
-        keep = self.narrow and stored_narrow and is_product(slot, config)
+        reads_bfloat16 = is_product(slot, config) or slot.key == "embed"
+        keep = self.narrow and stored_narrow and reads_bfloat16
         return "bfloat16" if keep else self.dtype
 
     def takes_views(self, slot: Slot, config: Decoder) -> bool:

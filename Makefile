@@ -65,6 +65,7 @@ goldens: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m rooflax.cli.docs > docs/cli.md
+	$(BIN)/python tools/api_docs.py > docs/api.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

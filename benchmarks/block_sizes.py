@@ -188,7 +188,7 @@ def model_programs(info: ModelInfo, work: Work) -> list[Program]:
     check_fits(estimate(info.family, config, **sizes), free_bytes(), f"a layer of {info.name}")
     weights = random_weights(info.family, config, seed=SEED, storage=storage)
     model = build(info.family, config, weights, length, storage.dtype)
-    options = ExecutionOptions.for_platform(platform).with_layers(kernels_read_stacks=False)
+    options = ExecutionOptions().with_layers(kernels_read_stacks=False)
     rng = np.random.default_rng(SEED)
 
     def cache_and_tokens(rows: int, *seq: int) -> tuple[Any, jax.Array]:

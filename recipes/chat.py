@@ -1,6 +1,6 @@
 """Trains the embedded chat model: the embedded model's first layers, on made-up conversations.
 
-    python recipes/chat.py --out FOLDER [--tokens 8000000]
+    python recipes/chat.py --out FOLDER [--tokens 4200000]
 
 FOLDER (outside the repository) gets `start/` (the model to go on from, with the tokens and the
 template of a chat), `conversations.jsonl`, the run of `rooflax train` and its `model/`. Killed, the
@@ -43,7 +43,7 @@ EACH = 100
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=8_000_000)
+    parser.add_argument("--tokens", type=int, default=4_200_000)
     parser.add_argument("--install", action="store_true", help="put it into the package")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def evaluate(folder: Path) -> dict[str, float]:
     asked, right = Counter[str](), Counter[str]()
     for kind, prompt, tools, wanted in questions():
         ids = llm.encode_chat(prompt, tools=tools)
-        (found,) = llm.generate([ids], max_tokens=160)
+        (found,) = llm.generate([ids], max_tokens=min(160, CONTEXT - len(ids)))
         asked[kind] += 1
         right[kind] += found.text.strip() == wanted.strip()
     return {kind: right[kind] / asked[kind] for kind in asked}
@@ -169,7 +169,7 @@ Right answers, in full, to {each} new questions of each kind, greedy:
 ## What it cannot do
 
 It knows no facts about the world, and what is unlike its exercises it answers as if it were one of
-them. Sums beyond two digits are guesses. It has {context} tokens of context.
+them. Most sums of two-digit numbers are wrong. It has {context} tokens of context.
 """
 
 

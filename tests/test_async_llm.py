@@ -227,9 +227,11 @@ def test_a_shape_that_was_not_warmed_up_is_an_error_that_names_it(server):
 
 
 def test_the_manifest_is_short_and_says_what_was_compiled(server):
-    assert 4 < len(server.manifest) <= 12
-    assert all(line.seconds >= 0 and line.cache in ("hit", "miss") for line in server.manifest)
-    names = [line.name for line in server.manifest]
+    assert 4 < len(server.warm_up_report) <= 12
+    assert all(
+        line.seconds >= 0 and line.cache in ("hit", "miss") for line in server.warm_up_report
+    )
+    names = [line.name for line in server.warm_up_report]
     assert len(set(names)) == len(names)
     assert "decode of 1 sequences, context 131" in names
 

@@ -457,7 +457,7 @@ def test_many_callers_at_once(folder, llm):
     with count_compilations() as counts:
         found = asyncio.run(all_at_once())
     assert counts.requests == 0
-    assert len(server.manifest) <= 12
+    assert len(server.warm_up_report) <= 12
     for (prompt, given), (completion,) in zip(wanted, found, strict=True):
         alone = llm.generate(prompt, given)[0]
         assert (completion.tokens, completion.text) == (alone.tokens, alone.text)

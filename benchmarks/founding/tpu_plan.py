@@ -23,7 +23,7 @@ POINTS = (
         ),
         "nn/layers.py, nn/stacking.py",
         (
-            "programs of 512 instructions at any depth; steps as fast (log.md), compile time "
+            "programs of 512 instructions at any depth; steps as fast (the log), compile time "
             "against depth in optimizations.md"
         ),
     ),
@@ -34,7 +34,7 @@ POINTS = (
             "XLA fuses them into what is around, so no kernel of ours"
         ),
         "ops/linear/prologue.py, csrc/",
-        f"on CPU: log.md; on TPU {NO_TPU}",
+        f"on CPU: the log; on TPU {NO_TPU}",
     ),
     (
         "KV cache allocated once, updated in place, laid out for the TPU",
@@ -103,7 +103,7 @@ POINTS = (
             "softmax are one kernel; token and position rows are one fusion of XLA's"
         ),
         "nn/weights.py, ops/linear/, ops/attention/, models/gpt2.py",
-        "on CPU: log.md",
+        "on CPU: the log",
     ),
     (
         "Compile once: cache, no recompilation, compiled at start",

@@ -16,7 +16,7 @@ from rooflax.bench.statistics import MIN_PAIRS, Summary, paired_ratio
 
 SEEN = ("ttft_p50_s", "ttft_p99_s", "longest_gap_s")
 SHAPE = ("batch", "prompt_tokens", "new_tokens")
-AFTER_SPEEDS = ("to the best peer", "roofline", "best peer's", "target", "met")
+AFTER_SPEEDS = ("vs best peer", "roofline", "best peer's", "target", "met")
 SERVING_HEADER = (
     "model", "arrivals", "engine", "tok/s", f"of {SERVING_PEER}'s", "of the ideal", "TTFT p50 ms",
     "p99 ms", "longest gap ms", "target", "met",

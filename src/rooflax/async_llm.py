@@ -123,9 +123,9 @@ class AsyncLLM:
         )
 
     @property
-    def manifest(self) -> list[Compiled]:
+    def warm_up_report(self) -> list[Compiled]:
         """Every program, its seconds, and whether the persistent cache had it."""
-        return self._thread.manifest
+        return self._thread.warm_up_report
 
     def metrics(self) -> dict[str, Any]:
         """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics."""

@@ -73,7 +73,7 @@ class LLM:
         num_draft_tokens: the most drafts in a step; None is 7.
         options: what may change speed but never a token, as long as the KV cache is as wide as
             the activations; None is
-            `ExecutionOptions.for_platform` of the platform here.
+            the defaults.
         weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
             from the file at every step. None loads them all.
         mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
@@ -110,7 +110,7 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.", param="max_num_seqs"
             )
         if options is None:
-            options = ExecutionOptions.for_platform(jax.default_backend())
+            options = ExecutionOptions()
         if not isinstance(options, ExecutionOptions):
             raise RequestError(
                 f"options is {options!r:.80}; it must be ExecutionOptions.", param="options"

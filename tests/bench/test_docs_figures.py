@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from benchmarks import choices, optimizations, rules
+from benchmarks import optimizations, rules
 from rooflax.cli.main import parse
 from rooflax.errors import RequestError
 from tests.product.snippets import ROOT
@@ -20,14 +20,14 @@ def text(name):
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", [rules, optimizations, choices])
+@pytest.mark.parametrize("script", [rules, optimizations])
 def test_the_tables_are_those_of_the_figures(script):
     page, document = (path.read_text(encoding="utf-8") for path in (script.PAGE, script.FIGURES))
     wanted = script.page_with_figures(page, json.loads(document))
     assert page == wanted, f"run: python {script.__file__} --render"
 
 
-@pytest.mark.parametrize("script", [rules, optimizations, choices])
+@pytest.mark.parametrize("script", [rules, optimizations])
 def test_a_page_without_its_markers_is_refused(script):
     document = json.loads(script.FIGURES.read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match="lacks"):

@@ -173,7 +173,7 @@ COMMANDS = {
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],
         FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT
-        | {"--dtype": ["bfloat16"], "--output": ["OTHER"]},
+        | {"--dtype": ["bfloat16"], "--output": ["OTHER"], "--force": None},
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),

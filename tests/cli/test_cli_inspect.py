@@ -156,7 +156,7 @@ def test_doctor_says_what_is_here(rooflax, monkeypatch):
         "devices",
         "host",
         "kernels",
-        "choices",
+        "defaults",
         "compile_cache",
         "hub",
     ]
@@ -167,7 +167,7 @@ def test_doctor_says_what_is_here(rooflax, monkeypatch):
         assert kernels["native"].startswith(("used (", "cannot run: "))
         used = kernels["native"].startswith("used")
         assert kernels["xla"] == ("available" if used else "used")
-    assert found["choices"]["layers"].startswith("scan where kernels read")
-    assert found["choices"]["float32_products"] == "highest"
+    assert found["defaults"]["layers"].startswith("scan where kernels read")
+    assert found["defaults"]["float32_products"] == "highest"
     assert {device["platform"] for device in found["devices"]} == {"cpu"}
     assert max(map(len, rooflax("doctor").out.splitlines())) <= 100

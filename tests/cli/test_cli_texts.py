@@ -174,3 +174,13 @@ def test_a_file_that_is_no_conversation_is_refused(rooflax, tmp_path, content):
     ran = chat(rooflax, f"/load {path}\n/load {path}.missing\n")
     assert ran.code == 0
     assert "is no conversation that /save wrote" in ran.err and "cannot be read" in ran.err
+
+
+def test_a_model_is_not_replaced_without_force(rooflax, tmp_path):
+    write_it = ("quantize", TINY, "-q", "int8", "-o", tmp_path / "small")
+    assert rooflax(*write_it).code == 0
+    before = (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns
+    ran = rooflax(*write_it)
+    assert ran.code == 2 and "holds a model; give another folder" in ran.err
+    assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns == before
+    assert rooflax(*write_it, "--force").code == 0

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rooflax.errors import RequestError
-from rooflax.loading.load import load
+from rooflax.loading.load import embedded_folder, load
 from rooflax.train import loop
 
 CONFIG = {
@@ -157,3 +157,13 @@ def test_quantized_weights_are_refused_before_anything_is_read(rooflax, tmp_path
     model = load(folder)
     with pytest.raises(RequestError, match="quantized weights, which cannot be trained"):
         loop.run_training(model, None, None, None, out)
+
+
+def test_generation_defaults_go_along(rooflax, data):
+    ran = rooflax(
+        "train", "--data", "texts", "--out", "run", "--steps", 1, "--batch", 2, "--seq-len", 16
+    )
+    assert ran.code == 0, ran.err
+    found = json.loads((data / "run/model/generation_config.json").read_text())
+    wanted = json.loads((embedded_folder() / "generation_config.json").read_text())
+    assert {name: found.get(name) for name in wanted} == wanted

@@ -194,7 +194,7 @@ async def _served(prompts, **given):
 
     async with AsyncLLM(max_num_seqs=4, max_model_len=256, **given) as llm:
         results = await asyncio.gather(*(llm.generate(prompt, params()) for prompt in prompts))
-        return [c.tokens for (c,) in results], llm.metrics(), llm.manifest
+        return [c.tokens for (c,) in results], llm.metrics(), llm.warm_up_report
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_drafts_of_a_server_compile_nothing_after_warm_up(plain, unhesitating, s
     import asyncio
 
     prompts = [CODE, CODE[:90], "import os", CODE + "class"]
-    tokens, metrics, manifest = asyncio.run(_served(prompts, speculate=speculate))
+    tokens, metrics, warm_up_report = asyncio.run(_served(prompts, speculate=speculate))
     assert tokens == [c.tokens for c in plain.generate(prompts, params())]
     assert metrics["num_draft_tokens"] > 0
     assert metrics["num_compilations"] == 0
-    assert any("verify" in line.name for line in manifest)
+    assert any("verify" in line.name for line in warm_up_report)
 
 
 def test_what_cannot_draft_is_refused():

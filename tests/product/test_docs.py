@@ -41,9 +41,14 @@ def test_pitfalls_are_as_described() -> None:
 
 
 def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all("README.md") == 3
+    assert run_all("README.md") == 4
     out = capsys.readouterr().out
     assert "def add(a, b):" in out
+
+
+def test_the_tutorials_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all("docs/tutorial.md") == 3
+    assert "get_weather {'city': 'Oslo'}" in capsys.readouterr().out
 
 
 def test_readme_shell_commands_exist() -> None:
@@ -56,7 +61,9 @@ def test_readme_shell_commands_exist() -> None:
 
 
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
-NAMED = re.compile(r"^(preset:[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\]|<\w+>)$")
+NAMED = re.compile(
+    r"^(rooflax-(?:chat|python)-5m|preset:[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\]|<\w+>)$"
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -70,16 +77,15 @@ def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> Non
 
 def test_readme_speeds_are_those_of_the_comparison() -> None:
     """Each line of the README's table is a line of the document that `compare.py` writes."""
-    document = (ROOT / "docs/peers-avx2.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
     (section,) = [part for part in document.split("\n## ") if part.startswith("qwen2.5-0.5b")]
     measured = {tuple(row[:2]): row for row in table_rows(section)}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = [row for row in table_rows(readme) if row[0].startswith(("decode", "prefill"))]
     assert len(rows) >= 5
-    ratio = measured["test", "width"].index("to the best peer")  # after a column per peer
+    ratio = measured["test", "width"].index("vs best peer")  # after a column per peer
     for row in rows:
-        found = measured[row[0], row[1]]
-        assert row == [*found[:4], found[ratio]]
+        assert row == measured[row[0], row[1]][: ratio + 1]
 
 
 def test_readme_serving_is_that_of_the_comparison() -> None:

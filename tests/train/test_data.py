@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.train.data import Rows, open_corpus, pack, write_corpus
+from rooflax.loading.load import embedded_folder
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.train.data import Rows, open_corpus, pack, separator_of, write_corpus
 from tests.train import tiny
 
 END = 9  # the separator in hand-written rows
@@ -243,3 +245,24 @@ class TestDamagedFiles:
         note = path.with_name("a.bin.json")
         note.write_text(json.dumps(json.loads(note.read_text()) | {"dtype": dtype}))
         self.refused(path, "cannot open the token file")
+
+
+class Vocabulary:
+    """Ids by name; as `loading.tokenizer.Tokenizer`, as far as it is asked."""
+
+    def __init__(self, *names):
+        self.eos_id, self.token_to_id = 0, dict(zip(names, range(len(names)), strict=True)).get
+
+
+def test_documents_are_separated_by_what_ends_no_turn_of_a_chat():
+    assert separator_of(Vocabulary("<|im_end|>", "a", "<|endoftext|>")) == 2
+    assert separator_of(Vocabulary("<|eot_id|>", "<|end_of_text|>")) == 1
+    assert separator_of(Vocabulary("<end>", "a")) == 0
+
+
+def test_a_document_that_holds_the_separator_is_refused(tmp_path):
+    tokenizer = Tokenizer(embedded_folder())
+    texts = ["import os", "one<|endoftext|>two"]
+    with pytest.raises(RequestError, match=r"holds the token '<\|endoftext\|>', which separates"):
+        write_corpus(tmp_path / "c.bin", texts, tokenizer.backend, separator_of(tokenizer))
+    assert not (tmp_path / "c.bin").exists()

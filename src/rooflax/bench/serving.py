@@ -59,7 +59,7 @@ class Served:
             kv_dtype=self.llm.precision.kv_dtype or "float32",
             token_budget=512,
         )
-        self.manifest = self.engine.seal()
+        self.warm_up_report = self.engine.seal()
 
     def sequence(self, prompt: list[int], output_tokens: int) -> Sequence:
         return Sequence(0, prompt, self.work.params(), output_tokens, frozenset())

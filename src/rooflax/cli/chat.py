@@ -18,6 +18,7 @@ from rooflax.cli.signals import stop_asked
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
+from rooflax.models.presets import CHAT_NAME
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -29,7 +30,7 @@ QUOTES = '"""'
 
 
 def add_flags(parser: Parser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, "the embedded chat model")
     flags.add_check(parser)
     group = parser.group("conversation")
     group.add_argument("--system", metavar="TEXT", help="what the system message says")
@@ -50,6 +51,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads turns until the input ends."""
     params = flags.sampling_params(args)
+    args.model = args.model or CHAT_NAME
     llm = open_llm(args)
     _check_flags_fit(llm, args)
     chat = Chat(Conversation(llm, args.system), params)

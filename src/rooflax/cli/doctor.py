@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": devices(),
         "host": host(),
         "kernels": kernels(),
-        "choices": choices(),
+        "defaults": defaults(),
         "compile_cache": compile_cache(),
         "hub": hub(),
     }
@@ -108,15 +108,13 @@ def kernels() -> dict[str, dict[str, str]]:
     return found
 
 
-def choices() -> dict[str, str]:
-    """What runs here where no flag says otherwise: docs/optimizations.md measures each."""
-    import jax
-
+def defaults() -> dict[str, str]:
+    """What runs here where no flag says otherwise."""
     from rooflax.engine.compilation import compiler_options
     from rooflax.nn.execution import ExecutionOptions
     from rooflax.ops.dot import FLOAT32
 
-    options = asdict(ExecutionOptions.for_platform(jax.default_backend()))
+    options = asdict(ExecutionOptions())
     words = {True: "yes", False: "no"}
     return {
         **{name: str(words.get(value, value)) for name, value in options.items()},
@@ -177,7 +175,7 @@ def _print(found: dict[str, Any]) -> None:
             rows.append((operation, name, state))
             operation = ""
     _section("kernels", rows)
-    _section("choices", [(n.replace("_", " "), text) for n, text in found["choices"].items()])
+    _section("defaults", [(n.replace("_", " "), text) for n, text in found["defaults"].items()])
     cache, offline = found["compile_cache"], "yes" if found["hub"]["offline"] else "no"
     _section(
         "caches",

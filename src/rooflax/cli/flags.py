@@ -14,9 +14,8 @@ from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, wh
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
-from rooflax.models.presets import PREFIX
+from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
-    PLATFORMS,
     ExecutionOptions,
     Precision,
     parse_bytes,
@@ -24,13 +23,13 @@ from rooflax.nn.execution import (
 )
 
 
-def add_model(parser: Parser) -> None:
+def add_model(parser: Parser, default: str = "the embedded model") -> None:
     """MODEL, and how it is found and read."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
-        help="checkpoint folder, .gguf file, hub id or preset:NAME; default: the embedded model",
+        help=f"checkpoint folder, .gguf file, hub id or preset:NAME; default: {default}",
     )
     group = parser.group("finding the model")
     group.add_argument("--revision", metavar="REF", help="branch, tag or commit of a hub id")
@@ -292,18 +291,11 @@ def _listed(kind: Any) -> Any:
     return lambda text: [kind(part) for part in _words(text)]
 
 
-def execution_options(args: argparse.Namespace, platform: str | None = None) -> ExecutionOptions:
-    """The switches as what they become in Python; RequestError for a wrong value.
-
-    Args:
-        platform: whose choices fill what is not said; None is --platform's, else a CPU's: for
-            before JAX has started, which refuses a platform that is none.
-    """
+def execution_options(args: argparse.Namespace) -> ExecutionOptions:
+    """The switches as what they become in Python; RequestError for a wrong value."""
     if getattr(args, "no_cache", False) and args.decode_steps is not None:
         raise RequestError("--decode-steps needs the cache, and --no-cache is given; drop one.")
-    named = args.platform if args.platform in PLATFORMS else "cpu"
-    return ExecutionOptions.for_platform(
-        platform or named,
+    return ExecutionOptions.of(
         use_cache=False if getattr(args, "no_cache", False) else None,
         jit=False if getattr(args, "no_jit", False) else None,
         layers=args.layers,
@@ -362,7 +354,7 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RequestError: a flag that has no meaning for this MODEL.
     """
-    made_here = args.model is None or args.model.startswith(PREFIX)
+    made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
     for flag, given in (
         ("--revision", args.revision),
         ("--ignore-config-key", args.ignore_config_key),

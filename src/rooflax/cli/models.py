@@ -57,18 +57,22 @@ def document() -> dict[str, Any]:
 
 
 def embedded() -> list[dict[str, Any]]:
-    """The embedded default, if this installation has it whole."""
+    """The embedded models that this installation has whole."""
     from rooflax.errors import RooflaxError
-    from rooflax.loading.load import EMBEDDED_NAME, embedded_folder
+    from rooflax.loading.load import embedded_folder
+    from rooflax.models.presets import EMBEDDED
     from rooflax.models.registry import read_config_json
 
-    try:
-        folder = embedded_folder()
-        raw = read_config_json(folder)
-    except RooflaxError:
-        return []
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return [{"model": EMBEDDED_NAME, "bytes": size, **architecture(raw)}]
+    found = []
+    for name in EMBEDDED:
+        try:
+            folder = embedded_folder(name)
+            raw = read_config_json(folder)
+        except RooflaxError:
+            continue
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        found.append({"model": name, "bytes": size, **architecture(raw)})
+    return found
 
 
 def architecture(raw: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def _print(found: dict[str, Any]) -> None:
     print("downloaded")
     rows = [(m["model"], gib(m["bytes"])) for m in found["downloaded"]]
     _print_rows(rows or [("none", "")], right=(1,))
-    print("embedded (when no MODEL is named)")
+    print("embedded (when no MODEL is named; the second one for chat)")
     rows = [
         (m["model"], m["family"], gib(m["bytes"]), f"{billions(m['parameters'])} parameters")
         for m in found["embedded"]

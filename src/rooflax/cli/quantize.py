@@ -1,4 +1,4 @@
-"""`rooflax quantize`: writes a checkpoint folder whose products' weights are quantised."""
+"""`rooflax quantize`: writes a checkpoint folder whose matmuls' weights are quantized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
 from rooflax.nn.execution import ExecutionOptions
 
-SUMMARY = "write a quantised checkpoint, which loads at once"
+SUMMARY = "save a quantized model; it loads without conversion"
 
 
 def add_flags(parser: Parser) -> None:
@@ -19,6 +19,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     add = parser.group("what to write").add_argument
     add("-o", "--output", metavar="FOLDER", required=True, help="where; may not hold other files")
+    add("--force", action="store_true", help="replace a model that is there")
     flags.add_precision(parser, kv=False)
     flags.add_device(parser)
     flags.add_output(parser)
@@ -28,6 +29,10 @@ def run(args: argparse.Namespace) -> int:
     """Loads the model quantised and saves it as it lies in memory."""
     if Path(args.output).is_file():
         raise RequestError(f"{args.output} is a file; give the name of a folder.")
+    if (Path(args.output) / "config.json").exists() and not args.force:
+        raise RequestError(
+            f"{args.output} holds a model; give another folder, or replace it with --force."
+        )
     llm = open_llm(args, options=ExecutionOptions(layers="unrolled"))
     if not (llm.storage.quantize or llm.storage.kept):
         raise RequestError("no format was given: say --quantize int8, or another one.")

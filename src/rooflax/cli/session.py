@@ -76,7 +76,7 @@ def _loaded(
 ) -> LLM:
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
-        options = options or flags.execution_options(args, jax.default_backend())
+        options = options or flags.execution_options(args)
         from rooflax.llm import LLM
         from rooflax.loading.load import model_info
         from rooflax.ops import early_memory

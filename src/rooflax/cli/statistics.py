@@ -81,7 +81,10 @@ def lines(
     first = completions[0]
     times = first.timings
     count = sum(len(c.tokens) for c in completions)
-    compiled = _counted(int(times["compilations"]), "compilation")
+    compiled = int(times["compilations"])
+    compiling = f"{seconds(times['compile_s'])} ({_counted(compiled, 'compilation')})"
+    if not compiled:
+        compiling = f"nothing; programs from the cache in {seconds(times['compile_s'])}"
     prompt = _counted(len(first.prompt_tokens), "token")
     first_token = seconds(times["ttft_s"])
     rate = times["decode_tok_per_s"] * len(completions)
@@ -93,11 +96,11 @@ def lines(
     weights = gib(used["weights_bytes_per_device"] or 0)
     kv_cache = gib(used["kv_cache_bytes"] or 0)
     drafts = sum(c.num_draft_tokens for c in completions)
-    held = sum(c.num_accepted_tokens for c in completions)
-    drafted = f", {held:,} of {drafts:,} drafts held" if drafts else ""
+    accepted = sum(c.num_accepted_tokens for c in completions)
+    drafted = f", {accepted:,} of {drafts:,} draft tokens accepted" if drafts else ""
     return [
         f"load     {seconds(times['load_s'])}",
-        f"compile  {seconds(times['compile_s'])} ({compiled})",
+        f"compile  {compiling}",
         f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
         f"decode   {_counted(count, 'token')}{several}, {speed}{drafted}",
         *_stream_lines(streamed),

@@ -250,7 +250,7 @@ def _data_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _encode(args: argparse.Namespace, start: _Start, out: Path) -> None:
     from rooflax.train.corpus import split_held_out
-    from rooflax.train.data import write_corpus
+    from rooflax.train.data import separator_of, write_corpus
 
     training, held_out = split_held_out(_documents(args), args.held_out_fraction)
     if held_out and not training:
@@ -269,7 +269,7 @@ def _encode(args: argparse.Namespace, start: _Start, out: Path) -> None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
     tokenizer = _tokenizer(start)
-    separator = tokenizer.eos_id
+    separator = separator_of(tokenizer)
     if separator is None:
         raise RequestError(
             f"the tokenizer in {start.tokenizer_folder} has no end-of-sequence token to put "
@@ -316,12 +316,16 @@ def _tokenizer(start: _Start) -> Tokenizer:
 
 def _save(out: Path, start: _Start, result: TrainResult) -> Path:
     """The trained model as a Hugging Face folder, in bfloat16, with its tokenizer."""
+    from rooflax.loading.json_files import read_json_object
     from rooflax.loading.save import companions, save_model
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
     tokenizer = _tokenizer(start)
     ends = start.info.generation_defaults().eos_token_ids if start.info else ()
     eos = tokenizer.eos_id
+    defaults = {}
+    if start.info and start.info.folder and start.info.gguf is None:
+        defaults = read_json_object(start.info.folder / "generation_config.json")
     save_model(
         out / "model",
         start.family,
@@ -329,6 +333,7 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
         result.model.weights,
         eos_token_ids=ends or (() if eos is None else (eos,)),
         bos_token_id=tokenizer.bos_id,
+        generation=defaults,
         files=files,
     )
     return out / "model"

@@ -105,7 +105,7 @@ class BlockManager:
         """Whether the sequence, with its siblings, could run to its end alone.
 
         Args:
-            new_tokens: the most tokens written between two calls of `let_go_behind`.
+            new_tokens: the most tokens written between two calls of `free_out_of_window`.
         """
         needed = self._most_blocks(sequence.longest, new_tokens)
         count = len(sequence.siblings)
@@ -177,7 +177,7 @@ class BlockManager:
         sequence.num_published_blocks = num_cached // self.block_size
         sequence.num_writable_tokens = num_cached
 
-    def let_go_behind(self, sequence: Sequence) -> None:
+    def free_out_of_window(self, sequence: Sequence) -> None:
         """Releases what the next query, at `num_computed_tokens`, cannot see."""
         for group, window in self._windowed:
             table = sequence.block_tables[group]

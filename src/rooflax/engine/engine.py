@@ -121,7 +121,7 @@ class Engine:
         self._token_s: float | None = None  # of a prompt, in a step of many
         self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
         self.scheduler = self._new_scheduler()
-        self._set_pace(BURST_S)
+        self._set_steps_per_dispatch(BURST_S)
         self.metrics = Metrics()
 
     def _new_blocks(self) -> BlockManager:
@@ -263,10 +263,10 @@ class Engine:
         """Compiles everything that any request can need; what is missing then is an error.
 
         Returns:
-            The manifest: every program, its seconds, and whether the persistent cache had it.
+            The warm-up report: every program, its seconds, and whether the persistent cache had it.
         """
-        manifest = self.runner.seal(self.server_buckets(), report)
-        return manifest + self.speculation.seal(report)
+        found = self.runner.seal(self.server_buckets(), report)
+        return found + self.speculation.seal(report)
 
     def server_buckets(self) -> Buckets:
         """Shapes for any mixture of requests."""
@@ -284,7 +284,7 @@ class Engine:
         """Lets go of every sequence that waits or runs, and says which."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._new_scheduler()
-        self._set_pace(BURST_S)
+        self._set_steps_per_dispatch(BURST_S)
         self._set_gauges()
         return lost
 
@@ -364,7 +364,7 @@ class Engine:
                 continue
             now_s = time.perf_counter()
             self._watch_call(call, result, now_s - start_s)
-            self._set_pace((now_s - start_s) / result.num_steps)
+            self._set_steps_per_dispatch((now_s - start_s) / result.num_steps)
             if call.shape.kind == "decode":
                 gap_s = begun_s - self._last_end_s
                 self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
@@ -465,7 +465,7 @@ class Engine:
             outputs += [member.output_since(0) for member in ended]
         return outputs
 
-    def _set_pace(self, step_s: float) -> None:
+    def _set_steps_per_dispatch(self, step_s: float) -> None:
         """Chooses the steps of the next dispatch, if the caller did not.
 
         Args:
@@ -476,7 +476,7 @@ class Engine:
             if jax.process_count() > 1:  # all must choose alike, and clocks differ
                 fitting = self.scheduler.decode_steps
             fitting = min(fitting, self.speculation.most_steps or fitting)
-            self.scheduler.pace = min(max(fitting, 1), self.scheduler.decode_steps)
+            self.scheduler.steps_per_dispatch = min(max(fitting, 1), self.scheduler.decode_steps)
 
     def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
         """Appends the tokens of a call, and ends the sequences that are done."""

@@ -73,7 +73,7 @@ def _fault_of(sequence: Sequence) -> Iterator[None]:
 
 
 class Compiled(NamedTuple):
-    """A line of the manifest: a program, and what it took to have it."""
+    """A line of the warm-up report: a program, and what it took to have it."""
 
     name: str
     seconds: float
@@ -433,15 +433,15 @@ class Runner:
         }
         programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
         programs["blocks to copy"] = lambda: self.copy([])
-        manifest = []
+        found = []
         for name, compile_now in programs.items():
             started = time.perf_counter()
             with count_compilations() as counts:
                 compile_now()
             cache = "miss" if counts.compilations else "hit"
-            manifest.append(Compiled(name, time.perf_counter() - started, cache))
-            report(manifest[-1])
-        return manifest
+            found.append(Compiled(name, time.perf_counter() - started, cache))
+            report(found[-1])
+        return found
 
     def is_warm(self, call: Call) -> bool:
         """Whether the call's program is there."""

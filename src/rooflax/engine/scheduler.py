@@ -55,7 +55,7 @@ class Scheduler:
             should run now; see `Buckets.worth_running`.
 
     Attributes:
-        pace: decode steps of the next dispatch, if nothing else limits them.
+        steps_per_dispatch: decode steps of the next dispatch, if nothing else limits them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Scheduler:
         self._guided_steps = guided_steps
         self.num_slots, self.token_budget = num_slots, token_budget
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
-        self.pace, self.draft_tokens = decode_steps, draft_tokens
+        self.steps_per_dispatch, self.draft_tokens = decode_steps, draft_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -163,7 +163,7 @@ class Scheduler:
             return ScheduledStep() if self.has_unfinished else None
         room = 1 if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
-        num_steps = min(room, self.pace)
+        num_steps = min(room, self.steps_per_dispatch)
         if any(s.guide is not None for s in decodes):
             room = 1  # for drafts
         return ScheduledStep(decodes, num_steps, room, prefills, copies)
@@ -276,7 +276,7 @@ class Scheduler:
         """
         if sequence.slot is None:  # lost to an earlier one in this step
             return False
-        self.blocks.let_go_behind(sequence)
+        self.blocks.free_out_of_window(sequence)
         up_to = sequence.num_computed_tokens + count
         if self.blocks.holds(sequence, up_to):
             return True
@@ -290,12 +290,12 @@ class Scheduler:
 
     def _extend(self, decodes: list[Sequence]) -> int:
         """Room for as many tokens as nobody has to give way for."""
-        room = max(self.pace, 1 + self.draft_tokens)
+        room = max(self.steps_per_dispatch, 1 + self.draft_tokens)
         room = min(room, *(s.num_remaining_tokens for s in decodes))
         if any(s.num_candidates is not None for s in decodes):
             room = 1
         elif any(s.guide is not None for s in decodes):
-            room = self._guided_steps(decodes, min(room, self.pace))
+            room = self._guided_steps(decodes, min(room, self.steps_per_dispatch))
 
         def lacking() -> list[tuple[Sequence, int]]:
             ends = ((s, s.num_computed_tokens + room) for s in decodes)

@@ -41,7 +41,7 @@ class Drafter:
         """Compiles what drafting will need."""
 
     def seal(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
-        """Compiles what drafting for any sequence can need; the lines of a manifest."""
+        """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
         return []
 
     def reset(self) -> None:
@@ -132,7 +132,7 @@ class Speculation:
         self.drafter.warm_up(self.longest)
 
     def seal(self, report: Callable[[Any], None]) -> list[Any]:
-        """Compiles what drafting for any sequence can need; the lines of a manifest."""
+        """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
         return self.drafter.seal(report, self.longest)
 
     def reset(self) -> None:

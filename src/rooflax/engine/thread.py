@@ -32,7 +32,7 @@ class EngineThread:
         max_waiting: sequences that may wait beyond those that run.
 
     Attributes:
-        manifest: the compiled programs, once warm.
+        warm_up_report: the compiled programs, once warm.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineThread:
         max_waiting: int,
         report: Callable[[Compiled], None] = lambda _: None,
     ):
-        self.engine, self.manifest = engine, []
+        self.engine, self.warm_up_report = engine, []
         self._deliver, self._report = deliver, report
         self._most_open, self._num_open = max_waiting + engine.num_slots, 0
         self._inside: dict[int, Sequence] = {}  # the engine, until they have been answered
@@ -149,7 +149,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.manifest = self.engine.seal(self._report)
+            self.warm_up_report = self.engine.seal(self._report)
         except BaseException as error:
             self._failure = f"Warming up failed: {first_line(error)}"
         self._is_warm.set()

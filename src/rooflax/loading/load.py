@@ -28,7 +28,7 @@ from rooflax.loading.weights import WeightReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import ONE_DEVICE, check_fits, estimate, rope_bytes
 from rooflax.models.model import Model, build, resolve_max_model_len
-from rooflax.models.presets import PREFIX, SEED, preset_config
+from rooflax.models.presets import EMBEDDED, EMBEDDED_NAME, PREFIX, SEED, preset_config
 from rooflax.models.registry import read_config, read_config_json
 from rooflax.models.streaming import (
     AHEAD,
@@ -45,9 +45,6 @@ from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops.formats import resolve_format
 from rooflax.ops.host_arrays import Arena
-
-EMBEDDED_NAME = "rooflax-python-5m"
-"""The embedded default, and the name of its folder in assets/."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +134,9 @@ class ModelInfo:
         return read_generation_defaults(self.folder)
 
 
-def embedded_folder() -> Path:
-    """Where the embedded default lies."""
-    folder = Path(__file__).resolve().parents[1] / "assets" / EMBEDDED_NAME
+def embedded_folder(name: str = EMBEDDED_NAME) -> Path:
+    """Where an embedded model lies."""
+    folder = Path(__file__).resolve().parents[1] / "assets" / name
     if not folder.is_dir():
         raise CheckpointError(
             f"This installation has no embedded model ({folder} is missing); name a MODEL."
@@ -163,10 +160,11 @@ def model_info(
         raw = preset_config(str(model))
         name, config = read_config(raw)
         return ModelInfo(str(model), None, name, config, raw)
-    if model is None:
-        folder, shown = embedded_folder(), EMBEDDED_NAME
+    model = EMBEDDED_NAME if model is None else str(model)
+    if model in EMBEDDED and not Path(model).exists():
+        folder, shown = embedded_folder(model), model
     else:
-        folder, shown = resolve(str(model), revision=revision, offline=offline), str(model)
+        folder, shown = resolve(model, revision=revision, offline=offline), model
     if folder.is_file():
         gguf = GGUFFile(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)

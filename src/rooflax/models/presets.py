@@ -7,6 +7,8 @@ from typing import Any
 from rooflax.errors import RequestError
 
 PREFIX = "preset:"
+EMBEDDED_NAME, CHAT_NAME = EMBEDDED = ("rooflax-python-5m", "rooflax-chat-5m")
+"""Models inside the package: the default, and that of a conversation."""
 SEED = 0
 """Of every preset's weights: the same on every run."""
 

@@ -8,7 +8,6 @@ and imports no jax.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -71,18 +70,13 @@ class ExecutionOptions:
             )
 
     @classmethod
-    def for_platform(cls, platform: str, **given: Any) -> ExecutionOptions:
-        """What runs there where nothing else is said: the outcome of docs/optimizations.md.
-
-        Args:
-            given: fields that are said; None is one that is not.
+    def of(cls, **given: Any) -> ExecutionOptions:
+        """Options of which a field that is None keeps its default.
 
         Raises:
-            RequestError: no such platform, or a value that cannot be.
+            RequestError: a value that cannot be.
         """
-        _check_choice("platform", platform, PLATFORMS)
-        said = {name: value for name, value in given.items() if value is not None}
-        return cls(**{**CHOICES[platform], **said})
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def with_layers(self, *, kernels_read_stacks: bool) -> ExecutionOptions:
         """The same with `layers` said: a scan where it copies no weights, else unrolled.
@@ -103,11 +97,6 @@ class ExecutionOptions:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
 
 
-CHOICES: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {}, "tpu": {}}
-"""Per platform, what was measured to be better than the fields' own defaults: so far nothing.
-
-Whether layers are scanned follows from the kernels, not from the platform (`with_layers`).
-"""
 DEFAULT_OPTIONS = ExecutionOptions()
 
 

@@ -74,12 +74,30 @@ class PackedBatch(NamedTuple):
     segment_ids: Any
 
 
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+def separator_of(tokenizer: Any) -> int | None:
+    """The id to put between documents.
+
+    It is of a token that ends texts and no turn of a chat, else the end-of-sequence token.
+
+    Args:
+        tokenizer: a `loading.tokenizer.Tokenizer`.
+    """
+    found = (tokenizer.token_to_id(name) for name in SEPARATORS)
+    return next((token for token in found if token is not None), tokenizer.eos_id)
+
+
 def write_corpus(path: Path, texts: Iterable[str], tokenizer: Any, separator: int) -> CorpusInfo:
     """Encodes texts into `path` and describes the file in `path`.json, which is written last.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; its special tokens are not added.
-        separator: id put after each document.
+        separator: id put after each document; attention does not cross it.
+
+    Raises:
+        RequestError: a document holds the separator.
     """
     dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
     counts = {"num_tokens": 0, "num_documents": 0, "num_bytes": 0}
@@ -87,6 +105,12 @@ def write_corpus(path: Path, texts: Iterable[str], tokenizer: Any, separator: in
     with open(temporary, "wb") as file:
         for chunk in _chunks(texts, ENCODE_AT_ONCE):
             for text, encoding in zip(chunk, _encode(tokenizer, chunk), strict=True):
+                if separator in encoding.ids:
+                    raise RequestError(
+                        f"A document holds the token {tokenizer.id_to_token(separator)!r}, which "
+                        f"separates documents, so that attention would end there; take it out, or "
+                        f"give the tokenizer an <|endoftext|> token."
+                    )
                 ids = np.asarray([*encoding.ids, separator], dtype)
                 file.write(ids.tobytes())
                 counts["num_tokens"] += ids.size

@@ -257,7 +257,7 @@ def test_the_estimates_weights_are_the_plans(folder):
         ({"options": ExecutionOptions(decode_steps=4)}, "leave decode_steps out"),
         (
             {"weights_budget": 1000},
-            r"\+ 2 x 0.3 MiB for layers on their way = .* budget is 0.0 MiB",
+            r"\+ 2 x 0.3 MiB for layers on their way = .* budget is 1,000 bytes",
         ),
         ({"weights_budget": "half"}, "weights_budget is 'half'; it must be a size such as 8GB"),
         ({"weights_budget": True}, "must be a size"),

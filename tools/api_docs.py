@@ -47,7 +47,7 @@ def described(name: str, found: Any) -> str:
     lines = [f"### `{name}`\n"]
     is_error = inspect.isclass(found) and issubclass(found, Exception)
     if not is_error:
-        lines.append(f"```python\n{signature(name, found)}\n```\n")
+        lines.append(f"```\n{signature(name, found)}\n```\n")
     lines.append(text_of(found))
     if inspect.isclass(found) and not is_error:
         for key, member in vars(found).items():

@@ -31,7 +31,9 @@ def test_a_limit_is_kept_and_the_arithmetic_is_said():
     assert plan(need[4] * block - 1) == (1 + 3 * 10, 1 + 3 * 7)
     assert plan(need[1] * block) == (11, 8)
     least = need[1] * block
-    with pytest.raises(RequestError, match=f"{least:,} bytes and {least - 1:,} are there"):
+    with pytest.raises(
+        RequestError, match=rf"{least:,} bytes\) and .*{least - 1:,} bytes\) is there"
+    ):
         plan(least - 1)
     assert plan(need[4] * block // 2, kv_dtype="bfloat16") == plan(None)
 

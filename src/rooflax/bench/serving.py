@@ -267,9 +267,10 @@ def gain_lines(found: BatchingGain) -> str:
         f"{NUM_SLOTS} requests one after another {found.alone_tok_per_s:.0f} tok/s, at once "
         f"{found.together_tok_per_s:.0f} tok/s: {found.speedup:.1f}x (at least "
         f"{LEAST_SPEEDUP:.0f}x, or {LEAST_SHARE:.0%} of what prompts and decode steps by "
-        f"themselves allow: {found.share:.0%}), the same tokens\n"
+        f"themselves allow; here {found.share:.0%}), the same tokens\n"
         f"prompt of {found.prefix_tokens + SUFFIX_TOKENS} tokens: first token after "
         f"{1000 * found.cold_ttft_s:.0f} ms, with {found.prefix_tokens} of them cached after "
         f"{1000 * found.warm_ttft_s:.0f} ms: {found.ttft_ratio:.1f}x (at least "
-        f"{LEAST_TTFT_RATIO:.0f}x)"
+        f"{LEAST_TTFT_RATIO:.0f}x)\n"
+        f"{'passed' if found.passed else 'FAILED'}"
     )

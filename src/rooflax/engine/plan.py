@@ -48,8 +48,9 @@ def plan_blocks(
     needed = _bytes(cost, longest, slots)
     if limit_bytes is not None and needed > limit_bytes:
         raise RequestError(
-            f"The KV cache of one sequence of {max_tokens:,} tokens takes {gib(needed)} and "
-            f"{gib(limit_bytes)} is there for it; lower max_model_len.",
+            f"The KV cache of one sequence of {max_tokens:,} tokens takes {gib(needed)} "
+            f"({needed:,} bytes) and {gib(limit_bytes)} ({limit_bytes:,} bytes) is there for it; "
+            f"lower max_model_len.",
             param="max_model_len",
         )
     return tuple(1 + slots * n for n in longest)

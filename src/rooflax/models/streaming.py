@@ -78,8 +78,9 @@ def plan_streaming(
     if budget < least:
         raise RequestError(
             f"{what} needs {gib(fixed_bytes)} for embedding and head + {passing} x {gib(largest)} "
-            f"for layers on their way = {gib(least)} of weights at once, and the budget is "
-            f"{gib(budget)}; give a larger weights budget, or quantise."
+            f"for layers on their way = {gib(least)} ({least:,} bytes) of weights at once, and "
+            f"the budget is {budget:,} bytes; give a larger one, or quantize.",
+            param="weights_budget",
         )
     streamed = count - min((budget - least) // largest, count - passing)
     spread = (i for i in range(count) if (i + 1) * streamed // count > i * streamed // count)

@@ -69,10 +69,11 @@ def test_it_goes_on_where_it_was_killed(batch):
 
 
 def test_what_is_there_is_not_replaced_without_force(batch):
-    batch.output.write_text("mine\n")
-    ran = batch()
-    assert ran.code == 2 and "something else than answers" in ran.err
-    assert batch.output.read_text() == "mine\n"
+    for mine in ("mine\n", "a line without its end", LINES[0]["prompt"]):
+        batch.output.write_text(mine)
+        ran = batch()
+        assert ran.code == 2 and "something else than answers" in ran.err
+        assert batch.output.read_text() == mine
     assert batch("--force").code == 0
     assert batch(lines=LINES[::-1]).code == 2
     assert len(read(batch.output)) == 3

@@ -62,10 +62,12 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
         with jax.profiler.trace(where):
             timeline = bench.run()
         events = list(_events(_newest_trace(Path(where))))
-    table: dict[str, str | None] = {}
-    for program in parts.values():
-        merge_parts(table, program)
-    mine = [event for event in events if event.module in parts]
+    table = {f"{module}/{n}": part for module, found in parts.items() for n, part in found.items()}
+    mine = [
+        event._replace(instruction=f"{event.module}/{event.instruction}")
+        for event in events
+        if event.module in parts
+    ]
     begin_ns = min((event.start_ns for event in mine), default=0.0)
     first, rest = split(mine, begin_ns + 1e9 * timeline.ttft_s)
     phases = {

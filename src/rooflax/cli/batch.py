@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rooflax.llm import LLM
 
 DEFAULT_MAX_TOKENS = 256
+BEGIN = b'{"id": '
+"""Of every line of the output."""
 AT_ONCE = 8
 """Requests in a batch for every sequence that runs at once."""
 
@@ -76,9 +78,11 @@ def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
     for number, line in lines:
         if line.strip():
             try:
-                found.append(_request(llm, number, json.loads(line), params))
+                raw = json.loads(line)
             except (ValueError, RecursionError):
                 raise RequestError(f"Line {number} of {path} is not JSON.") from None
+            try:
+                found.append(_request(llm, number, raw, params))
             except RooflaxError as error:
                 raise RequestError(f"Line {number} of {path}: {error}") from None
     return found
@@ -124,7 +128,7 @@ def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]
             file.truncate(0)
         end = 0
         for line in file:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
                 break
             done.append(_answered(path, line))
             end += len(line)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooflax.cli import terminal
 from rooflax.conversation import Conversation, Turn
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError, did_you_mean
+from rooflax.inputs import FIELDS
 
 HELP = (
     ("/help", "this list"),
@@ -63,15 +64,15 @@ class Chat:
         given: dict[str, Any] = {}
         for part in rest.split():
             name, equals, value = part.partition("=")
-            if not equals or name not in NAMES:
+            if not equals or name not in FIELDS:
                 raise RequestError(
-                    f"{part!r} is no sampling parameter{did_you_mean(name, NAMES)}; write "
+                    f"{part!r} is no sampling parameter{did_you_mean(name, FIELDS)}; write "
                     f"NAME=VALUE, as in temperature=0.7."
                 )
             given[name] = _value(value)
         self.params = replace(self.params, **given)
         plain = SamplingParams()
-        for name in NAMES:
+        for name in FIELDS:
             value = getattr(self.params, name)
             if value != getattr(plain, name) or name in given:
                 terminal.say(f"{name}={json.dumps(value)}")
@@ -122,7 +123,6 @@ _COMMANDS: dict[str, Callable[[Chat, str], str | None]] = {
     "/save": Chat._save,
     "/load": Chat._load,
 }
-NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def read_conversation(path: str) -> tuple[str | None, list[Turn]]:

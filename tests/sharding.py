@@ -105,7 +105,8 @@ def run(
     from rooflax import LLM, ExecutionOptions, SamplingParams
     from rooflax.errors import RooflaxError
 
-    prompts = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in (5, 16, 17, 33, 9)]
+    lengths = (5, 16, 17, 33, 65)  # 256 when padded, which no size of a weight is
+    prompts = [np.random.RandomState(n).randint(0, VOCAB, n).tolist() for n in lengths]
     try:
         llm = LLM(folder, mesh=mesh, options=ExecutionOptions(**options), **settings)
     except RooflaxError as error:

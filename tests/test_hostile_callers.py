@@ -184,11 +184,16 @@ def test_a_compiled_form_waits_for_nobodys_compilation(folder):
                 for n in range(MAX_COMPILING)
             ]
             await asyncio.sleep(0.05)
-            with pytest.raises(QueueFull, match="wait for their schemas"):
+            with pytest.raises(QueueFull, match="wait to be compiled"):
                 await server.generate("x", regex="another")
             started = time.perf_counter()
             await server.generate("x", **known)
             waited = time.perf_counter() - started
+            same = slow.replace("3", str(MAX_COMPILING - 1))
+            again = server.generate("x", json_schema=same, max_tokens=1)
+            hostile.append(asyncio.create_task(again))  # takes no place of its own
+            await asyncio.sleep(0.05)
+            assert not hostile[-1].done()
             for task in hostile:
                 task.cancel()
             await asyncio.gather(*hostile, return_exceptions=True)

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return LLM(folder, max_num_seqs=4)
+    return LLM(folder, max_num_seqs=4, options=ExecutionOptions(layers="unrolled"))
 
 
 @pytest.fixture(scope="module")

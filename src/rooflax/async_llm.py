@@ -183,12 +183,10 @@ class AsyncLLM:
             ids = await loop.run_in_executor(self._texts, llm.prompt_ids, prompt)
         else:
             ids = llm.prompt_ids(prompt)
-        if llm.forms.has(params):
-            return llm.samples(0, ids, params, cache_salt)
-        with llm.forms.place():
-            return await loop.run_in_executor(
-                self._compiler, llm.samples, 0, ids, params, cache_salt
-            )
+        while not llm.forms.has(params):
+            with llm.forms.compiling(self._compiler, params) as compiled:
+                await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
+        return llm.samples(0, ids, params, cache_salt)
 
     def _forget(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

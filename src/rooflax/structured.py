@@ -12,7 +12,9 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +99,14 @@ class FormGuide:
             np.bitwise_or.at(words.view(np.uint32), self._ends // 32, _bit(self._ends))
 
 
+@dataclass
+class _Awaited:
+    """A compilation, and how many requests wait for it."""
+
+    future: Future[Any]
+    waiting: int = 0
+
+
 class Forms:
     """Compiles what requests to one model ask for; safe on any thread.
 
@@ -112,7 +122,7 @@ class Forms:
         self._end = max(vocab_size, tokenizer.vocab_size)  # an id of our own, where texts may end
         self.num_words = (self._end + 32) // 32
         self._lock, self._compiling = threading.Lock(), threading.Lock()
-        self._num_compiling = 0
+        self._awaited: dict[tuple[str, str], _Awaited] = {}
         self._vocabulary: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
@@ -137,13 +147,7 @@ class Forms:
         if form is None:
             return None
         matcher = self._begin(form)
-        if matcher is None:
-            with self._compiling:  # one at a time, while what is compiled can be had
-                matcher = self._begin(form)
-                if matcher is None:
-                    self._keep(form, self._compile(*form))
-                    matcher = self._begin(form)
-        guide = FormGuide(matcher, self, ends)
+        guide = FormGuide(self._compile_once(form) if matcher is None else matcher, self, ends)
         if guide.error is not None:
             raise RequestError(f"{form[0]} lets nothing begin. {guide.error}")
         if guide.is_complete:
@@ -155,24 +159,44 @@ class Forms:
         return params.form is None or params.form in self._compiled
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place among those that wait for a compilation.
+    def compiling(self, executor: Executor, params: SamplingParams) -> Iterator[Future[Any]]:
+        """Compiles the form that `params` ask for, once for all who wait for it; what has not
+        begun when the last of them leaves does not begin.
 
         Raises:
             QueueFull: too many wait.
         """
+        form = params.form
+        assert form is not None
         with self._lock:
-            if self._num_compiling >= MAX_COMPILING:
-                raise QueueFull(
-                    f"{MAX_COMPILING} requests wait for their schemas, regexes or grammars to be "
-                    f"compiled; try again later."
-                )
-            self._num_compiling += 1
+            if form not in self._awaited:
+                if len(self._awaited) >= MAX_COMPILING:
+                    raise QueueFull(
+                        f"{MAX_COMPILING} schemas, regexes or grammars wait to be compiled; try "
+                        f"again later."
+                    )
+                self._awaited[form] = _Awaited(executor.submit(self._compile_once, form))
+            awaited = self._awaited[form]
+            awaited.waiting += 1
         try:
-            yield
+            yield awaited.future
         finally:
             with self._lock:
-                self._num_compiling -= 1
+                awaited.waiting -= 1
+                is_last = awaited.waiting == 0
+                if is_last:
+                    del self._awaited[form]
+            if is_last:
+                awaited.future.cancel()
+
+    def _compile_once(self, form: tuple[str, str]) -> Any:
+        """A matcher of one's own, compiled if it must be."""
+        with self._compiling:  # one at a time, while what is compiled can be had
+            matcher = self._begin(form)
+            if matcher is None:
+                self._keep(form, self._compile(*form))
+                matcher = self._begin(form)
+            return matcher
 
     def _begin(self, form: tuple[str, str]) -> Any:
         """A matcher of one's own; None if the form is not compiled yet."""

@@ -23,7 +23,7 @@ class Beams(Request):
 
     def sequence(self, request_id):
         members = [super(Beams, self).sequence(request_id) for _ in range(self.params.num_beams)]
-        return BeamGroup(members).siblings[0]
+        return BeamGroup(members).members[0]
 
 
 def crowd():

@@ -23,6 +23,7 @@ def test_tokens_and_scores_are_those_of_rectangles(family, tmp_path):
     for name, value in found.items():
         if name.endswith("scores"):
             for row, wanted in zip(value, WANTED[name], strict=True):
-                np.testing.assert_allclose(row, wanted, rtol=0, atol=1e-5)
+                # float32 rounds differently with XLA's own fusions and on other processors
+                np.testing.assert_allclose(row, wanted, rtol=0, atol=2e-5)
         else:
             assert value == WANTED[name], name

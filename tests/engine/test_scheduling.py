@@ -1,4 +1,4 @@
-"""Scheduler and block manager under random requests: pure Python, no device, no jax."""
+"""Scheduler, block manager and the arrays of steps under random requests: no device."""
 
 import subprocess
 import sys
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rooflax.engine.beams import BeamGroup, advance
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
+from rooflax.engine.packing import DecodeWriter, Layout, Writer
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
-from rooflax.engine.sequence import Sequence, SequenceStatus, with_siblings
+from rooflax.engine.sequence import Sequence, with_siblings
 from rooflax.nn.layout import blocks_needed
 
 BLOCK_SIZE = 4
@@ -136,7 +137,7 @@ def check_step(scheduler, step):
     assert len({id(seq) for seq in rows}) == len(rows)
     ready = any(s.group is not None and s.group.is_ready for s in scheduler.running)
     assert rows or ready, "a step must get somebody on"
-    assert all(seq.status is SequenceStatus.RUNNING for seq in rows)
+    assert all(seq.slot is not None and not seq.is_finished for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
     assert 1 <= step.num_steps <= scheduler.decode_steps
     assert all(step.num_steps <= seq.num_remaining_tokens for seq in step.decodes)
@@ -145,6 +146,18 @@ def check_step(scheduler, step):
     assert sum(counts) <= scheduler.token_budget
     order = [s.request_id for s in (*scheduler.running, *scheduler.waiting)]
     assert order == sorted(order), "first come, first served"
+
+
+def check_decode_rows(writer, step):
+    """What is kept from step to step is what a new array would say."""
+    if step.prefills or not step.decodes:
+        return
+    new = Writer(writer.layout, SLOTS)
+    new.header[:] = step.num_steps, len(step.decodes)
+    for seq in step.decodes:
+        seq.num_uncounted, seq.num_discarded = seq.num_tokens % 2, seq.num_tokens % 3
+        new.add(seq, seq.num_computed_tokens, 1)
+    np.testing.assert_array_equal(writer.write(step.decodes, step.num_steps), new.finish())
 
 
 ACTIONS = st.lists(
@@ -178,6 +191,8 @@ def test_random_requests_leak_nothing_and_mix_nothing(
         windows, chunk=chunk, steps=steps, token_budget=budget, share=share, cache=cache
     )
     stub = StubModel(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
+    tables = tuple(blocks_needed(w, 30, scheduler.new_tokens, BLOCK_SIZE) for w in windows)
+    writer = DecodeWriter(Layout(SLOTS, SLOTS, tables), SLOTS)
     everyone = []
 
     def step(early=None):
@@ -187,6 +202,7 @@ def test_random_requests_leak_nothing_and_mix_nothing(
             assert not scheduler.has_unfinished
             return False
         check_step(scheduler, planned)
+        check_decode_rows(writer, planned)
         stub.run(planned, early)
         check_blocks(scheduler)
         return True

@@ -167,6 +167,7 @@ class BlockManager:
     def admit(self, sequence: Sequence, num_cached: int) -> None:
         """Shares the blocks of the first `num_cached` tokens with the sequence."""
         sequence.block_tables, sequence.first_positions = [], []
+        sequence.tables_version += 1
         for group, pool in enumerate(self.pools):
             blocks = self._cached_blocks(sequence, group, num_cached)
             for block in blocks:
@@ -185,6 +186,7 @@ class BlockManager:
             while table and sequence.first_positions[group] + self.block_size <= first_visible:
                 self.pools[group].release(table.pop(0))
                 sequence.first_positions[group] += self.block_size
+                sequence.tables_version += 1
 
     def holds(self, sequence: Sequence, up_to: int) -> bool:
         """Whether the sequence can write its tokens below `up_to` into blocks that it has."""
@@ -220,6 +222,7 @@ class BlockManager:
             each group in which others own that too.
         """
         copies = []
+        sequence.tables_version += 1
         for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
             tail = self._shared_tail(sequence, group)
             if tail is not None:
@@ -271,4 +274,5 @@ class BlockManager:
             for block in reversed(table):
                 pool.release(block)
         sequence.block_tables, sequence.first_positions = [], []
+        sequence.tables_version += 1
         sequence.num_writable_tokens = 0

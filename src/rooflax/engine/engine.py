@@ -488,10 +488,10 @@ class Engine:
             if result.scores is not None:
                 _take_scores(sequence, result, call.counts[row])
             sequence.num_computed_tokens += call.counts[row]
-            sequence.num_uncounted = min(sequence.num_uncounted, sequence.num_uncomputed_tokens)
+            uncomputed, before = sequence.num_uncomputed_tokens, sequence.num_output_tokens
+            sequence.num_uncounted = min(sequence.num_uncounted, uncomputed)
             sequence.num_discarded = 0
-            before = sequence.num_output_tokens
-            if sequence.num_uncomputed_tokens == 0 or not result.is_finite(0, row):
+            if uncomputed == 0 or not result.is_finite(0, row):
                 try:
                     self._take_tokens(sequence, result, row, now_s)
                 except (KeyboardInterrupt, SystemExit):
@@ -538,7 +538,8 @@ class Engine:
                 if not all(result.is_finite(i, row) for i in rest):
                     self._start_over(sequence)
                 break
-        while (token := sequence.forced_token) is not None:  # runs with the next step
+        while sequence.guide and (token := sequence.forced_token) is not None:
+            # runs with the next step
             self.metrics.token(sequence, now_s)
             sequence.append(token, now_s)
             sequence.num_uncounted += 1

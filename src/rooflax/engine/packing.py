@@ -98,7 +98,6 @@ class Writer:
         self.header, self.rows, self._tokens = layout.split(self.packed)
         self.rows[:, SLOT] = scratch_slot
         self._written: dict[int, list[int]] = {}
-        self._zeros = [0] * max(layout.tables, default=0)
         self._ends = [part * (layout.tokens // lists) for part in range(lists)]
         self._counts = [0] * lists
 
@@ -127,12 +126,7 @@ class Writer:
         uncounted = max(0, start + count + sequence.num_uncounted - sequence.num_tokens)
         columns = [sequence.slot, start, self._ends[part], total, samples, following, uncounted]
         columns.append(sequence.num_discarded)
-        if layout.tables:
-            columns += sequence.first_positions
-        for length, blocks in zip(layout.tables, sequence.block_tables, strict=False):
-            # a sequence may hold blocks for more steps than this one
-            columns += blocks[:length]
-            columns += self._zeros[: max(0, length - len(blocks))]
+        columns += _tables(sequence, layout)
         self._written[index] = columns
         tokens = self._tokens[index] if layout.dense else self._tokens
         at = 0 if layout.dense else self._ends[part]
@@ -149,6 +143,56 @@ class Writer:
         if self._written:
             self.rows[list(self._written)] = list(self._written.values())
         return self.packed
+
+
+class DecodeWriter:
+    """Fills the array of decode steps, which it keeps: most of a row stays from step to step.
+
+    Of sequences that run their last token each, in one list, it writes what a new `Writer` would.
+    """
+
+    def __init__(self, layout: Layout, scratch_slot: int):
+        self.layout = layout
+        self._empty = Writer(layout, scratch_slot)
+        self._packed = self._empty.packed.copy()
+        self._header, self._rows, self._tokens = layout.split(self._packed)
+        self._known: list[tuple[Sequence, int]] = []
+
+    def write(self, sequences: list[Sequence], num_steps: int) -> np.ndarray:
+        """The array; a copy, because a device may read it while the next one is written."""
+        rows, count = self._rows, len(sequences)
+        self._header[:] = num_steps, count
+        known = [(sequence, sequence.tables_version) for sequence in sequences]
+        if known != self._known:
+            self._write_tables(known)
+        rows[:count, POSITION] = [s.num_computed_tokens for s in sequences]
+        rows[:count, UNCOUNTED] = [s.num_uncounted for s in sequences]
+        rows[:count, DISCARDED] = [s.num_discarded for s in sequences]
+        self._tokens[:count] = [s.tokens[-1] for s in sequences]
+        return self._packed.copy()
+
+    def _write_tables(self, known: list[tuple[Sequence, int]]) -> None:
+        """The columns that stay as long as nothing is new in a row."""
+        count, before = len(known), len(self._known)
+        for index, (sequence, _) in enumerate(known):
+            if index >= before or self._known[index] != known[index]:
+                columns = [sequence.slot, 0, index, 1, True, 0, 0, 0]
+                self._rows[index] = columns + _tables(sequence, self.layout)
+        self._rows[count:before] = self._empty.rows[count:before]
+        self._tokens[count:before] = 0
+        self._known = known
+
+
+def _tables(sequence: Sequence, layout: Layout) -> list[int]:
+    """The columns from FIRST on."""
+    if not layout.tables:
+        return []
+    columns = list(sequence.first_positions)
+    for length, blocks in zip(layout.tables, sequence.block_tables, strict=True):
+        # a sequence may hold blocks for more steps than this one
+        columns += blocks[:length]
+        columns += [0] * (length - len(blocks))
+    return columns
 
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
@@ -225,12 +269,9 @@ class StepResult:
     scores: np.ndarray | None = None
 
     @cached_property
-    def _states(self) -> list[list[int]]:
-        return self.packed[:, :, STATE].tolist()
-
-    @cached_property
-    def _tokens(self) -> list[list[int]]:
-        return self.packed[:, :, TOKEN].tolist()
+    def _rows(self) -> list[list[list[int]]]:
+        """Of each step and row the token and the state, as numbers that Python reads faster."""
+        return self.packed[:, :, : STATE + 1].tolist()
 
     @property
     def num_steps(self) -> int:
@@ -239,19 +280,18 @@ class StepResult:
 
     def num_tokens(self, row: int) -> int:
         """Tokens that a row got."""
-        if self._states[-1][row]:
-            return len(self._states)
-        return sum(states[row] > 0 for states in self._states)
+        steps = self._rows
+        return len(steps) if steps[-1][row][STATE] else sum(rows[row][STATE] > 0 for rows in steps)
 
     def token(self, step: int, row: int) -> int:
-        return self._tokens[step][row]
+        return self._rows[step][row][TOKEN]
 
     def is_finite(self, step: int, row: int) -> bool:
-        return self._states[step][row] & FINITE > 0
+        return self._rows[step][row][STATE] & FINITE > 0
 
     def is_allowed(self, step: int, row: int) -> bool:
         """Whether there was a token that the row may have."""
-        return self._states[step][row] & ALLOWED > 0
+        return self._rows[step][row][STATE] & ALLOWED > 0
 
     def logprobs(self, step: int, row: int, count: int) -> TokenLogprobs:
         return unpack_logprobs(self.packed[step, row, STATE + 1 :], count)

@@ -20,7 +20,7 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
-from rooflax.engine.packing import Layout, StepResult, Writer
+from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.steps import StepInput
@@ -124,6 +124,7 @@ class Runner:
         self.is_sealed = False
         self._warm: set[Shape] = set()
         self._layouts: dict[Shape, Layout] = {}
+        self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
         self._plain = True  # until a sequence wants more than the most likely token
         self.reset()
@@ -195,7 +196,7 @@ class Runner:
 
     def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
         """A list of tokens; sequences that sample come first."""
-        decodes_alone = all(count == 1 for _, count in chunks)
+        decodes_alone = all(s.num_uncomputed_tokens == 1 for s, _ in chunks)
         if not decodes_alone:
             chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
         sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
@@ -292,9 +293,23 @@ class Runner:
         lists = self._shards.data
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
 
-    def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int]]:
+    def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
-        layout = self._layout(call.shape)
+        layout, own = self._layout(call.shape), slice(len(call.sequences))
+        if call.shape.kind == "decode" and self._lists_of(call.shape) == 1:
+            packed = self._decode_writer(call.shape).write(call.sequences, num_steps)
+        else:
+            packed, own = self._write(call, layout, num_steps)
+        masks = None if self._plain else self._no_masks
+        return StepInput(packed, self._device_params, masks, layout, self._plain), own  # type: ignore[arg-type]
+
+    def _decode_writer(self, shape: Shape) -> DecodeWriter:
+        if shape not in self._decode_writers:
+            self._decode_writers[shape] = DecodeWriter(self._layout(shape), self.num_slots)
+        return self._decode_writers[shape]
+
+    def _write(self, call: Call, layout: Layout, num_steps: int) -> tuple[np.ndarray, list[int]]:
+        """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._lists_of(call.shape)
         writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
         writer.header[:] = num_steps, len(call.sequences)
@@ -313,9 +328,7 @@ class Runner:
             start = sequence.num_computed_tokens if self.options.use_cache else 0
             drafts = call.drafts[number] if call.drafts else packing.NO_DRAFTS
             own.append(writer.add(sequence, start, end - start, drafts, parts[number]))
-        masks = None if self._plain else self._no_masks
-        step = StepInput(writer.finish(), self._device_params, masks, layout, self._plain)  # type: ignore[arg-type]
-        return step, own
+        return writer.finish(), own
 
     def _layout(self, shape: Shape) -> Layout:
         if shape not in self._layouts:

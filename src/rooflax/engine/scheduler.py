@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rooflax.engine.block_manager import BlockCopy, BlockManager
-from rooflax.engine.sequence import Sequence, SequenceStatus
+from rooflax.engine.sequence import Sequence
 from rooflax.nn.layout import most_new_tokens
 
 
@@ -236,7 +236,6 @@ class Scheduler:
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached
             sequence.slot = self._free_slots.pop()
-            sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
             if sequence.awaits_fork:
                 continue
@@ -291,6 +290,8 @@ class Scheduler:
     def _extend(self, decodes: list[Sequence]) -> int:
         """Room for as many tokens as nobody has to give way for."""
         room = max(self.steps_per_dispatch, 1 + self.draft_tokens)
+        if room == 1:
+            return 1  # which they have
         room = min(room, *(s.num_remaining_tokens for s in decodes))
         if any(s.num_candidates is not None for s in decodes):
             room = 1
@@ -312,7 +313,6 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""
         self._leave(sequence)
-        sequence.status = SequenceStatus.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1

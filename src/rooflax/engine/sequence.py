@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rooflax.engine.sampling_params import SamplingParams
@@ -14,14 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rooflax.engine.beams import BeamGroup
-
-
-class SequenceStatus(Enum):
-    """Where a sequence is; the engine moves it from the first to the last."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -95,6 +86,7 @@ class Sequence:
         num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
+        tables_version: changes whenever one of these two does.
         block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
         num_writable_tokens: positions below it may be written: its blocks hold them, and the next
             one is nobody else's.
@@ -123,7 +115,6 @@ class Sequence:
     stop_ids: frozenset[int]
     sample_index: int = 0
     cache_salt: str = ""
-    status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
@@ -136,6 +127,7 @@ class Sequence:
     num_accepted_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
+    tables_version: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_writable_tokens: int = 0
     num_published_blocks: int = 0
@@ -229,15 +221,15 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.finish_reason is not None
 
     def output_since(self, num_output_tokens: int) -> StepOutput:
         """What came after the first `num_output_tokens`."""
         return StepOutput(
             self,
-            tuple(self.tokens[self.num_prompt_tokens + num_output_tokens :]),
+            tuple(self.tokens[len(self.prompt_tokens) + num_output_tokens :]),
             tuple(self.token_times_s[num_output_tokens:]),
-            tuple(self.logprobs[num_output_tokens:]),
+            tuple(self.logprobs[num_output_tokens:]) if self.logprobs else (),
             self.finish_reason,
             self.error,
         )
@@ -249,7 +241,7 @@ class Sequence:
         if token in self.stop_ids:
             self.finish("stop")
             return
-        if self.num_remaining_tokens <= 0:
+        if self.num_output_tokens >= self.max_tokens:
             self.finish("length")
         if self.guide is not None:
             self._follow(self.guide, token)
@@ -270,7 +262,6 @@ class Sequence:
             self.finish("stop")
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        self.status = SequenceStatus.FINISHED
         self.finish_reason, self.error = reason, error
 
 

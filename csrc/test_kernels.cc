@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mask_exchange.h"
 #include "parallel.h"
 #include "sample.h"
 
@@ -467,9 +468,37 @@ void TestSample(int64_t vocab, float temperature, bool filters) {
   for (size_t i = 1; i < 3; ++i) Check("sample, order", values[i - 1] >= values[i] ? 1 : 0, 1, 0);
 }
 
+// A sampler and a host take turns, and a dispatch that ends early frees who waits.
+void TestMaskExchange() {
+  rooflax::MaskExchange exchange(2, 3, 1);
+  for (int dispatch = 0; dispatch < 20; ++dispatch) {
+    constexpr int64_t kSteps = 50;
+    const int64_t last = dispatch % 2 == 0 ? kSteps : kSteps / 2;  // the sampler's
+    exchange.Begin();
+    std::thread host([&] {
+      for (int64_t step = 1; step < kSteps && exchange.AwaitTokens(step - 1); ++step) {
+        exchange.masks[2] = 10 * exchange.tokens[1];
+        exchange.PublishMasks(step);
+      }
+    });
+    for (int64_t step = 0; step < last; ++step) {
+      if (step > 0) {
+        Check("masks that come", exchange.AwaitMasks(step), 1, 0);
+        Check("masks of the tokens", static_cast<float>(exchange.masks[2]), 10 * static_cast<float>(step - 1), 0);
+      }
+      const int32_t tokens[] = {7, static_cast<int32_t>(step)};
+      exchange.PublishTokens(step, tokens, 2);
+    }
+    exchange.End();
+    host.join();
+    Check("masks after the end", exchange.AwaitMasks(1), 0, 0);
+  }
+}
+
 }  // namespace
 
 int main() {
+  TestMaskExchange();
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {

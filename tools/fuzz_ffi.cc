@@ -25,6 +25,12 @@ const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_product, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
     rooflax_cache_write;
+int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
+int32_t* rooflax_masks_words(int32_t number);
+void rooflax_masks_begin(int32_t number);
+void rooflax_masks_end(int32_t number);
+void rooflax_masks_delete(int32_t number);
+void rooflax_masks_publish(int32_t number, int64_t step);
 }
 
 struct XLA_FFI_Error {
@@ -616,6 +622,44 @@ void FillWishes(Array& params, int64_t vocab, bool plain) {
   }
 }
 
+// Who makes the masks of a step: nobody, an exchange that has them already, or one that does not fit.
+struct MaskOffer {
+  Array array;
+  bool valid = true;
+  int32_t number = 0;
+  MaskOffer(Array array) : array(std::move(array)) {}
+  MaskOffer(MaskOffer&& other)
+      : array(std::move(other.array)), valid(other.valid), number(std::exchange(other.number, 0)) {}
+  ~MaskOffer() { rooflax_masks_delete(number); }
+};
+
+MaskOffer DrawMaskOffer(int64_t rows, int64_t slots, int64_t words) {
+  MaskOffer offer{Array(kS32, {draw.OneIn(2) ? 0 : 2})};
+  offer.array.Allocate();
+  if (offer.array.dims[0] == 0) return offer;
+  const int32_t step = draw.OneIn(4) ? draw.Strange(9) : static_cast<int32_t>(draw.In(0, 3));
+  offer.array.At<int32_t>(1) = step;
+  const int kind = static_cast<int>(draw.In(0, 2));
+  if (kind == 0) {  // a number that nobody was given, but for 0
+    offer.array.At<int32_t>(0) = draw.OneIn(2) ? 0 : -1 - static_cast<int32_t>(draw.In(0, 9));
+    offer.valid = offer.array.At<int32_t>(0) == 0;
+    return offer;
+  }
+  const int64_t other = kind == 2 ? draw.In(0, 1) : 0;
+  offer.number = rooflax_masks_new(rows + 1, slots + other, words);
+  offer.array.At<int32_t>(0) = offer.number;
+  if (offer.number == 0) return offer;  // it has no slots or no words
+  rooflax_masks_begin(offer.number);
+  if (int32_t* masks = rooflax_masks_words(offer.number)) {
+    for (int64_t i = 0; i < (slots + other) * words; ++i) masks[i] = static_cast<int32_t>(draw.Next());
+  }
+  rooflax_masks_publish(offer.number, step);
+  const bool ended = draw.OneIn(5);
+  if (ended) rooflax_masks_end(offer.number);
+  offer.valid = other == 0 && step >= 0 && !(ended && step > 0);
+  return offer;
+}
+
 void FuzzSample() {
   using rooflax::Wishes;
   const int64_t rows = draw.In(0, 3), slots = draw.In(0, 2), pending = draw.In(0, 3);
@@ -633,15 +677,20 @@ void FuzzSample() {
   call.args.emplace_back(kS32, pending == 0 ? Dims{0, 0} : Dims{rows, pending});
   RealRows real = DrawRealRows(rows);
   call.args.push_back(std::move(real.array));
+  MaskOffer offer = DrawMaskOffer(rows, slots, words);
+  call.args.push_back(std::move(offer.array));
   for (Type type : {kS32, kPred, kPred, kF32}) call.rets.emplace_back(type, Dims{rows});
   for (Type type : {kS32, kF32}) call.rets.emplace_back(type, Dims{rows, top});
-  if (call.Mutate()) return call.RunMutated();
+  if (call.Mutate()) {
+    rooflax_masks_end(offer.number);  // or it may be waited for
+    return call.RunMutated();
+  }
   const bool plain = draw.OneIn(4);
   FillLogits(call.args[0]);
   FillWishes(call.args[1], vocab, plain);
   for (size_t i : {2, 3, 4, 6, 7}) call.args[i].Fill();
   FillIndices(call.args[5], slots, 6);
-  if (!call.RunExpecting(real.valid && AllBelow(call.args[5], real.rows, slots))) return;
+  if (!call.RunExpecting(real.valid && offer.valid && AllBelow(call.args[5], real.rows, slots))) return;
   for (int64_t row = 0; row < rows; ++row) {
     const int32_t token = call.rets[0].At<int32_t>(row);
     const auto is_true = [&](size_t ret) { return call.rets[ret].At<uint8_t>(row) == 1; };
@@ -661,7 +710,9 @@ void FuzzSample() {
       Expect(std::find(w.allowed, std::end(w.allowed), token) != std::end(w.allowed), "an id that is not allowed");
     }
     if (w.is_guided > 0 && words > 0) {
-      const auto word = static_cast<uint32_t>(call.args[6].At<int32_t>(slot * words + token / 32));
+      const int32_t* masks = call.args[6].As<int32_t>();
+      if (offer.number != 0 && call.args[9].At<int32_t>(1) > 0) masks = rooflax_masks_words(offer.number);
+      const auto word = static_cast<uint32_t>(masks[slot * words + token / 32]);
       Expect((word >> (token % 32) & 1) != 0, "an id outside the mask");
     }
     if (call.args[2].At<int32_t>(row) < w.min_position) {

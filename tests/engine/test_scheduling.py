@@ -153,7 +153,7 @@ def check_decode_rows(writer, step):
     if step.prefills or not step.decodes:
         return
     new = Writer(writer.layout, SLOTS)
-    new.header[:] = step.num_steps, len(step.decodes)
+    new.header[:] = step.num_steps, len(step.decodes), 0
     for seq in step.decodes:
         seq.num_uncounted, seq.num_discarded = seq.num_tokens % 2, seq.num_tokens % 3
         new.add(seq, seq.num_computed_tokens, 1)

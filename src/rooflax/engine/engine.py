@@ -143,6 +143,8 @@ class Engine:
         )
 
     def _guided_steps(self, decodes: list[Sequence], most: int) -> int:
+        if self.runner.exchanges_masks:
+            return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
             return 1
         return self._mask_reuse.num_steps(decodes, most)
@@ -512,7 +514,7 @@ class Engine:
         self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        sent = None if sequence.guide is None else sequence.guide.mask.copy()
+        sent = sequence.guide.mask if sequence.guide and result.reuses_masks else None
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)

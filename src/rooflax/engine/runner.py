@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
+from rooflax.engine.mask_exchange import GuidedRow, MaskExchange
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence
@@ -34,10 +36,10 @@ from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
 from rooflax.nn.shards import Shards
-from rooflax.ops import sampling_columns
+from rooflax.ops import native, sampling_columns
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.kernels import chosen
-from rooflax.ops.sampling import TokenCounts
+from rooflax.ops.sampling import TokenCounts, awaits_masks
 
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
@@ -267,14 +269,40 @@ class Runner:
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._seat(call.sequences)
-        return self._dispatch(call, num_steps, self._guide(call))
+        masks = self._guide(call)
+        if masks is None or num_steps == 1 or not self.exchanges_masks:
+            return self._dispatch(call, num_steps, masks)
+        guided = [
+            GuidedRow(row, s.slot, s.guide)
+            for row, s in enumerate(call.sequences)
+            if s.guide is not None and s.slot is not None
+        ]
+        with self._exchange.serving(guided, num_steps):
+            result = self._dispatch(call, num_steps, masks, self._exchange.number)
+        return replace(result, reuses_masks=False)
+
+    @cached_property
+    def exchanges_masks(self) -> bool:
+        """Whether decode steps of one dispatch have masks of their own each."""
+        return self.options.jit and self.mesh is None and awaits_masks(self.options.kernels)
+
+    @cached_property
+    def _exchange(self) -> MaskExchange:
+        library = native.load()
+        assert library is not None
+        return MaskExchange(library, self._masks.shape)
 
     def _dispatch(
-        self, call: Call, num_steps: int = 1, masks: np.ndarray | None = None
+        self,
+        call: Call,
+        num_steps: int = 1,
+        masks: np.ndarray | None = None,
+        exchange: int = 0,
     ) -> StepResult:
         if self.is_sealed and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function, (host, rows) = self._function(call.shape.kind), self._inputs(call, num_steps)
+        function = self._function(call.shape.kind)
+        host, rows = self._inputs(call, num_steps, exchange)
         if masks is not None:
             host = replace(host, masks=masks)
         self.lost_state = True  # donated to a program that may fail, also while its result is read
@@ -293,11 +321,13 @@ class Runner:
         lists = self._shards.data
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
 
-    def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int] | slice]:
+    def _inputs(
+        self, call: Call, num_steps: int, exchange: int = 0
+    ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
         layout, own = self._layout(call.shape), slice(len(call.sequences))
         if call.shape.kind == "decode" and self._lists_of(call.shape) == 1:
-            packed = self._decode_writer(call.shape).write(call.sequences, num_steps)
+            packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
         masks = None if self._plain else self._no_masks
@@ -312,7 +342,7 @@ class Runner:
         """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._lists_of(call.shape)
         writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
-        writer.header[:] = num_steps, len(call.sequences)
+        writer.header[:] = num_steps, len(call.sequences), 0
         parts = [0] * len(call.sequences)
         if lists > 1 and not dense:
             parts = self._part_of(call.counts)

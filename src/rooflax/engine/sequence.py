@@ -48,6 +48,17 @@ class Guide(Protocol):
         """Goes on by one token of the mask that does not end the sequence."""
         ...
 
+    def look_ahead(self, token: int) -> np.ndarray:
+        """The mask after a token that is to be accepted later, behind those looked at before.
+
+        A fault becomes the error of that place.
+        """
+        ...
+
+    def go_back(self) -> None:
+        """Forgets what was looked at and not accepted."""
+        ...
+
 
 class StepOutput(NamedTuple):
     """What a step gave one sequence; a value, so that another thread may read it.

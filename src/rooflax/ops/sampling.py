@@ -169,6 +169,7 @@ def sample(
     plain: bool = False,
     pending: Int[Array, "B P"] | None = None,
     num_rows: Int[Array, ""] | None = None,
+    exchange: Int[Array, " two"] | None = None,
     implementation: str | None = None,
 ) -> Sampled:
     """The next token of every row.
@@ -187,14 +188,29 @@ def sample(
             asked for.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
         num_rows: how many leading rows are real; None is all. What the others get means nothing.
+        exchange: the number of a mask exchange and the step in its dispatch: from step 1 on its
+            masks replace `masks`, and it is told the tokens. Number 0 is none.
         implementation: one of IMPLEMENTATIONS; None for the platform's best.
+
+    Raises:
+        NotImplementedError: an exchange is given and `awaits_masks` is false.
     """
     if plain:
         best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
     run = choose("sample", IMPLEMENTATIONS, implementation)
-    return run(logits, params, positions, counts, slots, masks, pending, num_rows)
+    how = {}
+    if exchange is not None:
+        if not awaits_masks(implementation):
+            raise NotImplementedError("Only the native sampler awaits masks.")
+        how["exchange"] = exchange
+    return run(logits, params, positions, counts, slots, masks, pending, num_rows, **how)
+
+
+def awaits_masks(implementation: str | None) -> bool:
+    """Whether the sampler can wait for the masks of a step while the host makes them."""
+    return choose("sample", IMPLEMENTATIONS, implementation) is _native_sample
 
 
 def _native_sample(
@@ -206,6 +222,7 @@ def _native_sample(
     masks: Int[Array, "slots words"] | None,
     pending: Int[Array, "B P"] | None,
     num_rows: Int[Array, ""] | None,
+    exchange: Int[Array, " two"] | None = None,
 ) -> Sampled:
     """All of it in one call; XLA takes four times as long to compile a step with the operations of
     `_sample`, and three times as long to trace it."""
@@ -223,6 +240,7 @@ def _native_sample(
         nothing if masks is None else masks,
         nothing if pending is None else pending,
         real_rows(num_rows),
+        jnp.zeros(0, jnp.int32) if exchange is None else exchange,
     )
     return Sampled(*found)
 

@@ -32,7 +32,7 @@ bool Fits(F32 logits, S32 params, S32 positions, Pred in_prompt, S32 generated, 
   const auto is = [](const auto& buffer, int64_t a, int64_t b) {
     return Dim(buffer, 0) == a && Dim(buffer, 1) == b;
   };
-  return s.vocab > 0 && Dim(params, 1) * 4 == static_cast<int64_t>(sizeof(Wishes)) &&
+  return s.vocab > 0 && Dim(params, 1) * 4 == static_cast<int64_t>(sizeof(SamplingRow)) &&
          is(generated, s.slots, s.vocab) && is(in_prompt, s.slots, s.vocab) &&
          Rank(positions) == 1 && Dim(positions, 0) == s.rows && Rank(slots) == 1 &&
          Dim(slots, 0) == s.rows &&
@@ -94,10 +94,10 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
     static thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(2 * s.vocab)));
     const int64_t slot = slots.typed_data()[row], at = slot * s.vocab, width = Dim(*top, 1);
-    Wishes wishes;
-    std::memcpy(&wishes, params.typed_data() + slot * Dim(params, 1), sizeof(wishes));
+    SamplingRow wanted;
+    std::memcpy(&wanted, params.typed_data() + slot * Dim(params, 1), sizeof(wanted));
     const SampledToken found = SampleRow(
-        {wishes, logits.typed_data() + row * s.vocab, s.vocab, positions.typed_data()[row],
+        {wanted, logits.typed_data() + row * s.vocab, s.vocab, positions.typed_data()[row],
          in_prompt.typed_data() + at, generated.typed_data() + at,
          allowed == nullptr ? nullptr : allowed + slot * s.words,
          pending.typed_data() + row * s.pending, s.pending, scratch.data(),

@@ -433,7 +433,7 @@ void TestSums(int64_t count) {
 // One row of the sampler, with everything that a sequence can want at once; -1 is nobody's id.
 void TestSample(int64_t vocab, float temperature, bool filters) {
   auto logits = Random(vocab, 9);
-  rooflax::Wishes w{};
+  rooflax::SamplingRow w{};
   w.temperature = temperature;
   w.top_p = filters ? 0.9f : 1.0f;
   w.top_k = filters ? (vocab > 2000 ? 2000 : 300) : 0;
@@ -442,8 +442,8 @@ void TestSample(int64_t vocab, float temperature, bool filters) {
   w.presence_penalty = w.frequency_penalty = 0.5f;
   w.num_logprobs = 2;
   w.min_position = 9;
-  w.num_beams = temperature > 0 ? 1 : 2;
-  w.is_guided = 1;
+  w.scores_adjusted = temperature > 0 ? 0 : 1;
+  w.is_masked = 1;
   std::fill(w.allowed, std::end(w.allowed), -1);
   std::fill(w.stop, std::end(w.stop), -1);
   const auto last = static_cast<int32_t>(vocab - 1);

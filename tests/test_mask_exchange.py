@@ -17,7 +17,7 @@ def server():
     """A server that runs several decode steps per dispatch, while masks are made."""
     options = ExecutionOptions(decode_steps=8)
     llm = AsyncLLM("preset:gpt2-tiny", max_num_seqs=8, max_model_len=128, options=options)
-    if not llm._thread.engine.runner.exchanges_masks:
+    if not llm._thread.engine.runner.masks.exchanges:
         pytest.skip("the native library was not built")
     yield llm
     asyncio.run(llm.shutdown())
@@ -65,7 +65,8 @@ def test_a_step_that_fails_beside_masks_is_run_again(server, alone, monkeypatch,
     runner, faults = server._thread.engine.runner, []
 
     if when == "masks":
-        exchange, make = runner._exchange, runner._exchange._make_masks
+        exchange = runner.masks._exchange
+        make = exchange._make_masks
 
         def broken(rows, num_steps):
             if faults:

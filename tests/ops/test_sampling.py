@@ -24,11 +24,11 @@ assert VOCAB > NUM_CANDIDATES
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "num_logprobs": -1, "min_position": 0, "num_beams": 1, "is_guided": 0,
+    "num_logprobs": -1, "min_position": 0, "scores_adjusted": 0, "is_masked": 0,
 }  # fmt: skip
 DTYPES = {
-    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "num_beams": "int32",
-    "is_guided": "int32",
+    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "scores_adjusted": "int32",
+    "is_masked": "int32",
     "seed": "uint32", "sample_index": "uint32",
 }  # fmt: skip
 
@@ -564,15 +564,15 @@ def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given)
     rows = 8
     logits, state = normal(rows, VOCAB), np.random.RandomState(1)
     slots = state.permutation(rows)
-    is_guided = (np.arange(rows) % 4 != 3).astype(np.int32)
+    is_masked = (np.arange(rows) % 4 != 3).astype(np.int32)
     allowed = state.rand(rows, 320) < 0.05
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    banned = np.where(allowed[slots, :VOCAB] | (is_guided == 0)[:, None], logits, -np.inf)
+    banned = np.where(allowed[slots, :VOCAB] | (is_masked == 0)[:, None], logits, -np.inf)
     wanted = draw(banned.astype(np.float32), settings(rows, **given))
-    got = draw(logits, settings(rows, is_guided=is_guided, **given), slots=slots, masks=masks)
+    got = draw(logits, settings(rows, is_masked=is_masked, **given), slots=slots, masks=masks)
     tokens = np.asarray(got.tokens)
     np.testing.assert_array_equal(tokens, np.asarray(wanted.tokens))
-    assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_guided[r])
+    assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_masked[r])
     assert np.asarray(got.is_allowed).all()
 
 
@@ -603,8 +603,8 @@ def test_the_native_sampler_is_the_reference(instruction_set, vocab):
         frequency_penalty=some([-0.2, 0.4], 0.0),
         num_logprobs=some([0, 7], -1),
         min_position=some([50], 0),
-        num_beams=some([3], 1),
-        is_guided=some([1], 0),
+        scores_adjusted=some([1], 0),
+        is_masked=some([1], 0),
         bias={1: 2.0, 3: -np.inf, 8: -1.5},
         stop=[2, 5],
     )

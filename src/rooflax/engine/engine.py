@@ -21,9 +21,9 @@ from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
-from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, RowError, Runner
+from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
-from rooflax.engine.sequence import Sequence, StepOutput, with_siblings
+from rooflax.engine.sequence import RowError, Sequence, StepOutput, with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
@@ -116,7 +116,11 @@ class Engine:
             mesh=mesh,
         )
         self._prefix_caching = prefix_caching and options.use_cache
-        self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
+        self._limits = {
+            "prefill_chunk": chunk,
+            "decode_steps": steps,
+            "lookahead_tokens": draft_tokens,
+        }
         self._step_s = step_s
         self._token_s: float | None = None  # of a prompt, in a step of many
         self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
@@ -137,13 +141,16 @@ class Engine:
             self._new_blocks(),
             num_slots=self.num_slots,
             token_budget=self._token_budget(),
-            guided_steps=self._guided_steps,
+            limit_steps=self._limit_steps,
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
-            **self._budget,
+            **self._limits,
         )
 
-    def _guided_steps(self, decodes: list[Sequence], most: int) -> int:
-        if self.runner.exchanges_masks:
+    def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
+        """How many of at most so many decode steps a dispatch should run."""
+        if any(s.num_candidates is not None for s in decodes):
+            return 1  # the host chooses every token
+        if self.runner.masks.exchanges or all(s.guide is None for s in decodes):
             return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
             return 1
@@ -425,11 +432,13 @@ class Engine:
         return seconds
 
     def _drafts(self, step: ScheduledStep) -> list[list[int]]:
-        """For each decode row, or none at all, as beside prompts."""
-        if step.prefills:
+        """For each decode row, or none at all, as beside prompts and rows of which the host must
+        see every token."""
+        rows = step.decodes
+        if step.prefills or any(s.guide or s.num_candidates is not None for s in rows):
             return []
         try:
-            return self.speculation.propose(step.decodes, step.room - 1)
+            return self.speculation.propose(rows, step.room - 1)
         except BaseException as error:
             if not self._isolates(error):
                 raise

@@ -1,4 +1,4 @@
-"""`MaskExchange`: masks of guided rows, made on the host while the device computes. No jax.
+"""`MaskExchange`: masks of constrained rows, made on the host while the device computes. No jax.
 
 A mask follows from every token before it. In a loop of decode steps the native sampler publishes
 the tokens that it chose; a thread here makes the masks of the next step while the layers of that
@@ -20,7 +20,7 @@ import numpy as np
 from rooflax.engine.sequence import Guide
 
 
-class GuidedRow(NamedTuple):
+class ConstrainedRow(NamedTuple):
     """A row of a step, and the slot and the grammar constraint of its sequence."""
 
     row: int
@@ -56,7 +56,7 @@ class MaskExchange:
         self._delete = weakref.finalize(self, library.rooflax_masks_delete, self.number)
 
     @contextmanager
-    def serving(self, rows: list[GuidedRow], num_steps: int) -> Iterator[None]:
+    def serving(self, rows: list[ConstrainedRow], num_steps: int) -> Iterator[None]:
         """While it lasts, the masks of the steps after the first are made as tokens come.
 
         Guides are then ahead of their sequences by the tokens that came; if the dispatch fails,
@@ -76,14 +76,14 @@ class MaskExchange:
         library.rooflax_masks_end(number)
         made.result()
 
-    def _serve(self, rows: list[GuidedRow], num_steps: int) -> None:
+    def _serve(self, rows: list[ConstrainedRow], num_steps: int) -> None:
         try:
             self._make_masks(rows, num_steps)
         except BaseException:  # nothing comes any more, and the sampler must not wait for it
             self._library.rooflax_masks_end(self.number)
             raise
 
-    def _make_masks(self, rows: list[GuidedRow], num_steps: int) -> None:
+    def _make_masks(self, rows: list[ConstrainedRow], num_steps: int) -> None:
         library, number = self._library, self.number
         for step in range(1, num_steps):
             if not library.rooflax_masks_await_tokens(number, step - 1):

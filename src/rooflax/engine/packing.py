@@ -202,10 +202,11 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
     given["sample_index"] = sequence.sample_index
     given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    given["scores_adjusted"] = sequence.num_candidates is not None
     if sequence.num_candidates is not None:
         given["num_logprobs"] = sequence.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_guided"] = sequence.guide is not None
+    given["is_masked"] = sequence.guide is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
     columns.write(row, given, bias, params.allowed_token_ids, known)

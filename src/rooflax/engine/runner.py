@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +19,10 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
-from rooflax.engine.mask_exchange import GuidedRow, MaskExchange
+from rooflax.engine.masks import Masks
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import EngineError
@@ -36,7 +34,7 @@ from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
 from rooflax.nn.shards import Shards
-from rooflax.ops import native, sampling_columns
+from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts, awaits_masks
@@ -54,24 +52,6 @@ class Call(NamedTuple):
     counts: list[int]
     shape: Shape
     drafts: list[list[int]] | None = None
-
-
-class RowError(Exception):
-    """What one sequence is at fault for, before its step ran."""
-
-    def __init__(self, sequence: Sequence, error: BaseException):
-        super().__init__(str(error))
-        self.sequence, self.error = sequence, error
-
-
-@contextmanager
-def _fault_of(sequence: Sequence) -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a library's panic is no Exception
-        raise RowError(sequence, error) from error
 
 
 class Compiled(NamedTuple):
@@ -144,8 +124,9 @@ class Runner:
         self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
-        self._masks = np.full((self.num_slots + 1, words), -1, np.int32)
-        self._no_masks = self._put(self._masks.copy())
+        exchanges = self.options.jit and self.mesh is None and awaits_masks(self.options.kernels)
+        self.masks = Masks((self.num_slots + 1, words), exchanges=exchanges)
+        self._no_masks = self._put(self.masks.everything)
 
     def _allocate_cache(self) -> Any:
         config, shards = self.model.config, self._shards
@@ -269,28 +250,10 @@ class Runner:
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._seat(call.sequences)
-        masks = self._guide(call)
-        if masks is None or num_steps == 1 or not self.exchanges_masks:
-            return self._dispatch(call, num_steps, masks)
-        guided = [
-            GuidedRow(row, s.slot, s.guide)
-            for row, s in enumerate(call.sequences)
-            if s.guide is not None and s.slot is not None
-        ]
-        with self._exchange.serving(guided, num_steps):
-            result = self._dispatch(call, num_steps, masks, self._exchange.number)
-        return replace(result, reuses_masks=False)
-
-    @cached_property
-    def exchanges_masks(self) -> bool:
-        """Whether decode steps of one dispatch have masks of their own each."""
-        return self.options.jit and self.mesh is None and awaits_masks(self.options.kernels)
-
-    @cached_property
-    def _exchange(self) -> MaskExchange:
-        library = native.load()
-        assert library is not None
-        return MaskExchange(library, self._masks.shape)
+        masks = self.masks.of(call.sequences, call.counts)
+        with self.masks.during(call.sequences, 1 if masks is None else num_steps) as exchange:
+            result = self._dispatch(call, num_steps, masks, exchange)
+        return replace(result, reuses_masks=exchange == 0)
 
     def _dispatch(
         self,
@@ -398,7 +361,7 @@ class Runner:
         if self._seated[slot] == stay and not miscounts:
             return
         before, self._seated[slot] = self._params[slot].copy(), None
-        with _fault_of(sequence):
+        with fault_of(sequence):
             packing.write_params(self._params[slot], sequence)
         self._seated[slot] = stay
         sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
@@ -406,21 +369,6 @@ class Runner:
             changed.add(slot)
         if sequence.params.has_penalties:
             self._seat_counts(slot, sequence)
-
-    def _guide(self, call: Call) -> np.ndarray | None:
-        """What the rows with a guide may choose after this call; None if there are none.
-
-        The masks go with the step: an array of its own costs the host several times as much.
-        """
-        is_guided = False
-        for sequence, count in zip(call.sequences, call.counts, strict=True):
-            if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
-                with _fault_of(sequence):
-                    mask, row = sequence.guide.mask, self._masks[sequence.slot]
-                    row[: mask.size] = mask
-                    row[mask.size :] = 0
-                is_guided = True
-        return self._masks.copy() if is_guided else None
 
     def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
         seen = np.zeros(self.model.config.vocab_size, np.int32)

@@ -47,11 +47,11 @@ class Sampling:
         allowed_ids: if there are any, all others are banned; the padding is NO_ID.
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
-        is_guided: 1 where the row may only choose what its mask allows, else 0.
+        is_masked: 1 where the row may only choose what its mask allows, else 0.
         num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
             it then means nothing.
-        num_beams: above 1 the row is a beam: adjustments act on its log-probabilities, and those
-            are what comes back.
+        scores_adjusted: 1 where adjustments act on the row's log-probabilities, and those are what
+            comes back, as beam search wants it; else 0.
     """
 
     temperature: Float[Array, " B"]
@@ -68,9 +68,9 @@ class Sampling:
     allowed_ids: Int[Array, "B num_allowed"]
     stop_ids: Int[Array, "B num_stop"]
     min_position: Int[Array, " B"]
-    is_guided: Int[Array, " B"]
+    is_masked: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
-    num_beams: Int[Array, " B"]
+    scores_adjusted: Int[Array, " B"]
 
     @classmethod
     def of(cls, rows: Int[Array, "B width"]) -> Sampling:
@@ -140,8 +140,8 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; of beams
-    those after it.
+    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; those after
+    it with `scores_adjusted`.
 
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
@@ -183,7 +183,7 @@ def sample(
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.
-        masks: of each slot, bit i % 32 of word i // 32 is whether a guided row may choose token i.
+        masks: of each slot, bit i % 32 of word i // 32 is whether a masked row may choose token i.
         plain: the caller's word that every row takes the most likely token and nothing else is
             asked for.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
@@ -261,19 +261,19 @@ def _sample(
     largest = jnp.take_along_axis(logits, best[:, None], axis=1)
     is_finite = jnp.isfinite(largest[:, 0])
     too_early = positions < sampling.min_position
-    is_beam = sampling.num_beams > 1
+    is_adjusted = sampling.scores_adjusted > 0
     asks = (
-        too_early, is_beam, sampling.is_guided > 0, sampling.repetition_penalty != 1,
+        too_early, is_adjusted, sampling.is_masked > 0, sampling.repetition_penalty != 1,
         sampling.presence_penalty != 0, sampling.frequency_penalty != 0,
     )  # fmt: skip
     lists = (sampling.bias_values != 0, sampling.allowed_ids != NO_ID)
     adjusts = jnp.any(jnp.concatenate((*(row[:, None] for row in asks), *lists), axis=1))
 
-    def beams_as_logprobs() -> jax.Array:
-        return jnp.where(is_beam[:, None], _logprobs(logits, largest), logits)
+    def as_logprobs() -> jax.Array:
+        return jnp.where(is_adjusted[:, None], _logprobs(logits, largest), logits)
 
     def adjust() -> jax.Array:
-        scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
+        scores = cond(jnp.any(is_adjusted), as_logprobs, lambda: logits)
         generated = _with_pending(counts.generated[slots], pending)
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
@@ -291,7 +291,7 @@ def _sample(
 
     def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
         logprobs = _logprobs(logits, largest)
-        return _best(jnp.where(is_beam[:, None], adjusted, logprobs), tokens)
+        return _best(jnp.where(is_adjusted[:, None], adjusted, logprobs), tokens)
 
     logprobs, top_tokens, top_logprobs = cond(
         jnp.any(sampling.num_logprobs >= 0),
@@ -364,7 +364,7 @@ def _ban(
     banned = limited & ~among(sampling.allowed_ids)
     banned |= too_early[:, None] & among(sampling.stop_ids)
     if masks is not None:
-        guided = sampling.is_guided > 0
+        guided = sampling.is_masked > 0
         banned = cond(
             jnp.any(guided),
             lambda: banned | guided[:, None] & ~unpack_bits(masks, logits.shape[1]),

@@ -11,6 +11,8 @@ from benchmarks.founding.report import document, failures, markdown
 from benchmarks.founding.settings import SMOKE, WANTED, Shape, settings
 from rooflax.loading.load import model_info
 
+pytestmark = pytest.mark.oldest_jax
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SAME = {"layer_passes": 1.0, "operations": 1.0, "bytes": 1.0}
 

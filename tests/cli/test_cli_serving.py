@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.oldest_jax
+
 SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
 
 
@@ -18,6 +20,7 @@ def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
     assert found["share"] == found["together_tok_per_s"] / found["parts_tok_per_s"]
 
 
+@pytest.mark.every_jax
 def test_requests_at_a_rate_all_end(rooflax):
     ran = rooflax("bench", "preset:gpt2", "--request-rate", 20, "--requests", 4, *SHORT, "--json")
     assert ran.code == 0, ran.err

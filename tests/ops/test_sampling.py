@@ -18,6 +18,8 @@ from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
 from tests.ops.cases import normal, rng
 
+pytestmark = pytest.mark.oldest_jax
+
 VOCAB = 317
 assert VOCAB > NUM_CANDIDATES
 
@@ -155,6 +157,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("given", FILTERS, ids=str)
 def test_a_draw_is_the_argmax_of_what_numpy_keeps_plus_the_noise(given):
     """64 rows; the noise itself is tested below."""
@@ -288,6 +291,7 @@ def test_draws_come_as_often_as_their_probability_says():
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
+@pytest.mark.every_jax
 @REFERENCE
 def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     """Mean 0.5772 and variance pi^2 / 6; 200,000 values, bounds of five standard errors."""

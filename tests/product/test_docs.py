@@ -11,6 +11,8 @@ import pytest
 from rooflax.cli.main import parse
 from tests.product.snippets import ROOT, Snippet, snippets
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def run_all(path: str) -> int:
     """Runs a file's Python blocks one after the other in one namespace."""

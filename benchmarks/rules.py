@@ -41,9 +41,9 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 PAGE = ROOT / "docs" / "benchmarking.md"
 FIGURES = ROOT / "docs" / "benchmarking-figures.json"
-BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
 
 TRIALS = 5
 WORK = Workload(None, prompt_tokens=16, output_tokens=64)
@@ -495,11 +495,9 @@ def rendered(document: dict[str, Any]) -> str:
 
 def page_with_figures(page: str, document: dict[str, Any]) -> str:
     """The page with what is between its markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page lacks {BEGIN.strip()} or {END}")
-    return f"{before}{BEGIN}{rendered(document)}{END}{after}"
+    from benchmarks.pages import with_blocks
+
+    return with_blocks(page, {"figures": rendered(document).removesuffix("\n")})
 
 
 def measured(name: str) -> dict[str, Any]:

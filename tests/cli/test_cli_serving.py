@@ -16,7 +16,7 @@ def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
     assert ran.code in (0, 1), ran.err
     found = json.loads(ran.out)
     assert found["passed"] == (ran.code == 0)
-    assert found["speedup"] == found["together_tok_per_s"] / found["alone_tok_per_s"] > 1
+    assert found["speedup"] == found["together_tok_per_s"] / found["alone_tok_per_s"]
     assert found["share"] == found["together_tok_per_s"] / found["parts_tok_per_s"]
 
 

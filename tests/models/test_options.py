@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,13 +18,13 @@ from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
-from rooflax.nn.batch import Batch
 from rooflax.nn.shards import Shards, check_split, padded_vocab
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
 from tests import goldens
+from tests.chunks import assert_same_bits
 from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
@@ -199,6 +198,7 @@ def test_another_checkpoint_of_the_same_shape_compiles_nothing(case, tmp_path):
     assert second[0].timings["compilations"] == 0
 
 
+@pytest.mark.slow  # times mean something on a quiet machine only
 def test_cached_is_at_least_three_times_faster_than_uncached(tiny):
     """64 tokens after a prompt of 180, on the same model; the better of three runs each."""
     prompt = np.random.RandomState(0).randint(0, 4096, 180).tolist()
@@ -298,29 +298,7 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
     model = case(variant).model
     if format:
         model = replace(model, weights=quantized_weights(model, format))
-    run = jax.jit(forward_logits)
-    tokens = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
-
-    def logits(rows, pieces):
-        cache = new_cache(model, rows=len(rows), max_tokens=32)
-        table = (np.arange(2 * len(rows), dtype=np.int32).reshape(len(rows), 2) + 1,)
-        tables = table * len(model.config.groups.windows)
-        out, begin = [], 0
-        for end in pieces:
-            count, first = end - begin, (np.zeros(len(rows), np.int32),) * len(tables)
-            starts = np.arange(len(rows), dtype=np.int32) * count
-            lens, at = (np.full(len(rows), n, np.int32) for n in (count, begin))
-            flat = tokens[rows, begin:end].reshape(-1)
-            where = jax.tree.map(jnp.asarray, (flat, starts, lens, at, tables, first))
-            found, cache = run(model, cache, Batch.ragged(*where, longest=count))
-            out.append(np.asarray(found).reshape(len(rows), count, -1))
-            begin = end
-        return np.concatenate(out, axis=1)
-
-    whole = logits([0], [20])
-    for pieces in ([7, 20], [1, 2, 3, 11, 20]):
-        np.testing.assert_array_equal(logits([0], pieces), whole)
-    np.testing.assert_array_equal(logits([1, 0], [9, 20])[1:], whole)
+    assert_same_bits(model)
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -368,11 +346,6 @@ def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
     assert len(temporaries) == 2
     for unrolled, scanned in temporaries.values():
         assert scanned < unrolled + matrix // 2, temporaries
-
-
-def forward_logits(model, cache, batch):
-    hidden, cache = model.forward(batch, cache)
-    return model.logits(hidden), cache
 
 
 def quantized_weights(model, format):

@@ -77,36 +77,6 @@ def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> Non
         assert NAMED.match(name), f"{page} names the model {name!r}"
 
 
-def test_readme_speeds_are_those_of_the_comparison() -> None:
-    """Each line of the README's table is a line of the document that `compare.py` writes."""
-    document = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
-    (section,) = [part for part in document.split("\n## ") if part.startswith("qwen2.5-0.5b")]
-    measured = {tuple(row[:2]): row for row in table_rows(section)}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [row for row in table_rows(readme) if row[0].startswith(("decode", "prefill"))]
-    assert len(rows) >= 5
-    ratio = measured["test", "width"].index("vs best peer")  # after a column per peer
-    for row in rows:
-        assert row == measured[row[0], row[1]][: ratio + 1]
-
-
-def test_readme_serving_is_that_of_the_comparison() -> None:
-    measured = {}
-    for row in table_rows((ROOT / "docs/peers-serving.md").read_text(encoding="utf-8")):
-        measured[tuple(row[:3])] = row
-    readme = table_rows((ROOT / "README.md").read_text(encoding="utf-8"))
-    for name, model in (("GPT-2, int8", "gpt2 int8"), ("Qwen2.5 0.5B, int4", "qwen2.5-0.5b int4")):
-        (row,) = [row for row in readme if row[0].startswith(name)]
-        ours, peer = (measured[model, "at once", e] for e in ("AsyncLLM", "llama.cpp"))
-        assert row[1:4] == [ours[3], peer[3], ours[4]]
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """Cells of every table row, without emphasis."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
-
-
 def test_readme_tree_names_what_exists() -> None:
     (block,) = [s for s in snippets("README.md", "") if "\nsrc/rooflax/" in s.code]
     inside = [line.split()[0] for line in block.code.splitlines() if line.startswith("  ")]

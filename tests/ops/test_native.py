@@ -35,15 +35,6 @@ SHAPES = [(64, 48), (99, 37), (160, 130)]
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instruction_set(request):
-    """Forces one instruction set."""
-    if not native.force_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.force_instruction_set("")
-
-
 def normal(*shape):
     return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 

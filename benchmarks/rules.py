@@ -360,7 +360,7 @@ def notes_of_runs(f: Figures) -> list[str]:
             f"{TRIALS}. The means differ by more than {CLAIMED:.0%} in "
             f"{orders['apart']['claimed']} where {gap:.0f} s lie between the sides, in "
             f"{orders['adjacent']['claimed']} where one follows the other, and in "
-            f"{orders['interleaved']['claimed']} where the same runs are taken in turns. bench's "
+            f"{orders['interleaved']['claimed']} where the same runs are interleaved. bench's "
             f"99% interval gives a wrong verdict in {orders['apart']['verdicts']}, "
             f"{orders['adjacent']['verdicts']} and {orders['interleaved']['verdicts']} of them."
         ),
@@ -372,7 +372,7 @@ def cells_of_order(f: Figures) -> tuple[str, str, str, str]:
     return (
         "all of A, then all of B; two means",
         f"{found['apart']['claimed']} of {COMPARISONS} times it differs from itself",
-        "in turns; a 99% interval",
+        "interleaved; a 99% interval",
         f"{found['interleaved']['verdicts']} of {COMPARISONS}",
     )
 
@@ -415,7 +415,7 @@ RULES = {
     ),
     "not_awaited": Rule("a result that is not awaited", not_awaited, cells_of_awaiting),
     "one_trial": Rule("one trial instead of several", runs, cells_of_runs, notes_of_runs),
-    "order": Rule("A, then B, instead of in turns", runs, cells_of_order),
+    "order": Rule("A, then B, instead of interleaved", runs, cells_of_order),
     "old_ceiling": Rule(
         "a ceiling that was read once",
         old_ceiling,

@@ -209,7 +209,7 @@ def introduction(document: dict[str, Any]) -> list[str]:
     batches_facts = [
         (
             "Tokens per second, the median of the trials; random weights of real sizes. Engines "
-            "take turns, trial by trial; only one computes at a time. `N x P` is N prompts of P "
+            "are interleaved, trial by trial; only one computes at a time. `N x P` is N prompts of P "
             f"tokens; decode is the {steps} steps after the first token."
         ),
         (

@@ -1,18 +1,13 @@
 """The pages about measuring: their tables are what their JSON says, and nothing is left out."""
 
 import json
-import re
-import shlex
 from importlib import resources
 
 import pytest
 
 from benchmarks import optimizations, rules
-from rooflax.cli.main import parse
-from rooflax.errors import RequestError
 from tests.product.snippets import ROOT
 
-PAGES = ("benchmarking.md", "optimizations.md", "troubleshooting.md")
 SCHEMA = json.loads(resources.files("rooflax.bench").joinpath("bench.schema.json").read_text())
 
 
@@ -54,26 +49,3 @@ def test_every_field_of_the_schema_is_explained():
     for name in ("document", "environment", "result", "setting", "summary", "step", "ceiling"):
         for field in SCHEMA["$defs"][name]["properties"]:
             assert f"`{field}`" in page, (name, field)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_are_known(page):
-    """Of every command in the page, verbs and flags are what the command line takes."""
-    shown = re.findall(r"^(rooflax .*)$|`(rooflax\s[a-z][^`]*)`", text(page), re.MULTILINE)
-    commands = {" ".join((line or inline).split()) for line, inline in shown}
-    assert len(commands) >= 3
-    for command in commands:
-        words = shlex.split(command.partition(" > ")[0])[1:]
-        try:
-            assert parse(words) is not None
-        except RequestError as error:
-            raise AssertionError(f"{page}: {command}: {error}") from None
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_and_links_exist(page):
-    folder = ROOT / "docs"
-    for target in re.findall(r"\]\(([^)#]+)\)", text(page)):
-        assert (folder / target).exists(), target
-    for path in re.findall(r"`((?:bench|engine|nn|ops)/\w+(?:/\w+)?\.py)`", text(page)):
-        assert (ROOT / "src" / "rooflax" / path).exists(), path

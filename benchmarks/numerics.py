@@ -53,21 +53,21 @@ def names() -> list[str]:
     return list(available(OPERATIONS["linear"]))
 
 
-def products() -> list[dict[str, Any]]:
+def matmuls() -> list[dict[str, Any]]:
     x, w = normal(ROWS, INNER, seed=1), normal(INNER, OUTER, seed=2)
     exact = x.astype(np.float64) @ w
     rows = []
     for dtype in ("float32", "bfloat16"):
         for name in names():
             y = linear(jnp.asarray(x), jnp.asarray(w, dtype), implementation=name)
-            rows.append({"what": f"product, weights {dtype}", "by": name, "error": error(y, exact)})
+            rows.append({"what": f"matmul, weights {dtype}", "by": name, "error": error(y, exact)})
     narrow = jnp.asarray(x, "bfloat16"), jnp.asarray(w, "bfloat16")
     y = linear(*narrow, implementation="xla")
-    rows.append({"what": "product, all bfloat16", "by": "xla", "error": error(y, exact)})
+    rows.append({"what": "matmul, all bfloat16", "by": "xla", "error": error(y, exact)})
     for format in FORMATS:
         packed = quantize(w, format, (INNER,), (OUTER,))
         y = linear(jnp.asarray(x), packed)
-        rows.append({"what": f"product, {format}", "by": names()[-1], "error": error(y, exact)})
+        rows.append({"what": f"matmul, {format}", "by": names()[-1], "error": error(y, exact)})
     return rows
 
 
@@ -154,7 +154,7 @@ def main() -> None:
         figures = {
             "environment": environment(),
             "platform": jax.default_backend(),
-            "operations": products() + others(),
+            "operations": matmuls() + others(),
             "models": models(),
         }
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -26,7 +26,10 @@ from rooflax.models.steps import new_cache
 from rooflax.models.streaming import LayerStream, StreamPlan, plan_streaming
 from rooflax.nn.execution import parse_bytes
 from tests import gguf_cases, goldens
+from tests.marks import cases
 from tests.sharding import CONFIGS, write_checkpoint
+
+pytestmark = pytest.mark.oldest_jax
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 PROMPTS = [np.random.RandomState(n).randint(0, 263, n).tolist() for n in (5, 16, 17, 33, 9)]
@@ -73,17 +76,20 @@ def same(whole, streamed):
     assert counts.num_bytes == counts.num_steps * streamed.stream_plan.bytes_per_step > 0
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    "name", cases(CONFIGS, slow=["gpt2", "gpt_oss", "qwen2"], every_jax=["llama"])
+)
 def test_every_family_says_the_same(folder, name):
     same(*pair(folder(name), dtype="float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     [
         ("gpt_oss", {"quantize": "int8"}),
         ("qwen2", {"dtype": "bfloat16"}),
-        pytest.param("llama", {"speculate": "ngram"}, marks=pytest.mark.slow),
+        ("llama", {"speculate": "ngram"}),
         ("gpt2", {"options": ExecutionOptions(use_cache=False)}),
         ("llama", {"options": ExecutionOptions(kernels="xla")}),
         ("gpt2", {"check": True}),
@@ -112,6 +118,7 @@ def test_gguf_and_mxfp4_are_streamed(name, kind):
     np.testing.assert_allclose(found[0], whole.logits(PROMPTS[2]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_device_with_memory_of_its_own_takes_layers_there(folder, monkeypatch):
     """Off CPU there is no arena: the device's memory is taken and given back."""
     monkeypatch.setattr(load, "Arena", lambda size: None)
@@ -165,6 +172,7 @@ def test_a_server_streams_and_compiles_nothing(folder):
     assert counts.requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "groups"), [("llama", 1), ("gpt_oss", 2)])
 def test_programs_do_not_grow_with_the_depth(tmp_path, monkeypatch, name, groups):
     found = []
@@ -202,6 +210,7 @@ SIXTEEN_LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is Linux's to tell")
 def test_half_the_weights_of_memory_give_the_same_tokens(tmp_path):
     """A checkpoint of 404 MB in float32 in its own process, with all its weights and with half."""
@@ -248,6 +257,7 @@ def test_the_estimates_weights_are_the_plans(folder):
     assert plan.fixed_bytes + sum(plan.layer_bytes) == need.weights == plan.memory_bytes
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -307,6 +317,7 @@ def test_sizes_are_numbers_with_units(text, wanted):
     assert parse_bytes(text) == wanted
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "8 XB", 1.5, None, [1]])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(RequestError, match="must be a size"):

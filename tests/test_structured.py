@@ -30,6 +30,8 @@ from tests.engine.load import random_requests, run_alone, run_load
 from tests.engine.test_same_tokens import small_engine
 from tests.gguf_cases import gguf
 
+pytestmark = pytest.mark.oldest_jax
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -379,6 +381,7 @@ def test_forced_text_is_cut_into_tokens_that_spell_it(llm, text):
             assert b"".join(vocabulary.tokens[i] for i in ids) == text.encode()
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_vocabulary_out_of_a_gguf_file():
     llm = LLM(gguf("llama2", "f32"))
     for kind in FORMS:
@@ -409,9 +412,8 @@ class Guided:
         return Sequence(request_id, self.prompt, self.params, tokens, frozenset(), guide=guide)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "cache"), [(16, True), pytest.param(64, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "cache"), [(16, True), (64, False)])
 def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache):
     requests = list(guided_requests(Forms(llm.tokenizer, goldens.VOCAB, ())))
     lonely = small_engine(llm.model, chunk=131, steps=8, cache=False, slots=1, roomy=True)
@@ -432,6 +434,7 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache)
     assert sum(s.finish_reason == "stop" for s in run.sequences) >= 8
 
 
+@pytest.mark.slow
 def test_many_callers_at_once(folder, llm):
     server = AsyncLLM(folder, max_num_seqs=4, options=ExecutionOptions(decode_steps=4))
     wanted = [
@@ -469,6 +472,7 @@ CHAIN = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(4000)) + '\na
 SLOW = "start: A\nA: " + " & ".join(f"/(.*[a-z]){{{i}}}.*{i}.*/" for i in range(1, 30))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("form", "why"),
     [

@@ -32,6 +32,8 @@ from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import native
 from tests.bench.samples import NATIVE, XLA, measured, row
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
 EXTRA = 1 << 28
 
@@ -42,6 +44,7 @@ def real():
     return measure_apart(TINY)
 
 
+@pytest.mark.slow
 def test_a_row_in_its_own_process_has_its_own_memory(real):
     result = real["result"]
     assert set(result) == set(row(TINY)) | {"ceilings"}
@@ -55,6 +58,7 @@ def test_a_row_in_its_own_process_has_its_own_memory(real):
     assert real["environment"]["jax"]
 
 
+@pytest.mark.slow
 def test_memory_is_the_models_and_not_the_ceilings():
     """The ceilings' buffer and the check of the output count for nothing."""
     script = f"""
@@ -82,6 +86,7 @@ print(json.dumps([found["peak_rss_bytes"], found["memory"], measure.peak_rss_byt
     assert memory["anonymous_after_bytes"] < memory["anonymous_peak_bytes"] + EXTRA // 4
 
 
+@pytest.mark.slow
 def test_deterministic_rows_set_the_flags_and_say_what_they_cost():
     fixed = measure_apart(replace(TINY, deterministic=True))
     assert "deterministic_ops" in fixed["environment"]["xla_flags"]
@@ -189,6 +194,7 @@ def test_decode_steps_that_were_asked_for_wait_for_the_cache():
         assert r.work.options.use_cache or r.work.options.decode_steps is None, r.label
 
 
+@pytest.mark.slow
 def test_a_process_says_which_kernels_would_run():
     wanted = "native" if native.is_ready() else "xla"
     assert measure_apart(TINY, "kernels")["result"] == dict.fromkeys(XLA, wanted)
@@ -196,6 +202,7 @@ def test_a_process_says_which_kernels_would_run():
         measure_apart(replace(TINY, options=ExecutionOptions(kernels="pallas")), "kernels")
 
 
+@pytest.mark.slow
 def test_ablation_rows_really_give_the_same_tokens():
     work = replace(TINY, trials=1, output_tokens=48)
     slow = replace(work, options=ExecutionOptions(use_cache=False))
@@ -367,6 +374,7 @@ def test_programs_of_one_name_are_merged():
     assert parts == {"dot.1": "matmuls", "add.2": "other", "exp.3": "attention"}
 
 
+@pytest.mark.slow
 def test_the_quick_check_passes():
     """`bench --quick`: at least 3x, the same tokens."""
     found = quick()

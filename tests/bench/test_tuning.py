@@ -14,6 +14,8 @@ from rooflax.loading.load import model_info
 from rooflax.nn.execution import Precision
 from rooflax.ops import accelerator, block_sizes, native, tpu
 
+pytestmark = pytest.mark.oldest_jax
+
 SECONDS = {(1,): 0.004, (2,): 0.001, (3,): 0.008}
 """What a fake kernel takes, by the size of its blocks."""
 CLOCK = [0.0]

@@ -23,6 +23,9 @@ from rooflax.loading import hub, load
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.bench.samples import measured
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -328,7 +331,7 @@ def _write_files(folder):
     (folder / "x.json").write_text("{}")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", cases(VERBS, slow=["generate"], every_jax=["doctor", "inspect"]))
 def test_every_flag_has_its_effect_or_is_refused(observe, verb):
     base, table = COMMANDS[verb]
     if verb == "doctor":
@@ -358,6 +361,7 @@ def _without_model(base):
     return base[1:] if base and base[0] == TINY else base
 
 
+@pytest.mark.every_jax
 def test_short_and_other_names_mean_the_same():
     parse = parser_of("generate").parse_args
     pairs = [
@@ -374,6 +378,7 @@ def test_short_and_other_names_mean_the_same():
     assert parse(["-n", "3", TINY]) == parse([TINY, "-n", "3"])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -410,7 +415,7 @@ ANY_JOB = {"json", "quiet", "verbose"}
 ONE_ROW = {"model", "layers", "gqa", "moe", "no_cache", "no_jit", "dtype", "threads", "quantize"}
 
 
-@pytest.mark.parametrize("job", BENCH_JOBS)
+@pytest.mark.parametrize("job", cases(BENCH_JOBS, every_jax=["versus"]))
 def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job):
     argv, honoured = BENCH_JOBS[job]
     if job not in ("quick", "compare"):

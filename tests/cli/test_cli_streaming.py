@@ -7,6 +7,8 @@ import pytest
 from rooflax.loading.load import model_info, plan_of
 from tests.sharding import write_checkpoint
 
+pytestmark = pytest.mark.oldest_jax
+
 
 @pytest.fixture(scope="module")
 def where(tmp_path_factory):

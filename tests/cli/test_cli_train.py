@@ -10,6 +10,8 @@ from rooflax.errors import RequestError
 from rooflax.loading.load import embedded_folder, load
 from rooflax.train import loop
 
+pytestmark = pytest.mark.oldest_jax
+
 CONFIG = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -15,6 +15,8 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.load import model_info
 from tests import gguf_cases
 
+pytestmark = pytest.mark.oldest_jax
+
 SMALL = gguf_cases.gguf("llama3", "q4_0")
 HEADER = SMALL.read_bytes()
 

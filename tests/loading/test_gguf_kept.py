@@ -13,6 +13,9 @@ from rooflax.models.memory import estimate
 from rooflax.ops.quantization import QuantizedArray
 from rooflax.ops.quantization import dequantize as unpacked
 from tests import gguf_cases, goldens
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 QUANTISED = [(n, k) for n, kinds in gguf_cases.FILES.items() for k in kinds if k[0] == "q"]
 QUANTISED.append(("gpt_oss_mxfp4", "bf16"))  # the experts
@@ -28,7 +31,10 @@ def leaves(model):
     return jax.tree.leaves(model.weights, is_leaf=is_packed)
 
 
-@pytest.mark.parametrize(("name", "kind"), QUANTISED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(QUANTISED, slow=[("gpt2", "q8_0"), ("llama3", "q8_0"), ("llama_k", "q4_k_m")]),
+)
 def test_kept_weights_are_the_files_own_numbers(name, kind):
     path = gguf_cases.gguf(name, kind)
     plain, kept = load(path), load(path, keep=True)
@@ -58,6 +64,7 @@ def test_the_estimate_counts_what_is_kept(name, kind):
     assert need.weights == sum(a.nbytes for a in jax.tree.leaves(load(info, keep=True)))
 
 
+@pytest.mark.every_jax
 def test_the_order_of_outputs_is_the_layouts():
     """Fused and permuted products: with distinct rows a swap of any two would show."""
     file = GGUFFile(gguf_cases.gguf("llama3", "q8_0"))
@@ -84,7 +91,9 @@ OPTIONS_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind"), OPTIONS_CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"), cases(OPTIONS_CASES, default=[("gpt_oss_mxfp4", "bf16")])
+)
 def test_no_option_changes_a_token(name, kind):
     path = gguf_cases.gguf(name, kind)
     wanted = [c.tokens for c in LLM(path).generate(goldens.prompts(), GREEDY)]
@@ -93,6 +102,7 @@ def test_no_option_changes_a_token(name, kind):
         assert [c.tokens for c in found] == wanted
 
 
+@pytest.mark.every_jax
 def test_experts_compute_what_the_checkpoints_do(tmp_path):
     """Both keep MXFP4, from nibbles in different orders."""
     folder = gguf_cases.write_original(tmp_path, "gpt_oss_mxfp4")
@@ -103,6 +113,7 @@ def test_experts_compute_what_the_checkpoints_do(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.every_jax
 def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
     source = gguf_cases.gguf("llama3", "q8_0")
     file = GGUFFile(source)

@@ -17,6 +17,8 @@ from rooflax.loading.checkpoint import Checkpoint
 from rooflax.ops.quantization import dequantize
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 FAMILIES = ["gpt2", "llama_bias", "llama3_tied", "qwen2_window", "gpt_oss"]
 
 

@@ -81,7 +81,9 @@ def faulty(compute, first_position):
     ("implementations", "option", "position"),
     [
         (attention_api.IMPLEMENTATIONS, "kernels=default", 3),
-        (attention_api.PAGED_IMPLEMENTATIONS, "use_cache=True", 6),
+        pytest.param(
+            attention_api.PAGED_IMPLEMENTATIONS, "use_cache=True", 6, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_isolate_names_option_layer_and_token_of_a_fault(

@@ -13,7 +13,7 @@ from typing import Any
 from rooflax.bench.counting import StepCost, decode_cost, expected_experts, prefill_cost
 from rooflax.bench.workload import Workload
 from rooflax.engine.runner import SMALLEST_CONTEXT, bucket
-from rooflax.loading.load import ModelInfo, model_info
+from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.nn.storage import ITEM_BYTES, Storage
 
 FLOAT32: dict[str, Any] = {"batch": 1, "storage": Storage("float32"), "kv_dtype": "float32"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.founding import text
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.models.memory import estimate
 from rooflax.nn.shards import Shards, parse_mesh
 from rooflax.nn.storage import Storage
@@ -37,7 +37,6 @@ def counted() -> list[tuple[str, ...]]:
         info, storage = model_info(model), storage_of(model, width)
         for mesh in (None, *meshes):
             need = estimate(
-                info.family,
                 info.config,
                 storage=storage,
                 kv_dtype="bfloat16",

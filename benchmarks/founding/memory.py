@@ -9,7 +9,7 @@ from benchmarks.founding import text
 from benchmarks.founding.apart import apart
 from benchmarks.founding.counted import cache_bytes
 from benchmarks.founding.settings import Settings
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.execution import Precision
 
 MODEL = "preset:gpt2"

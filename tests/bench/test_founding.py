@@ -9,7 +9,7 @@ from benchmarks.founding import many_devices, memory, text
 from benchmarks.founding.counted import cache_bytes, count
 from benchmarks.founding.report import document, failures, markdown
 from benchmarks.founding.settings import SMOKE, WANTED, Shape, settings
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SAME = {"layer_passes": 1.0, "operations": 1.0, "bytes": 1.0}

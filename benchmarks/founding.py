@@ -41,7 +41,7 @@ from rooflax.bench.trials import Job, ReadCeiling, Trial, run_trials, warm_up
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.runner import SMALLEST_CONTEXT, bucket
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import Precision
 from rooflax.nn.storage import Storage

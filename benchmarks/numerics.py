@@ -20,7 +20,7 @@ import numpy as np
 
 from rooflax import load, new_cache
 from rooflax.bench.environment import environment
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.models.steps import prefill
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.attention import AttentionArgs, Dense, attention
@@ -92,9 +92,9 @@ def others() -> list[dict[str, Any]]:
     return rows
 
 
-def model_logits(kernels: str | None, dtype: str, kv: str, narrow: bool) -> np.ndarray:
+def model_logits(kernels: str | None, dtype: str, kv: str) -> np.ndarray:
     """[windows, vocab]: logits of the token after each window of held-out text."""
-    model = load(None, dtype=dtype, narrow=narrow)
+    model = load(None, dtype=dtype)
     ids = model_info(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     options = ExecutionOptions(kernels=kernels)
     run = jax.jit(prefill, static_argnames="options")
@@ -107,7 +107,7 @@ def model_logits(kernels: str | None, dtype: str, kv: str, narrow: bool) -> np.n
 
 
 def models() -> list[dict[str, Any]]:
-    exact = model_logits("reference", "float32", "float32", False).astype(np.float64)
+    exact = model_logits("reference", "float32", "float32").astype(np.float64)
     cases = [("float32", name, "float32", "float32") for name in names() if name != "reference"]
     cases += [
         ("bfloat16 KV cache", None, "float32", "bfloat16"),
@@ -117,7 +117,7 @@ def models() -> list[dict[str, Any]]:
     ]
     rows = []
     for what, kernels, dtype, kv in cases:
-        found = model_logits(kernels, dtype, kv, False)
+        found = model_logits(kernels, dtype, kv)
         rows.append(
             {
                 "what": what,

@@ -449,8 +449,8 @@ def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
 @pytest.mark.parametrize(("quantize", "kv_dtype"), [(None, "float32"), ("w8a16", "float16")])
 def test_the_cache_is_float16_where_products_round(quantize, kv_dtype):
     llm = LLM("preset:gpt2-tiny", quantize=quantize)
-    assert llm.precision.kv_dtype == kv_dtype
-    assert LLM("preset:gpt2-tiny", quantize=quantize, kv_dtype="int8").precision.kv_dtype == "int8"
+    assert llm.plan.kv_dtype == kv_dtype
+    assert LLM("preset:gpt2-tiny", quantize=quantize, kv_dtype="int8").plan.kv_dtype == "int8"
     engine = llm.new_engine(num_slots=1, max_tokens=32)
     assert {pool.dtype.name for pool in jax.tree.leaves(engine.runner.cache)} == {kv_dtype}
 
@@ -477,7 +477,7 @@ def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):
         LLM(folder),
     ]
     tokens = [llm.generate([[1, 2, 3]], params())[0].tokens for llm in models]
-    assert models[0].precision == models[1].precision and tokens[0] == tokens[1]
+    assert models[0].plan.precision == models[1].plan.precision and tokens[0] == tokens[1]
     assert models[0].kv_cache_bytes == models[2].kv_cache_bytes < models[3].kv_cache_bytes
 
 

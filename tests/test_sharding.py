@@ -70,7 +70,7 @@ def same(ask, model, mesh, **settings):
 
 def check_bytes(model, mesh, one, many):
     """Each device holds 1/N of what is split N ways, the vocabulary padded, and all of the rest."""
-    name, config = read_config(CONFIGS[model])
+    _, config = read_config(CONFIGS[model])
     shards = parse_mesh(mesh)
     table = config.table
     config = config_on(config, shards)
@@ -83,7 +83,7 @@ def check_bytes(model, mesh, one, many):
     )
     assert many["bytes"] == [wanted] * shards.num_devices
     how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    counted = estimate(name, read_config(CONFIGS[model])[1], **how, shards=shards).weights
+    counted = estimate(read_config(CONFIGS[model])[1], **how, shards=shards).weights
     assert counted == wanted + (model != "gpt2") * 4 * config.max_position * config.head_dim
     copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
     assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies

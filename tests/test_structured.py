@@ -108,7 +108,7 @@ def test_a_trained_model_keeps_the_form(embedded, kind):
 def test_every_chosen_token_was_allowed_when_it_was_chosen(llm, kind):
     given = params(kind, temperature=1.5, seed=11).with_defaults({})
     (completion,) = llm.generate(PROMPTS[0], given)
-    guide = llm.forms.guide(given, llm.stop_ids)
+    guide = llm.processor.forms.guide(given, llm.stop_ids)
     for token in completion.tokens:
         assert not guide.is_complete and bits(guide, goldens.VOCAB)[token]
         guide.accept(token)
@@ -322,7 +322,9 @@ class Fails:
 def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
     free = SamplingParams(temperature=0.0, max_tokens=12).with_defaults({})
     alone = llm.generate(PROMPTS[1], free)[0].tokens
-    samples = [llm.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])]
+    samples = [
+        llm.processor.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])
+    ]
     guide = samples[0].sequence.guide = Fails()
     deltas = list(llm._run(samples))
     done = {d.prompt: d.completion for d in deltas if d.completion}
@@ -362,7 +364,7 @@ def test_two_devices_give_what_one_gives(tmp_path):
 @pytest.mark.parametrize("vocab_size", [263, 256, 97, 300])
 def test_a_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(llm, vocab_size):
     """Padding of an embedding is never allowed, nor are ids that the model does not have."""
-    wanted = bits(llm.forms.guide(SamplingParams(regex=".+"), frozenset()), 263)
+    wanted = bits(llm.processor.forms.guide(SamplingParams(regex=".+"), frozenset()), 263)
     forms = Forms(llm.tokenizer, vocab_size, ())
     guide = forms.guide(SamplingParams(regex=".+"), frozenset({vocab_size, vocab_size - 1}))
     assert guide.mask.shape == ((vocab_size + 31) // 32,)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.founding import SMOKE, STEPS, WANTED, Settings, Shape, counted, failures, markdown
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from tests.product.snippets import ROOT
 
 pytestmark = pytest.mark.oldest_jax

@@ -27,7 +27,7 @@ from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import native
 from tests.bench.samples import NATIVE, XLA, measured, row
@@ -149,14 +149,17 @@ def test_ablation_turns_on_what_the_architecture_has():
     assert not any("native" in r.label for r in bare)
 
 
+COARSE = Precision("float32", "float16", "int8")
+
+
 def test_the_cache_of_an_ablation_rounds_nothing():
     """Beside products that round it would be float16, and a row without a cache knows no width."""
     quantized = replace(TINY, precision=Precision(quantize="int8"))
-    assert comparable(quantized, rounded=True).precision.kv_dtype == "float32"
+    assert comparable(quantized, COARSE).precision.kv_dtype == "float32"
     chosen = replace(TINY, precision=Precision(kv_dtype="int8", quantize="int8"))
-    assert comparable(chosen, rounded=True) == chosen
-    assert comparable(TINY, rounded=False) == TINY
-    assert comparable(TINY, rounded=True).precision.kv_dtype == "float32"  # a folder written so
+    assert comparable(chosen, replace(COARSE, kv_dtype="int8")) == chosen
+    assert comparable(TINY, Precision("float32", "float32")) == TINY
+    assert comparable(TINY, COARSE).precision.kv_dtype == "float32"  # a folder written so
 
 
 SWITCHED = {

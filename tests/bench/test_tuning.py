@@ -10,7 +10,7 @@ import pytest
 from benchmarks import block_sizes as tuning
 from benchmarks.block_sizes import Program, Work, model_programs, one_period, tune, tune_model
 from rooflax.errors import RequestError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.execution import Precision
 from rooflax.ops import accelerator, block_sizes, native, tpu
 

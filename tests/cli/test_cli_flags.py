@@ -19,7 +19,8 @@ from rooflax.cli import terminal, verify
 from rooflax.cli.main import VERBS, parser_of
 from rooflax.engine import compilation
 from rooflax.llm import LLM
-from rooflax.loading import hub, load
+from rooflax.loading import hub, load, model_info, plan
+from rooflax.loading.model_info import ModelInfo
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.bench.samples import measured
@@ -204,6 +205,10 @@ SERVED |= {
 }
 
 
+RUN = ("quantize", "max_model_len", "weights_budget")
+FIND = ("revision", "offline", "ignore_config_keys")
+
+
 def flags_of(verb):
     for action in parser_of(verb)._actions:
         longs = [name for name in action.option_strings if name.startswith("--")]
@@ -222,11 +227,10 @@ def seen(monkeypatch, tmp_path):
     asked = []
 
     class Spy(LLM):
-        def __init__(self, info, **kwargs):
+        def __init__(self, plan, **kwargs):
             kwargs.pop("progress")
-            given = {"quantize": kwargs.get("quantize"), "max_model_len": kwargs["max_model_len"]}
-            asked.append(("LLM", info.name, {k: str(v) for k, v in kwargs.items()}))
-            super().__init__(info, **given)
+            asked.append(("LLM", plan.info.name, kwargs))
+            super().__init__(plan)
 
         def stream(self, prompts, params=None):
             asked.append(("stream", prompts, params))
@@ -235,6 +239,11 @@ def seen(monkeypatch, tmp_path):
     def find(model, **kwargs):
         asked.append(("model_info", model, kwargs))
         return load_info(model, **kwargs)
+
+    def plan_for(model, **kwargs):
+        asked.append(("make_plan", {k: str(v) for k, v in kwargs.items()}))
+        runs = set(kwargs) if isinstance(model, ModelInfo) else {*RUN, *FIND}
+        return make_plan(model, **{name: kwargs[name] for name in runs & set(kwargs)})
 
     def train(model, config, training, held_out, folder, *, progress=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
@@ -245,9 +254,10 @@ def seen(monkeypatch, tmp_path):
         asked.append(("load", kwargs))
         return load_load(info, **kwargs)
 
-    load_info, load_load = load.model_info, load.load
+    load_info, make_plan, load_load = model_info.model_info, plan.make_plan, load.load
     monkeypatch.setattr("rooflax.llm.LLM", Spy)
-    monkeypatch.setattr(load, "model_info", find)
+    monkeypatch.setattr(model_info, "model_info", find)
+    monkeypatch.setattr(plan, "make_plan", plan_for)
     monkeypatch.setattr(load, "load", load_model)
     monkeypatch.setattr("rooflax.train.loop.run_training", train)
     monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)

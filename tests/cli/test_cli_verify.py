@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rooflax.cli import verify
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.presets import PRESETS

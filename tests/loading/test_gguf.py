@@ -13,7 +13,7 @@ from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.gguf_config import llama3_scaling
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling, inverse_frequencies

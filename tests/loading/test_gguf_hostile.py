@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rooflax import load
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from tests import gguf_cases
 
 pytestmark = pytest.mark.oldest_jax
@@ -229,7 +229,7 @@ def opens(path: Path) -> None:
         info.tokenizer().encode("def main():")
         info.generation_defaults()
         load(info)
-        load(info, keep=True)
+        load(info, dtype=None)
 
 
 def _boundaries():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config

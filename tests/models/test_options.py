@@ -334,7 +334,7 @@ def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
     temporaries = {}
     for how in ("unrolled", "scan"):
         llm = LLM(name, quantize=quantize, options=ExecutionOptions(layers=how))
-        sequences = [s.sequence for s in llm.samples(0, [1, 2, 3], GREEDY)]
+        sequences = [s.sequence for s in llm.processor.samples(0, [1, 2, 3], GREEDY)]
         engine = llm.engine_for(sequences)
         engine.warm_up(sequences)
         for program, lowered in engine.runner.lowered():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rooflax import LLM, SamplingParams
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from tests.product.snippets import ROOT
 
 pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rooflax import LLM
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.models.presets import CHAT_NAME
 
 pytestmark = pytest.mark.oldest_jax

@@ -140,8 +140,8 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; those after
-    it with `scores_adjusted`.
+    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; with
+    `scores_adjusted` those after it.
 
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means

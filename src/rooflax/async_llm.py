@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class AsyncLLM:
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Pieces of a prompt's completions as they come; to stop early, close the iterator.
 
         Args:

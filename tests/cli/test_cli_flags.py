@@ -208,8 +208,9 @@ def flags_of(verb):
 
 
 def test_the_tables_name_every_flag_of_every_verb():
-    assert set(COMMANDS) == set(VERBS)
-    for verb in VERBS:
+    # `serve` runs until a signal: tests/server/test_flags.py holds its flags to the same.
+    assert set(COMMANDS) == set(VERBS) - {"serve"}
+    for verb in COMMANDS:
         assert set(flags_of(verb)) == set(COMMANDS[verb][1]), verb
 
 
@@ -328,7 +329,7 @@ def _write_files(folder):
     (folder / "x.json").write_text("{}")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_flag_has_its_effect_or_is_refused(observe, verb):
     base, table = COMMANDS[verb]
     if verb == "doctor":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -158,9 +159,10 @@ def _grammar(choice: ToolChoice, written: CallGrammar, opens_reasoning: bool) ->
     body = "call"
     if choice.is_parallel and choice.name is None and written.between is not None:
         body = f"call ({_literal(written.between)} call)*"
-    if not choice.is_forced:  # text that is no call, then perhaps one
-        rules.append(r"text: /[^<\x00-\x08]*/")
-        body = f"text ({body})?"
+    if not choice.is_forced:  # text in which no call begins, then perhaps one
+        marks = "|".join(re.escape(mark).replace("/", r"\/") for mark in format.calls.open)
+        rules.append(rf"TEXT: /(?s:.*)/ & ~/(?s:.*({marks}).*)/")
+        body = f"TEXT ({body})?"
     think = ""
     if opens_reasoning and format.reasoning is not None:
         rules.append(rf"thought[lazy]: /(.|\n)*/ {_literal(format.reasoning.close)}")

@@ -84,6 +84,67 @@ def test_a_stream_comes_in_pieces_that_add_up(server, alone):
     assert final.tokens == alone.generate([PROMPTS[1]], LONG)[0].tokens
 
 
+def test_a_slow_reader_gets_fewer_pieces_and_every_token(server, alone):
+    async def read(pause_s):
+        deltas = []
+        async for delta in server.stream(PROMPTS[1], LONG):
+            deltas.append(delta)
+            await asyncio.sleep(pause_s)
+        return deltas
+
+    slow = asyncio.run(read(0.3))
+    assert len(slow) < 10
+    wanted = alone.generate([PROMPTS[1]], LONG)[0]
+    assert tuple(t for d in slow for t in d.tokens) == wanted.tokens
+    assert "".join(d.text for d in slow) == wanted.text
+    settle(server)
+
+
+def test_a_decoder_of_ones_own_makes_the_text_that_stop_strings_are_looked_for_in(server):
+    class Counting:
+        def __init__(self, index):
+            self.index, self.count = index, 0
+
+        def push(self, token_id):
+            self.count += 1
+            return f"{self.index}.{self.count};"
+
+        def flush(self):
+            return ""
+
+    params = SamplingParams(
+        temperature=1.0, seed=1, n=2, max_tokens=30, ignore_eos=True, stop=("1.4;",)
+    )
+
+    async def read():
+        deltas = [d async for d in server.stream(PROMPTS[0], params, decoders=Counting)]
+        return {d.index: d.completion for d in deltas if d.completion is not None}
+
+    done = asyncio.run(read())
+    assert (done[1].text, done[1].stop_reason, len(done[1].tokens)) == ("1.1;1.2;1.3;", "1.4;", 4)
+    assert done[0].finish_reason == "length" and done[0].text.endswith("0.30;")
+    settle(server)
+
+
+def test_health_says_whether_work_goes_on(folder, monkeypatch):
+    server = serve(folder)
+    assert server.health() == (False, None, 0, 0.0)
+    step = server._thread.engine.step
+    monkeypatch.setattr(server._thread.engine, "step", lambda: time.sleep(0.4) or step())
+
+    async def look():
+        task = asyncio.create_task(server.generate(PROMPTS[0], GREEDY))
+        await asyncio.sleep(0.3)
+        during = server.health()
+        await task
+        await server.shutdown()
+        return during
+
+    during = asyncio.run(look())
+    assert during.num_open == 1 and 0.1 < during.stalled_s < 0.4
+    assert server.health().is_stopping
+
+
 def test_samples_of_one_prompt_differ_and_share_its_blocks(server, alone):
     params = SamplingParams(temperature=1.2, seed=3, n=3, max_tokens=8, ignore_eos=True)
     prompt = list(range(60, 100))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from rooflax.completion import Completion, Delta, Sample
+from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import STEP_S, Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence, StepOutput
-from rooflax.engine.thread import EngineThread
+from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.inputs import Prompt, as_params
 from rooflax.llm import LLM
@@ -29,9 +29,29 @@ from rooflax.loading.tokenizer import LONG_TEXT
 DEFAULT_MAX_WAITING = 256
 
 
-class _Inbox(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[StepOutput]
+class _Inbox:
+    """The outputs that one request has not read yet, merged to one per sequence.
+
+    A slow reader so holds no more than its answer, and gets fewer and larger pieces.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._pending: dict[int, StepOutput] = {}
+        self._has_some = asyncio.Event()
+
+    def put(self, output: StepOutput) -> None:
+        """On the loop."""
+        key = id(output.sequence)
+        before = self._pending.get(key)
+        self._pending[key] = output if before is None else before.then(output)
+        self._has_some.set()
+
+    async def take(self) -> list[StepOutput]:
+        await self._has_some.wait()
+        self._has_some.clear()
+        found, self._pending = list(self._pending.values()), {}
+        return found
 
 
 class AsyncLLM:
@@ -111,18 +131,25 @@ class AsyncLLM:
         """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics."""
         return self._thread.engine.metrics.as_dict()
 
+    def health(self) -> Health:
+        """Whether the engine works, as of now."""
+        return self._thread.health()
+
     async def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        decoders: Callable[[int], TextDecoder] | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Pieces of a prompt's completions as they come; to stop early, close the iterator.
 
         Args:
             cache_salt: only requests of the same salt share cached prompts.
+            decoders: gives what turns the tokens of a sample, by its index, into text; stop strings
+                are looked for in that text. None decodes all of them.
             sampling: single fields of SamplingParams, as in `temperature=0.5`.
 
         Raises:
@@ -132,8 +159,11 @@ class AsyncLLM:
         """
         (given,) = as_params(params, 1, sampling)
         samples = await self._samples(prompt, given, cache_salt)
+        if decoders is not None:
+            for sample in samples:
+                sample.decoder = decoders(sample.sequence.sample_index)
         open_ = {id(sample.sequence): sample for sample in samples}
-        inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
+        inbox = _Inbox()
         self._inboxes |= dict.fromkeys(open_, inbox)
         sequences = [sample.sequence for sample in samples]
         try:
@@ -143,13 +173,13 @@ class AsyncLLM:
             raise
         try:
             while open_:
-                output = await inbox.queue.get()
-                sample = open_.get(id(output.sequence))
-                if sample is not None:
-                    delta = self._take(sample, output)
-                    if delta.completion is not None:
-                        del open_[id(output.sequence)]
-                    yield delta
+                for output in await inbox.take():
+                    sample = open_.get(id(output.sequence))
+                    if sample is not None:
+                        delta = self._take(sample, output)
+                        if delta.completion is not None:
+                            del open_[id(output.sequence)]
+                        yield delta
         finally:
             self._thread.abort(sequences)
             self._forget(sequences)
@@ -224,4 +254,4 @@ class AsyncLLM:
 
 def _put(pairs: list[tuple[_Inbox, StepOutput]]) -> None:
     for inbox, output in pairs:
-        inbox.queue.put_nowait(output)
+        inbox.put(output)

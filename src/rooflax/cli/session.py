@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -12,6 +13,7 @@ from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
+    from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
     from rooflax.nn.execution import ExecutionOptions
 
@@ -27,6 +29,44 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     Raises:
         RooflaxError: with the reason.
     """
+    from_flags = _checked(args, settings)
+    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
+
+    with early_memory.early_memory(_stored_bytes(args)):
+        llm = _loaded(args, *from_flags, _make_llm)
+    if args.verbose:
+        say_settings(llm)
+    return llm
+
+
+def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
+    """As `open_llm`, with an engine for many callers, warm.
+
+    Args:
+        settings: further arguments of `AsyncLLM`.
+    """
+    llm = _loaded(args, *_checked(args, settings), _make_async_llm)
+    if args.verbose:
+        say_settings(llm.llm)
+    return llm
+
+
+def _make_llm(*args: Any, **given: Any) -> LLM:
+    from rooflax.llm import LLM
+
+    return LLM(*args, **given)
+
+
+def _make_async_llm(*args: Any, **given: Any) -> AsyncLLM:
+    from rooflax.async_llm import AsyncLLM
+
+    return AsyncLLM(*args, **given)
+
+
+def _checked(
+    args: argparse.Namespace, settings: dict[str, Any]
+) -> tuple[ExecutionOptions | None, dict[str, Any], dict[str, Any]]:
+    """Options, where the model is, and arguments of `LLM`, before JAX is imported."""
     options = settings.pop("options", None)
     said = options or flags.execution_options(args)
     flags.check_speculation(args, said)
@@ -37,14 +77,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     if mesh_text is not None:
         parse_mesh(mesh_text)
     platform.check_processes(args)
-    where = flags.find_arguments(args)
-    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
-
-    with early_memory.early_memory(_stored_bytes(args)):
-        llm = _loaded(args, options, where, settings)
-    if args.verbose:
-        say_settings(llm)
-    return llm
+    return options, flags.find_arguments(args), settings
 
 
 def _stored_bytes(args: argparse.Namespace) -> int:
@@ -73,11 +106,11 @@ def _loaded(
     options: ExecutionOptions | None,
     where: dict[str, Any],
     settings: dict[str, Any],
-) -> LLM:
+    make: Callable[..., Any],
+) -> Any:
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
         options = options or flags.execution_options(args)
-        from rooflax.llm import LLM
         from rooflax.loading.plan import PLANNED, make_plan
         from rooflax.ops import early_memory
 
@@ -100,7 +133,7 @@ def _loaded(
         terminal.status(f"loading {name}", args.quiet or not is_random),
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
     ):
-        return LLM(plan, progress=bar.update, **given)
+        return make(plan, progress=bar.update, **given)
 
 
 def say_settings(llm: LLM) -> None:

@@ -79,8 +79,10 @@ def load_plan(
         CheckpointError: the weights are not those of the model, or not finite.
     """
     plan.check_fits()
-    make = _offloaded if plan.is_offloaded else _resident
-    model = make(plan, check, progress)
+    if plan.is_offloaded:
+        model = _offloaded(plan, check, progress)
+    else:
+        model = _resident(plan, check, progress)
     jax.block_until_ready(model.weights)
     give_back_freed()
     return model

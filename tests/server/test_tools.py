@@ -1,5 +1,7 @@
-"""Tools and reasoning through the routes, streamed and whole, by a scripted engine; and forced calls,
-which are valid whatever the model is."""
+"""Tools and reasoning through the routes, streamed and whole, by a scripted engine.
+
+Forced calls are valid whatever the model is.
+"""
 
 from __future__ import annotations
 

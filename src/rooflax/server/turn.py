@@ -147,5 +147,5 @@ def _behind_reasoning(form: Mapping[str, Any], close: str) -> dict[str, Any]:
         )
     return {
         "grammar": f"start: thought /\\n*/ answer\nanswer: {wanted}\n"
-        f"thought[lazy]: /(.|\\n)*/ {json.dumps(close)}"
+        f"thought[lazy]: /(?s:.*)/ {json.dumps(close)}"
     }

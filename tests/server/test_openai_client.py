@@ -204,10 +204,11 @@ def test_the_snippets_of_the_docs_run(served, capsys):
     for snippet in found:
         code = snippet.code.replace("http://127.0.0.1:8000", served.url)
         exec(compile(code, f"docs/server.md:{snippet.line}", "exec"), namespace)
-    namespace["client"].close()
+    for name in ("client", "claude"):
+        namespace[name].close()
     out = capsys.readouterr().out
-    assert len(found) == 3
-    assert "rooflax-chat" in out and "len([4, 5, 6])" in out
+    assert len(found) == 4
+    assert out.count("rooflax-chat") == 2 and "len([4, 5, 6])" in out
     assert 'get_weather {"city": "Oslo"}' in out
 
 

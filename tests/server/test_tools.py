@@ -1,7 +1,5 @@
-"""Tools and reasoning through the routes, streamed and whole, by a scripted engine.
-
-Forced calls are valid whatever the model is.
-"""
+"""Tools and reasoning through the routes, streamed and whole, by a scripted engine; and forced
+calls, which are valid whatever the model is."""
 
 from __future__ import annotations
 
@@ -253,6 +251,7 @@ def test_strict_tools_leave_text_free_and_calls_valid():
     [
         ("if a < b: <tool>", True),
         ("Well.\n" + written("look"), True),
+        ("Well.\n" + written("look", "look"), True),
         ("<tool_call>x", False),
         (written("see"), False),
         (written("look", arguments='{"city": 5}'), False),
@@ -261,11 +260,23 @@ def test_strict_tools_leave_text_free_and_calls_valid():
 def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
     choice = tool_choice({"tools": [tool(strict=True)]}, HERMES)
     params = SamplingParams(grammar=choice.grammar(opens_reasoning=False))
+    assert lets_through(llm, params, text) == fits
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [("Hm.</think>\n" + written("look"), True), ("Hm.</think>\nNo.", False), ("a<b", True)],
+)
+def test_forced_calls_come_after_the_reasoning(llm, text, fits):
+    choice = tool_choice({"tools": [tool()], "tool_choice": "required"}, HERMES)
+    params = SamplingParams(grammar=choice.grammar(opens_reasoning=True))
+    assert lets_through(llm, params, text) == fits
+
+
+def lets_through(llm, params, text):
     guide = llm.processor.forms.guide(params, llm.stop_ids)
-    assert guide is not None
-    allowed = True
     for token in llm.tokenizer.encode(text):
-        allowed = allowed and bool(guide.mask[token // 32] >> (token % 32) & 1)
-        if allowed:
-            guide.accept(token)
-    assert allowed == fits
+        if not guide.mask[token // 32] >> (token % 32) & 1:
+            return False
+        guide.accept(token)
+    return True

@@ -26,7 +26,9 @@ from rooflax.server.completions import completions
 from rooflax.server.errors import ApiError, anthropic_body, as_api_error, openai_body
 from rooflax.server.fields import Table
 from rooflax.server.json_body import read_json
+from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
+from rooflax.server.responses import responses
 from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 
@@ -41,6 +43,9 @@ Endpoint = Callable[[Service, Request, Any], Awaitable[Response]]
 POSTS: dict[str, tuple[Endpoint, Table]] = {
     "/v1/completions": (completions, tables.COMPLETIONS),
     "/v1/chat/completions": (chat, tables.CHAT),
+    "/v1/responses": (responses, tables.RESPONSES),
+    "/v1/messages": (messages, tables.MESSAGES),
+    "/v1/messages/count_tokens": (count_tokens, tables.COUNT_TOKENS),
     "/tokenize": (small.tokenize, tables.TOKENIZE),
     "/detokenize": (small.detokenize, tables.DETOKENIZE),
     "/apply-template": (small.apply_template, tables.TEMPLATE),

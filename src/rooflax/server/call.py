@@ -77,13 +77,26 @@ class Call:
         self.usage = Usage()
 
     @classmethod
-    def of(cls, service: Service, request: Request, table: Table, body: Any, prefix: str) -> Call:
+    def of(
+        cls,
+        service: Service,
+        request: Request,
+        table: Table,
+        body: Any,
+        prefix: str,
+        *,
+        reports: bool = False,
+    ) -> Call:
         """Checks the body by the route's table.
+
+        Args:
+            reports: unknown fields are reported, whatever the operator chose.
 
         Raises:
             ApiError: with the field.
         """
-        ignored: list[str] | None = [] if service.settings.reports_unknown_fields else None
+        reports = reports or service.settings.reports_unknown_fields
+        ignored: list[str] | None = [] if reports else None
         found = table.parse(body, ignored=ignored)
         return cls(service, request, found, prefix, ignored or [])
 

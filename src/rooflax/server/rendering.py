@@ -106,6 +106,12 @@ def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
     )
 
 
+def tells_efforts(service: Service) -> bool:
+    """Whether the model's template tells efforts of reasoning apart."""
+    words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
+    return "reasoning_effort" in words or "enable_thinking" in words
+
+
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
     """The text of the last message, taken from the list, if it shall be gone on with."""
     goes_on = found.get("continue_final_message", False)

@@ -198,6 +198,78 @@ CHAT = Table(
     label("verbosity"),
 )
 
+TEXT_FORMAT = Table(
+    Field("type", Literal["text", "json_object", "json_schema"], "of the text", required=True),
+    Field("name", Name, "of the schema"),
+    Field("schema", JsonObject, "the JSON schema"),
+    label("strict"),
+    label("description"),
+)
+RESPONSES = Table(
+    MODEL,
+    Field("input", str | list[JsonObject], "text, or messages, calls, their answers and reasoning"),
+    Field("instructions", str, "a system message before the input"),
+    Field("tools", list[JsonObject], "functions; tools of other types are reported"),
+    Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
+    Field("parallel_tool_calls", bool, "false allows one call an answer"),
+    Field("max_output_tokens", Count, "most new tokens; default to the end of the context"),
+    Field("temperature", Annotated[float, Meta(ge=0, le=2)], "0 takes the likeliest token"),
+    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
+    Field("top_logprobs", Logprobs, "of each token; with include message.output_text.logprobs"),
+    Field("include", list[str], "message.output_text.logprobs; others change nothing"),
+    Field("stream", bool, "answer in server-sent events"),
+    Field(
+        "text",
+        Table(Field("format", TEXT_FORMAT, "as response_format of chat"), label("verbosity")),
+        "what the text must look like",
+    ),
+    Field(
+        "reasoning", Table(Field("effort", str, "where the template tells efforts apart, else "
+        "reported"), label("summary"), label("generate_summary")), "how much to reason",
+    ),
+    Field("metadata", dict[str, str], "stated again in the answer"),
+    refused("truncation", "a conversation is never cut silently", "disabled"),
+    refused("max_tool_calls", "the server calls no tools"),
+    refused("previous_response_id", "nothing is stored; send the whole conversation"),
+    refused("conversation", "nothing is stored; send the whole conversation"),
+    refused("prompt", "nothing is stored"),
+    refused("background", "nothing runs behind a client's back", False),
+    label("store", "nothing is stored, and the answer says so"),
+    label("stream_options"),
+    label("user"),
+    label("safety_identifier"),
+    label("prompt_cache_key"),
+    label("prompt_cache_retention"),
+    label("service_tier"),
+    label("client_metadata"),
+)  # fmt: skip
+SYSTEM = str | list[JsonObject]
+ANTHROPIC_COUNTED = (
+    MODEL,
+    Field("messages", list[JsonObject], "the conversation, oldest first", required=True),
+    Field("system", SYSTEM, "a system message"),
+    Field("tools", list[JsonObject], "functions; tools of other types are reported"),
+    Field("tool_choice", JsonObject, "type auto, any, tool or none"),
+    Field("thinking", JsonObject, "type enabled, adaptive or disabled"),
+)
+COUNT_TOKENS = Table(*ANTHROPIC_COUNTED)
+MESSAGES = Table(
+    *ANTHROPIC_COUNTED,
+    Field("max_tokens", Count, "most new tokens", required=True),
+    Field(
+        "stop_sequences", Annotated[list[StopString], Meta(max_length=MAX_STOP)],
+        "strings that end the text",
+    ),
+    Field("temperature", Annotated[float, Meta(ge=0, le=1)], "0 takes the likeliest token"),
+    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
+    Field("top_k", Annotated[int, Meta(ge=0, le=2**31 - 1)], "keep the k likeliest"),
+    Field("stream", bool, "answer in server-sent events"),
+    refused("container", "the server runs no code"),
+    refused("mcp_servers", "the server calls no tools"),
+    label("metadata"),
+    label("service_tier"),
+)  # fmt: skip
+
 TOKENIZE = Table(
     MODEL,
     Field("prompt", str, "the text; this, content or messages"),

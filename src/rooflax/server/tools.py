@@ -144,28 +144,41 @@ def _grammar(choice: ToolChoice, written: CallGrammar, opens_reasoning: bool) ->
     format = choice.format
     assert format is not None
     assert format.calls is not None
-    key = format.calls.arguments_key
     names = [choice.name] if choice.name else list(choice.schemas)
-    rules, calls = [], []
-    for number, name in enumerate(names):
-        schema = choice.schemas[name] or {"type": "object"}
-        head = f'{{"name": {json.dumps(name)}, "{key}": '
-        rules.append(
-            f"call_{number}: {_literal(written.before + head)} %json {json.dumps(schema)} "
-            f"{_literal('}' + written.after)}"
-        )
-        calls.append(f"call_{number}")
-    rules.append(f"call: {' | '.join(calls)}")
-    body = "call"
+    heads = [
+        f'{written.before}{{"name": {json.dumps(name)}, "{format.calls.arguments_key}": '
+        for name in names
+    ]
+    ends = [
+        f"%json {json.dumps(choice.schemas[name] or {'type': 'object'})} "
+        f"{_literal('}' + written.after)}"
+        for name in names
+    ]
+
+    def calls(skipped: str) -> str:
+        of_each = [
+            f"{_literal(head.removeprefix(skipped))} {end}"
+            for head, end in zip(heads, ends, strict=True)
+        ]
+        return " | ".join(of_each)
+
+    rules, more = [f"call: {calls('')}"], ""
     if choice.is_parallel and choice.name is None and written.between is not None:
-        body = f"call ({_literal(written.between)} call)*"
-    if not choice.is_forced:  # text in which no call begins, then perhaps one
-        marks = "|".join(re.escape(mark).replace("/", r"\/") for mark in format.calls.open)
-        rules.append(rf"TEXT: /(?s:.*)/ & ~/(?s:.*({marks}).*)/")
-        body = f"TEXT ({body})?"
+        more = f" ({_literal(written.between)} call)*"
+    body = f"call{more}"
+    if not choice.is_forced:
+        # Text ends where a call begins, if one does: its mark is the text's last part.
+        mark = next(each for each in format.calls.open if heads[0].startswith(each))
+        pattern = re.escape(mark).replace("/", r"\/")
+        rules += [
+            f"called: {calls(mark)}",
+            f"lead[lazy]: /(?s:.*)({pattern})/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*({pattern}).*)/",
+        ]
+        body = f"(TEXT | lead called{more})"
     think = ""
     if opens_reasoning and format.reasoning is not None:
-        rules.append(rf"thought[lazy]: /(.|\n)*/ {_literal(format.reasoning.close)}")
+        rules.append(rf"thought[lazy]: /(?s:.*)/ {_literal(format.reasoning.close)}")
         think = r"thought /\n*/ "
     return "\n".join([f"start: {think}{body}", *rules])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,13 @@ class Piece:
     content: str
     delta: Delta
     finish_reason: str | None
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Its kinds and texts in their order: reasoning, content, then calls."""
+        yield from ((each.kind, each.text) for each in self.events if each.kind == "reasoning")
+        if self.content:
+            yield "content", self.content
+        yield from ((each.kind, each.text) for each in self.events if each.kind != "reasoning")
 
 
 class Turn:
@@ -147,5 +154,5 @@ def _behind_reasoning(form: Mapping[str, Any], close: str) -> dict[str, Any]:
         )
     return {
         "grammar": f"start: thought /\\n*/ answer\nanswer: {wanted}\n"
-        f"thought[lazy]: /(.|\\n)*/ {json.dumps(close)}"
+        f"thought[lazy]: /(?s:.*)/ {json.dumps(close)}"
     }

@@ -66,6 +66,7 @@ goldens: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(BIN)/python -m rooflax.cli.docs > docs/cli.md
 	$(BIN)/python tools/api_docs.py > docs/api.md
+	$(BIN)/python tools/draw_architecture.py > docs/images/architecture.svg
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -322,7 +322,7 @@ def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> No
     """
     what, most = getattr(args, "speculate", None), getattr(args, "num_draft_tokens", None)
     if what is None and most is not None:
-        raise RequestError("--num-draft-tokens is given without --speculate; add --speculate ngram.")
+        raise RequestError("--num-draft-tokens is given without --speculate; add that.")
     check_speculate(what, most, options.use_cache)
 
 

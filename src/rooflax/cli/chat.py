@@ -36,9 +36,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the first question")
     group.add_argument(
-        "--show-thinking",
-        action="store_true",
-        help="show GPT-OSS's analysis and commentary channels too",
+        "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"
     )
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
     flags.add_max_model_len(parser, "longest conversation in tokens; default the model's")

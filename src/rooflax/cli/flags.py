@@ -70,29 +70,12 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         help="0 is greedy; default the checkpoint's, else 1",
     )
     add("--top-k", metavar="K", type=whole, help="sample from the k most likely tokens")
-    add(
-        "--top-p",
-        metavar="P",
-        type=number,
-        help="sample from the most likely tokens with total probability p",
-    )
-    add(
-        "--min-p",
-        metavar="P",
-        type=number,
-        help="drop tokens below p times the probability of the best",
-    )
+    add("--top-p", metavar="P", type=number, help="the most likely tokens that sum to p")
+    add("--min-p", metavar="P", type=number, help="drop those below p times the best")
     add("-s", "--seed", metavar="N", type=whole, help="random seed of sampling; default 0")
-    add(
-        "--repetition-penalty",
-        metavar="X",
-        type=number,
-        help="above 1 makes repetition less likely",
-    )
-    add(
-        "--presence-penalty", metavar="X", type=number, help="-2 to 2, for tokens already generated"
-    )
-    add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per occurrence of a token")
+    add("--repetition-penalty", metavar="X", type=number, help="above 1 discourages repetition")
+    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, for tokens already used")
+    add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")
     add(
         "--logit-bias", metavar="ID=VALUE", type=bias, action="append", default=[],
         help="add to a token's logit, -100 to 100 (repeatable)",
@@ -104,35 +87,13 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     )  # fmt: skip
     add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
     if samples:
-        add(
-            "--samples",
-            metavar="N",
-            type=whole,
-            default=1,
-            help="completions of the prompt; default 1",
-        )
-        add(
-            "--logprobs",
-            metavar="N",
-            type=whole,
-            help="show log-probabilities, and those of the N most likely",
-        )
-        add(
-            "--num-beams",
-            metavar="N",
-            type=whole,
-            default=1,
-            help="beam search with N beams; default 1 (off)",
-        )
-        add(
-            "--length-penalty",
-            metavar="X",
-            type=number,
-            help="beam search: larger values favour longer texts",
-        )
+        add("--samples", metavar="N", type=whole, default=1, help="completions; default 1")
+        add("--logprobs", metavar="N", type=whole, help="log-probabilities, and the N likeliest")
+        add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
+        add("--length-penalty", metavar="X", type=number, help="of beams: more favours long texts")
         add(
             "--early-stopping", metavar="HOW", type=_early_stopping,
-            help="beam search: false (default), true or never",
+            help="of beams: false (default), true, never",
         )  # fmt: skip
         add(
             "--json-schema", metavar="FILE_OR_JSON", type=_schema,
@@ -307,12 +268,7 @@ def add_speculation(parser: Parser) -> None:
         metavar="HOW",
         help="speculative decoding: ngram, or a smaller MODEL as draft",
     )
-    add(
-        "--num-draft-tokens",
-        metavar="N",
-        type=whole,
-        help="maximum draft tokens per step; default 7",
-    )
+    add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
 
 
 def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> None:
@@ -371,9 +327,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
             "tensor",
         )
     if hosts:
-        add(
-            "--coordinator", metavar="HOST:PORT", help="address of process 0, for several processes"
-        )
+        add("--coordinator", metavar="HOST:PORT", help="address of process 0")
         add("--num-processes", metavar="N", type=at_least_one, help="number of processes")
         add("--process-id", metavar="I", type=whole, help="index of this process, from 0")
 

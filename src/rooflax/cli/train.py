@@ -42,9 +42,7 @@ def add_flags(parser: Parser) -> None:
         "--held-out-fraction", metavar="X", type=number, default=0.1,
         help="share of the documents for the held-out loss; default 0.1",
     )  # fmt: skip
-    add(
-        "--out", metavar="FOLDER", required=True, help="folder of the run; the same command resumes"
-    )
+    add("--out", metavar="FOLDER", required=True, help="the run; the same command resumes")
     add("--config", metavar="FILE", help="a config.json to start from random weights")
     add("--tokenizer", metavar="FOLDER", help="folder with a tokenizer; default MODEL's own")
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")

@@ -5,7 +5,7 @@
 lines for `rooflax.ops.block_sizes.MEASURED`.
 
 A program is traced once for the questions that its kernels ask (`ops.block_sizes`). Then each
-question's candidates are compiled into it and timed in turns with the rule's sizes, one question
+question's candidates are compiled into it and timed interleaved with the rule's sizes, one question
 after the other, the answers so far in place. A candidate wins if the confidence interval of its
 ratio to the rule says that it is faster. Compiling is outside the clock.
 """

@@ -58,7 +58,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Against:
-    """A setting measured in turns with the default one.
+    """A setting measured interleaved with the default one.
 
     Attributes:
         option: the block of the page that shows it.

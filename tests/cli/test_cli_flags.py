@@ -61,7 +61,7 @@ LAYERS = {
 }
 EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]}
 PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
-DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "nobody drafts")}
+DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "without --speculate")}
 QUANTIZE = {"--quantize": ["int8"]}
 DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}

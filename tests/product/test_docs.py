@@ -6,9 +6,12 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -180,3 +183,11 @@ def test_readme_tree_names_what_exists() -> None:
         assert (ROOT / "src" / "rooflax" / name).exists(), name
     for name in outside:
         assert (ROOT / name).exists(), name
+
+
+def test_the_picture_is_what_the_script_draws() -> None:
+    script = ROOT / "tools" / "draw_architecture.py"
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    picture = ROOT / "docs" / "images" / "architecture.svg"
+    assert picture.read_text(encoding="utf-8") == ran.stdout, "run: make docs"
+    ElementTree.fromstring(ran.stdout)

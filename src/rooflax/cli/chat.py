@@ -33,7 +33,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "the embedded chat model")
     flags.add_check(parser)
     group = parser.group("conversation")
-    group.add_argument("--system", metavar="TEXT", help="what the system message says")
+    group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the first question")
     group.add_argument(
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"

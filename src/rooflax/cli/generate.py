@@ -34,8 +34,8 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "--input", metavar="FILE", help="many prompts, as JSON lines with prompt or messages"
     )
-    group.add_argument("--output", metavar="FILE", help="answers to --input; goes on where it was")
-    group.add_argument("--force", action="store_true", help="replace what --output has")
+    group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
+    group.add_argument("--force", action="store_true", help="overwrite --output")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
     flags.add_precision(parser)

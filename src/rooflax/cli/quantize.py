@@ -18,8 +18,8 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_check(parser)
     add = parser.group("what to write").add_argument
-    add("-o", "--output", metavar="FOLDER", required=True, help="where; may not hold other files")
-    add("--force", action="store_true", help="replace a model that is there")
+    add("-o", "--output", metavar="FOLDER", required=True, help="empty or new folder")
+    add("--force", action="store_true", help="overwrite a model in it")
     flags.add_precision(parser, kv=False)
     flags.add_device(parser)
     flags.add_output(parser)

@@ -13,7 +13,7 @@ SUMMARY = "print the token ids of a text"
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     group = parser.group("the text")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="default: stdin, as it is")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="default: stdin")
     group.add_argument(
         "--no-special-tokens", action="store_true",
         help="leave out what the tokenizer puts around a text, such as BOS",

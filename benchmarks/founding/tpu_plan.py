@@ -129,7 +129,7 @@ POINTS = (
             "Own formats in place of AQT, which is no longer kept: w8a8, w8a16, w4a8, w4a16, "
             "MXFP4, fp8, int8 cache; TPU kernels read them at their width"
         ),
-        "ops/quantization.py, ops/linear/tpu.py",
+        "ops/weights/, ops/linear/tpu.py",
         f"perplexity in quantization.md; on TPU {NO_TPU}",
     ),
 )

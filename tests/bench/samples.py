@@ -38,6 +38,7 @@ def row(work, steps=None):
         "options": raw["options"],
         "layers": "unrolled",
         "kernels": XLA,
+        "passed_over": [],
         "precision": vars(work.precision.resolve("cpu")),
         "deterministic": work.deterministic,
         "weights_bytes": 4_000_000,

@@ -194,7 +194,7 @@ def load(
         model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a
             ModelInfo.
         dtype: of activations and weights, "float32" or "bfloat16".
-        quantize: format of the products' weights ("int8", "int4", see ops.quantization).
+        quantize: format of the products' weights ("int8", "int4", see ops.weights.formats).
         narrow: keep the products' weights in bfloat16 where the checkpoint has them so.
         keep: keep the products' weights quantised where the checkpoint has them so.
         max_model_len: longest context; default what the model was made for.

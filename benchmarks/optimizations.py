@@ -36,7 +36,7 @@ from rooflax.bench.statistics import paired_ratio
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.folders import CACHE_VARIABLE
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 

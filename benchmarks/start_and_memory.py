@@ -30,7 +30,7 @@ ROOFLAX = str(Path(sys.executable).parent / "rooflax")
 SAVE = """
 import sys
 import rooflax
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 model = rooflax.load(sys.argv[1])
 rooflax.save(model, sys.argv[2], dtype="float32", files_from=embedded_folder())
 """

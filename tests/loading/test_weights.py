@@ -16,6 +16,8 @@ from rooflax.loading import mxfp4
 from rooflax.loading.checkpoint import Checkpoint
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 FAMILIES = ["gpt2", "llama_bias", "llama3_tied", "qwen2_window", "gpt_oss"]
 
 

@@ -82,7 +82,7 @@ def faulty(compute, first_position):
     ("operation", "option", "position"),
     [
         (attention_api.DENSE, "kernels=default", 3),
-        (attention_api.PAGED, "use_cache=True", 6),
+        pytest.param(attention_api.PAGED, "use_cache=True", 6, marks=pytest.mark.slow),
     ],
 )
 def test_isolate_names_option_layer_and_token_of_a_fault(

@@ -19,14 +19,6 @@ EDGES = (
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
 
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instruction_set(request):
-    if not native.force_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.force_instruction_set("")
-
-
 def new_tokens():
     rng = np.random.default_rng(0)
     shape = (TOKENS, HEADS, HEAD_DIM)

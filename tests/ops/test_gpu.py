@@ -27,14 +27,18 @@ from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
 from rooflax.ops.moe.args import MoeArgs
 from rooflax.ops.weights import Stacked, as_weight, class_of, pack, quantize, taken
+from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import ATTENTION, MOE, PATTERNS, normal, seen_by_hand
 from tests.ops.test_attention import by_hand, into_blocks
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-    reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-)
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(
+        jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
+        reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
+    ),
+]
 
 
 @pytest.fixture
@@ -101,7 +105,7 @@ def attend(q, k_pool, v_pool, paging, args):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("format", cases(CODES, every_jax=["w8a16", "w8a16-g32"]))
 def test_products_of_few_rows(format, size, interpreted):
     inner, outer = SIZES[size]
     w, x = weights(format, inner, outer), jnp.asarray(normal(2, inner))
@@ -167,6 +171,7 @@ def test_every_code_is_unpacked_exactly(name):
         np.testing.assert_array_equal(found, values * carried)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("format", ["w8a16", "mxfp4-a16"])
 def test_one_of_a_stack_is_read_where_it_lies(format, interpreted):
     w, x = weights(format, 96, 200, members=3), jnp.asarray(normal(1, 96))
@@ -207,6 +212,7 @@ def test_products_of_many_rows_lose_nothing(format):
     close(linear_gpu.wide_product(x, w), wanted)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("format", ["w4a16", "w8a8-g32", "mxfp4-a8"])
 def test_products_of_many_rows_that_would_lose_are_refused(format):
     rows = jnp.zeros((17, 1120), jnp.bfloat16)
@@ -224,7 +230,7 @@ def test_products_lower_for_cuda(format):
     assert "1120x53x" not in text  # the weight is nowhere in another width
 
 
-@pytest.mark.parametrize("format", ["w4a16", "mxfp4-a16"])
+@pytest.mark.parametrize("format", cases(["w4a16", "mxfp4-a16"], every_jax=["w4a16"]))
 def test_products_of_the_most_rows_lower_for_cuda(format):
     x = jnp.zeros((linear_gpu.MOST_ROWS, 1120), jnp.bfloat16)
     lowered(lambda x, w: kernel(x, w), x, weights(format, 1120, 200))
@@ -251,7 +257,9 @@ def paged(case, *, with_first=False):
     return jax.tree.map(jnp.asarray, (q, k_pool, v_pool, paging, args))
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", cases(FEW, every_jax=["sinks and window", "decode"]), ids=lambda c: c.name
+)
 def test_paged_attention_of_few_queries(case, interpreted):
     exact = by_hand(*case.arrays())
     for with_first in {False, case.window is not None}:
@@ -272,6 +280,7 @@ def test_paged_attention_over_narrow_pools(kind, interpreted):
     close(out, paged_attention(q, k_pool, v_pool, *given, implementation="reference"))
 
 
+@pytest.mark.every_jax
 def test_caches_of_fp8_and_float16_are_refused():
     q, *pools, paging, args = paged(replace(FEW[0], head_dim=128))
     narrow = {
@@ -334,7 +343,11 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("case", PROMPTS, ids=["a chunk from an offset", "a whole prompt"])
+@pytest.mark.parametrize(
+    "case",
+    cases(PROMPTS, every_jax=[PROMPTS[0].name]),
+    ids=["a chunk from an offset", "a whole prompt"],
+)
 def test_paged_attention_of_many_queries(case, interpreted):
     """On tensor cores: scores are float32, their weights bfloat16."""
     q, k_pool, v_pool, *given = paged(case)
@@ -504,7 +517,7 @@ def reference_experts(*arguments):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("few tokens", "float32"),
+        pytest.param("few tokens", "float32", marks=pytest.mark.every_jax),
         ("few tokens", "mxfp4-a16"),
         pytest.param("all tokens the same experts", "float32", marks=pytest.mark.slow),
         pytest.param("more experts than pairs", "mxfp4-a16", marks=pytest.mark.slow),
@@ -533,6 +546,7 @@ def test_only_the_chosen_experts_are_read(interpreted):
         close(found, wanted)
 
 
+@pytest.mark.every_jax
 def test_experts_of_one_layer_of_a_stack(interpreted):
     arguments = moe_arguments(SIZED["few tokens"], "float32")
     stacks = [
@@ -543,7 +557,11 @@ def test_experts_of_one_layer_of_a_stack(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("many tokens", "bfloat16"), ("experts without a token", "mxfp4-a16")]
+    ("name", "kind"),
+    [
+        pytest.param("many tokens", "bfloat16", marks=pytest.mark.every_jax),
+        ("experts without a token", "mxfp4-a16"),
+    ],
 )
 def test_experts_with_many_tokens(name, kind, interpreted):
     """On tensor cores: between the products rows are rounded to bfloat16, as the model's are."""

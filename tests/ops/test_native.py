@@ -15,21 +15,16 @@ from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.weights import Stacked, as_weight, quantize
+from tests.marks import cases
 
-pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(not native.is_ready(), reason=native.status().reason),
+]
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30]
 SHAPES = [(64, 48), (99, 37), (160, 130)]
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instruction_set(request):
-    """Forces one instruction set."""
-    if not native.force_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.force_instruction_set("")
 
 
 def normal(*shape):
@@ -64,7 +59,7 @@ def close(found, wanted, tolerance=2e-4):
 
 
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_products(instruction_set, inner, outer, dtype):
     for rows in ROWS:
         x, w, bias = inputs(rows, inner, outer)
@@ -75,7 +70,10 @@ def test_products(instruction_set, inner, outer, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (96, 37), (160, 130)])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    cases([(64, 48), (96, 37), (160, 130)], default=[(96, 37)], every_jax=[(96, 37)]),
+)
 def test_quantised_products(instruction_set, inner, outer, format):
     for rows in ROWS:
         x, w, bias = inputs(rows, inner, outer)
@@ -103,7 +101,7 @@ PROLOGUES = {
 
 
 @pytest.mark.parametrize("name", PROLOGUES)
-@pytest.mark.parametrize("inner", [64, 37])
+@pytest.mark.parametrize("inner", cases([64, 37], slow=[64]))
 def test_what_comes_before_and_behind(instruction_set, name, inner):
     """A norm or an activation of the rows, bias and residual, for every width of the weights."""
     prologue = PROLOGUES[name](inner)
@@ -122,7 +120,7 @@ def test_what_comes_before_and_behind(instruction_set, name, inner):
         close(fused(3 * x, packed, bias, residual=residual), wanted, 1e-3)
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
+@pytest.mark.parametrize("format", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
 def test_members_of_a_stack(instruction_set, format):
     """Each row with its own weights, and all rows with one member's: bit for bit."""
     x, _, _ = inputs(7, 64, 1)
@@ -180,7 +178,7 @@ def test_a_bias_that_does_not_belong_to_the_stack_is_refused(count):
         call(x, w, jnp.zeros(count, jnp.float32), select=select).block_until_ready()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *FORMATS])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
 def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
     """Bit for bit, for any number of rows, wide enough to be shared among threads."""
     x, w, bias = inputs(40, 256, 1000)
@@ -196,7 +194,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
             np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_nor_does_it_where_a_table_has_several_blocks_and_tails(instruction_set, dtype):
     x, w, _ = inputs(23, 555, 203)
     call, table = native_call(unembed), jnp.asarray(w.T, dtype)
@@ -205,7 +203,9 @@ def test_nor_does_it_where_a_table_has_several_blocks_and_tails(instruction_set,
         np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"])
+@pytest.mark.parametrize(
+    "dtype", cases(["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"], every_jax=["float32"])
+)
 def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
     """So wide that a thread takes its columns in several turns, and inputs that many rows take in
     several blocks."""
@@ -254,6 +254,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     return q, *pools, paging, AttentionArgs(0.3, window, logits)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -284,6 +285,7 @@ def test_every_code_of_e4m3_is_read(instruction_set):
         np.testing.assert_array_equal(found, np.asarray(pool[1, 0, slot], np.float32))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("head_dim", [20, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim):
@@ -338,6 +340,7 @@ def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
         assert native.is_ready()
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("size", [1, 15, 16, 100, 5000])
 def test_the_first_of_the_largest(instruction_set, size):
     everything = jnp.zeros(0, jnp.int32)

@@ -155,3 +155,16 @@ def test_slots_of_the_sampler(slot):
     refuses("sample: number of rows", call, logits, ints(0, 0), ints(3)[0])
     tokens = jax.jit(call)(logits, ints(0, slot), ints(1)[0])  # of padding nothing is read
     assert np.asarray(tokens)[1] == 0
+
+
+@pytest.mark.parametrize("numbers", [[2**31 - 1, 1], [-1, 0], [5, -1], [1, 2, 3]])
+def test_mask_exchanges_of_the_sampler(numbers):
+    params = jnp.asarray(sampling_columns.empty(2))
+    counts = TokenCounts(jnp.zeros((2, 40), bool), jnp.zeros((2, 40), jnp.int32))
+    masks = jnp.zeros((2, 2), jnp.int32)
+
+    def call(logits, exchange):
+        more = (ints(0, 0), counts, ints(0, 1), masks, None, None)
+        return IMPLEMENTATIONS["native"](logits, params, *more, exchange=exchange).tokens
+
+    refuses("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))

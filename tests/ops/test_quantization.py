@@ -15,6 +15,9 @@ from rooflax.ops.formats import FORMATS, GROUP, format_of, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import class_of, pack, packed_bytes, quantize
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 SHAPES = [(64, 48), (96, 37), (160, 16), (32, 5)]
 
@@ -34,6 +37,7 @@ def test_int8_is_within_half_a_step(inner, outer):
     assert np.array_equal(np.rint(q).sum(axis=0), np.asarray(packed.sums)[:outer])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
 def test_int4_equals_ggml_q4_0(inner, outer):
     """Against quantize_row_q4_0_ref of ggml-quants.c, written out here value by value."""
@@ -164,7 +168,9 @@ def test_products_are_close_to_the_exact_ones(format, tokens):
 
 
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
-@pytest.mark.parametrize("format", ["int8", "int4+head=int8", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "format", cases(["int8", "int4+head=int8", "mxfp4", "fp8"], every_jax=["int4+head=int8"])
+)
 def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
     model = rooflax.load(f"preset:{preset}", quantize=format)
     rooflax.save(model, tmp_path / "m", dtype="float32")

@@ -24,7 +24,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import FORMATS, format_of
@@ -93,9 +93,7 @@ class Bench:
         self.work = work
         self.llm = LLM(
             info,
-            dtype=work.precision.dtype,
-            kv_dtype=work.precision.kv_dtype,
-            quantize=work.precision.quantize,
+            **vars(work.precision),
             options=work.options,
             max_num_seqs=work.batch,
             mesh=work.mesh,
@@ -109,13 +107,9 @@ class Bench:
             )
         self.prompts = work.prompts(info.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
-        precision = self.llm.precision
-        self.multiplied = multiplied_as(self.llm.storage)
-        widths = {
-            "storage": self.llm.storage,
-            "kv_dtype": precision.kv_dtype or "float32",
-            "batch": work.batch,
-        }
+        plan = self.llm.plan
+        self.multiplied = multiplied_as(plan.storage)
+        widths = {"storage": plan.storage, "kv_dtype": plan.kv_dtype, "batch": work.batch}
         middle = work.prompt_tokens + work.output_tokens // 2
         self.decode = decode_cost(info.family, info.config, context=middle, **widths)
         self.prefill = prefill_cost(info.family, info.config, prompt=work.prompt_tokens, **widths)
@@ -161,7 +155,7 @@ class Bench:
             "options": options,
             "layers": llm.options.layers,
             **kernels_that_ran(work.options.kernels),
-            "precision": vars(llm.precision),
+            "precision": vars(llm.plan.precision),
             "deterministic": work.deterministic,
             **({"mesh": work.mesh} if work.mesh else {}),
             "weights_bytes": llm.model.weights_bytes,

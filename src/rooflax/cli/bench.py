@@ -191,13 +191,12 @@ def _ablate(args: argparse.Namespace) -> int:
     from rooflax.bench.ablate import ablation, comparable, summarise
     from rooflax.bench.document import document
     from rooflax.bench.worker import measure_apart
-    from rooflax.loading.load import model_info
+    from rooflax.loading.plan import make_plan
 
     work = _one(args, "--ablate")
-    info, given = model_info(work.model, **work.source), work.precision
-    storage = info.storage("float32", given.quantize, narrow=False, keep=given.dtype is None)
-    work = comparable(work, rounded=storage.rounds)
-    rows = ablation(work, info.config, measure_apart(work, "kernels")["result"])
+    plan = make_plan(work.model, **vars(work.precision), **work.source)
+    work = comparable(work, plan.precision)
+    rows = ablation(work, plan.info.config, measure_apart(work, "kernels")["result"])
     measured = _measured([row.work for row in rows], args.quiet)
     whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
     _write_html(args, whole)

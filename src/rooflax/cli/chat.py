@@ -14,11 +14,11 @@ from rooflax.cli.chat_commands import Chat
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
-from rooflax.cli.signals import stop_asked
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.models.presets import CHAT_NAME
+from rooflax.signals import stop_asked
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM

@@ -12,12 +12,12 @@ from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
 from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
+    check_speculate,
     parse_bytes,
     streaming_options,
 )

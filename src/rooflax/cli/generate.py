@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError("The prompt is empty; give text with --prompt or on stdin.")
     llm = open_llm(args)
     if params.max_tokens is None:
-        room = llm.max_model_len - len(llm.prompt_ids(prompt))
+        room = llm.max_model_len - len(llm.processor.prompt_ids(prompt))
         params = replace(params, max_tokens=max(min(DEFAULT_MAX_TOKENS, room), 1))
     completions = _generate(llm, prompt, params, args)
     if args.json:

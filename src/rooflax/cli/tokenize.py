@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Ids on one line, or a JSON document that spells them too."""
     where = flags.find_arguments(args)
     text = terminal.read_stdin() if args.prompt is None else args.prompt
-    from rooflax.loading.load import model_info
+    from rooflax.loading.model_info import model_info
 
     tokenizer = model_info(args.model, **where).tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=not args.no_special_tokens)

@@ -153,7 +153,7 @@ class _Start:
     """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
-        from rooflax.loading.load import model_info
+        from rooflax.loading.model_info import model_info
         from rooflax.loading.packed import is_packed
         from rooflax.models.registry import read_config
 

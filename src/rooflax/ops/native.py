@@ -21,7 +21,7 @@ TARGETS = (
     "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write",
 )  # fmt: skip
-KERNELS_VERSION = 7
+KERNELS_VERSION = 8
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")

@@ -270,7 +270,9 @@ def _measured(
     )
 
 
-REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RecursionError)
+REFUSALS = (
+    jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RecursionError, RequestError,
+)  # fmt: skip
 """What compilers raise, while lowering too, for sizes that they do not take."""
 
 

@@ -24,10 +24,10 @@ from rooflax.loading.model_info import model_info
 from rooflax.models.steps import prefill
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.attention import AttentionArgs, Dense, attention
-from rooflax.ops.kernels import OPERATIONS, available
+from rooflax.ops.kernels import OPERATIONS
 from rooflax.ops.linear import linear
 from rooflax.ops.norm import rms_norm
-from rooflax.ops.quantization import quantize
+from rooflax.ops.weights import quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FIGURES = ROOT / "docs" / "numerics.md", ROOT / "docs" / "numerics.json"
@@ -50,7 +50,7 @@ def error(found: Any, exact: np.ndarray) -> float:
 
 def names() -> list[str]:
     """Implementations that are here."""
-    return list(available(OPERATIONS["linear"]))
+    return OPERATIONS["linear"].available()
 
 
 def matmuls() -> list[dict[str, Any]]:

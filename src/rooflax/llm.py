@@ -50,7 +50,7 @@ class LLM:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
             embedded default; or what `model_info` found, or what `make_plan` planned, which decides
             all but `prefix_caching`, `check` and `progress`.
-        quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
+        quantize: weight format, "int8" or "int4" (ops.weights.formats); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
             GGUF file's quantised weights as they are; a dtype is what they are turned into.

@@ -40,6 +40,7 @@ def row(work, steps=None):
         "options": raw["options"],
         "layers": "unrolled",
         "kernels": XLA,
+        "passed_over": [],
         "precision": vars(replace(work.precision, dtype="float32", kv_dtype="float32")),
         "deterministic": work.deterministic,
         "weights_bytes": 4_000_000,

@@ -12,8 +12,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import codes_and_scales, dequantize, rounded_codes
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import make_plan
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.quantization import dequantize as unpacked
+from rooflax.ops.weights import packed_format
 from tests import gguf_cases, goldens
 from tests.marks import cases
 
@@ -26,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 def is_packed(leaf):
-    return isinstance(leaf, QuantizedArray)
+    return packed_format(leaf) is not None
 
 
 def leaves(model):
@@ -46,7 +45,7 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
             np.testing.assert_array_equal(leaf, floats)
             continue
         formats.add(leaf.format)
-        matrix = np.asarray(unpacked(leaf))
+        matrix = np.asarray(leaf.numbers())
         found = matrix.T if floats.shape == leaf.shape[::-1] else matrix
         wanted = np.asarray(floats)
         if leaf.format in EXACT_FORMATS:
@@ -71,7 +70,7 @@ def test_the_order_of_outputs_is_the_layouts():
     file = GGUFFile(gguf_cases.gguf("llama3", "q8_0"))
     kept = load(file.path, dtype=None).weights["layers"][1]["attn.qkv"]
     v = dequantize("Q8_0", file.read("blk.1.attn_v.weight"))
-    ours = np.asarray(unpacked(kept)).reshape(32, 2, 4, 24)
+    ours = np.asarray(kept.numbers()).reshape(32, 2, 4, 24)
     np.testing.assert_array_equal(ours[:, 1, 3], v[24:].T)
 
 

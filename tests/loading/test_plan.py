@@ -17,7 +17,7 @@ from rooflax.models.memory import plan_blocks
 from rooflax.nn.kv_cache import LayerGroups
 from rooflax.nn.shards import Shards
 from rooflax.ops import accelerator, kernels
-from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.weights import packed_format
 from tests import gguf_cases, goldens
 
 NATIVE = kernels.chosen(None)["linear"] == "native"
@@ -127,7 +127,7 @@ def test_the_rules_of_precision(
 
 def packed_leaves(model):
     def is_packed(leaf):
-        return isinstance(leaf, QuantizedArray)
+        return packed_format(leaf) is not None
 
     return filter(is_packed, jax.tree.leaves(model.weights, is_leaf=is_packed))
 

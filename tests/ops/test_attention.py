@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.errors import RequestError
 from rooflax.ops.attention import Paging, attention, paged_attention
-from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from tests.marks import cases
 from tests.ops.cases import ATTENTION, normal, rng
 
@@ -171,5 +172,5 @@ def test_heads_that_do_not_divide_are_refused():
 
 @pytest.mark.every_jax
 def test_an_implementation_that_is_not_here_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="attention's 'pallas' cannot run"):
+    with pytest.raises(RequestError, match="attention's 'pallas' cannot run"):
         attend(*ATTENTION[0].arrays(), implementation="pallas")

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import ClampedSwiglu
 from rooflax.ops.moe import experts, route
-from rooflax.ops.quantization import quantize
+from rooflax.ops.weights import quantize
 from tests.marks import cases
 from tests.ops.cases import MOE
 
@@ -110,7 +111,7 @@ def test_the_chosen_implementation_is_that_one_or_an_error():
     x, logits, weights = MOE[0].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[0].chosen)
     arrays = [jnp.asarray(a) for a in weights]
-    with pytest.raises(NotImplementedError, match="experts's 'pallas' cannot run: .* runs on cpu"):
+    with pytest.raises(RequestError, match="experts's 'pallas' cannot run: .* runs on cpu"):
         experts(
             jnp.asarray(x), ids, shares, *arrays, activation=clamped_swiglu,
             implementation="pallas",
@@ -152,7 +153,7 @@ def test_the_native_kernel_only_groups_and_a_token_is_alone():
     np.testing.assert_array_equal(
         together[3:4], np.asarray(run(x[3:4], ids[3:4], shares[3:4], *weights))
     )
-    with pytest.raises(NotImplementedError, match="moe=dense"):
+    with pytest.raises(RequestError, match="moe=dense"):
         jitted("native", "dense")(x, ids, shares, *weights)
 
 

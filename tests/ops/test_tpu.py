@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams
+from rooflax.errors import RequestError
 from rooflax.models.presets import PRESETS
 from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
@@ -20,21 +21,11 @@ from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kernels import chosen
-from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, unembed
-from rooflax.ops.matrix_packing import as_matrix, as_panels
+from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, lookup, unembed
 from rooflax.ops.moe import experts, route
-from rooflax.ops.quantization import (
-    QuantizedArray,
-    QuantizedPool,
-    dequantize,
-    packed_arrays,
-    packed_bytes,
-    quantize,
-    rows_of,
-    tokens_as_fp8,
-    tokens_as_int8,
-)
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.weights import Stacked, class_of, packed_bytes, quantize
+from rooflax.ops.weights.matrix_packing import as_matrix, as_panels
 from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import LINEAR, MOE, PATTERNS, normal, rng, seen_by_hand
@@ -135,7 +126,7 @@ def test_long_contexts(name, pool):
 def test_an_fp8_cache_is_left_to_xla():
     q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [QuantizedPool(*tokens_as_fp8(jnp.asarray(a))) for a in (k, v)]
-    with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
+    with pytest.raises(RequestError, match="no fp8 KV cache"):
         attend("pallas")(q, *pools, *given)
     chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
@@ -144,7 +135,7 @@ def test_an_fp8_cache_is_left_to_xla():
 def test_a_float16_cache_is_left_to_xla():
     q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [jnp.asarray(a, jnp.float16) for a in (k, v)]
-    with pytest.raises(NotImplementedError, match="no float16 KV cache"):
+    with pytest.raises(RequestError, match="no float16 KV cache"):
         attend("pallas")(q, *pools, *given)
     chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
@@ -242,7 +233,7 @@ def test_visits_follow_what_is_visible():
 @pytest.mark.every_jax
 def test_copied_heads_are_refused():
     *arrays, args = paged(1, 8, 2, 16, 16, 20)
-    with pytest.raises(NotImplementedError, match="gqa=repeat"):
+    with pytest.raises(RequestError, match="gqa=repeat"):
         attend("pallas")(*arrays, replace(args, repeat_kv=True))
 
 
@@ -284,7 +275,7 @@ def test_linear(case):
     contract = functools.partial(linear, contract=len(case.contracted), implementation="pallas")
     y = jax.jit(contract)(x, w, bias)
     assert y.shape == (*case.batch, *case.out)
-    flat = np.asarray(dequantize(w)).reshape(*case.contracted, *case.out)
+    flat = np.asarray(w.numbers()).reshape(*case.contracted, *case.out)
     exact = np.tensordot(x, flat, axes=len(case.contracted))
     np.testing.assert_allclose(y, exact if bias is None else exact + bias, rtol=1e-5, atol=2e-5)
 
@@ -318,7 +309,7 @@ def jit_linear(implementation):
 
 def test_unquantised_products_are_xlas():
     x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
-    with pytest.raises(NotImplementedError, match="quantised weights, and this one is float32"):
+    with pytest.raises(RequestError, match="quantised weights, and this one is float32"):
         linear(x, w, implementation="pallas")
     assert linear(x, w).shape == (3, 7)
     assert unembed(x, w.T).shape == (3, 7)
@@ -332,13 +323,13 @@ def test_matrices_hold_what_panels_hold(format):
     for mine, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(panels), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
-    unpacked = jax.jit(dequantize)
+    unpacked = jax.jit(lambda w: w.numbers())
     np.testing.assert_array_equal(unpacked(matrix), unpacked(panels))
     index = jnp.asarray([[0, 36], [17, 5]])
     table = quantize(normal(96, 37), format, (96,), (37,))
-    rows = jax.jit(rows_of)
-    assert table.is_matrix and packed_bytes(format, 96, 37) == table.num_bytes
-    np.testing.assert_array_equal(rows(table, index), rows(as_panels(table), index))
+    rows = jax.jit(lambda table: lookup(table, index))
+    assert table.is_matrix and packed_bytes(format, 96, 37) == table.nbytes
+    np.testing.assert_array_equal(rows(table), rows(as_panels(table)))
 
 
 @functools.cache
@@ -405,7 +396,7 @@ def test_slow_ways_are_refused():
     x, logits, weights = MOE[1].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[1].chosen)
     weights = [jnp.asarray(w) for w in weights]
-    with pytest.raises(NotImplementedError, match="moe=dense"):
+    with pytest.raises(RequestError, match="moe=dense"):
         experts(
             jnp.asarray(x), ids, shares, *weights, activation=ClampedSwiglu(), method="dense",
             implementation="pallas",
@@ -453,8 +444,8 @@ def test_attention_lowers_for_a_tpu(model, pool):
 
 
 def matrix_like(format, inner, outer, stack=(), out_shape=None):
-    arrays = packed_arrays(format, inner, outer, stack)
-    weight = QuantizedArray(*arrays, format, (inner,), out_shape or (outer,))
+    arrays = class_of(format).like(inner, outer, stack)
+    weight = class_of(format)(*arrays, format, (inner,), out_shape or (outer,))
     return jax.eval_shape(as_matrix, weight)
 
 

@@ -28,7 +28,7 @@ from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import FORMATS, format_of
-from rooflax.ops.kernels import chosen
+from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
@@ -154,13 +154,24 @@ class Bench:
             "output_tokens": work.output_tokens,
             "options": options,
             "layers": llm.options.layers,
-            "kernels": chosen(work.options.kernels),
+            **kernels_that_ran(work.options.kernels),
             "precision": vars(llm.plan.precision),
             "deterministic": work.deterministic,
             **({"mesh": work.mesh} if work.mesh else {}),
             "weights_bytes": llm.model.weights_bytes,
             "kv_cache_bytes": self.engine.kv_cache_bytes,
         }
+
+
+def kernels_that_ran(asked: str | None) -> dict[str, Any]:
+    """Per operation the implementations that ran, and why better ones did not."""
+    kernels: dict[str, str | None] = {}
+    passed_over: dict[str, None] = {}
+    for label, each in ran(asked).items():
+        kernels[label] = ", ".join(dict.fromkeys(one.implementation for one in each)) or None
+        for better, why in (pair for one in each for pair in one.passed_over):
+            passed_over[f"{label}: {better} was passed over: {why}."] = None
+    return {"kernels": kernels, "passed_over": list(passed_over)}
 
 
 def timed_trials(bench: Bench) -> tuple[list[Trial], list[Trial], dict[str, Any]]:

@@ -51,7 +51,7 @@ def load(
             ModelInfo.
         dtype: of activations and weights, "float32" or "bfloat16"; None is as for `LLM`, and keeps
             bfloat16 and quantised weights as they are.
-        quantize: format of the products' weights ("int8", "int4", see ops.quantization).
+        quantize: format of the products' weights ("int8", "int4", see ops.weights.formats).
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.

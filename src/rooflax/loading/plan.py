@@ -48,6 +48,7 @@ from rooflax.nn.mesh import make_mesh, shards_of
 from rooflax.nn.shards import Shards, config_on
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
+from rooflax.ops.linear.api import LINEAR
 
 DEFAULT_NUM_SEQS = 16
 CACHE_SHARE = 0.5
@@ -283,7 +284,10 @@ def make_plan(
         )
     length = resolve_max_model_len(info.config, max_model_len)
     own_kv_dtype, storage = resolve_precision(
-        info, precision, accelerator.platform(), reads_bfloat16=native
+        info,
+        precision,
+        accelerator.platform(),
+        reads_bfloat16=LINEAR.preferred(options.kernels).keeps_bf16,
     )
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     draft = None

@@ -10,7 +10,7 @@ from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator
-from rooflax.ops.kernels import chosen
+from rooflax.ops.attention.api import PAGED
 
 ONE_DEVICE = Shards()
 
@@ -179,8 +179,8 @@ def workspace_bytes(
     """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
     rows = rows // shards.data if rows % shards.data == 0 else rows
     chunk = chunk // shards.sequence if chunk % shards.sequence == 0 else chunk
-    in_blocks = chosen(None)["attention"] in ("native", "pallas")  # scores stay in the kernel
-    scores = 0 if in_blocks else config.num_heads // shards.tensor * chunk * tokens * 4
+    scores_stay = PAGED.preferred(None).reads_blocks  # in the kernel
+    scores = 0 if scores_stay else config.num_heads // shards.tensor * chunk * tokens * 4
     mlp = config.intermediate_size // shards.tensor
     hidden = chunk * (4 * config.hidden_size + 3 * mlp) * 4
     logits = 3 * config.vocab_size * 4

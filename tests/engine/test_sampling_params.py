@@ -115,7 +115,7 @@ def test_beams_take_a_field_or_refuse_it():
     assert {*WITH_BEAMS, *WITHOUT_BEAMS, "num_beams"} == names
     for name, value in WITH_BEAMS.items():
         params = SamplingParams(num_beams=3, **{name: value}).with_defaults({})
-        assert not params.is_plain
+        assert not params.is_greedy
     for name, value in WITHOUT_BEAMS.items():
         with pytest.raises(RequestError, match=f"{name} is .* and num_beams 3"):
             SamplingParams(num_beams=3, **{name: value})

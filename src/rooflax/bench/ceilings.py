@@ -1,7 +1,7 @@
 """What this machine allows: bytes per second read, operations per second multiplied.
 
 On CPU by the package's native loops (csrc/ceilings.cc), or by XLA's where those were not built,
-labelled so. On other devices by a copy and a matrix product of the dtype.
+labelled so. On other devices by a copy and a matmul of the dtype.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ READ_BYTES = 1 << 29
 """Bytes that one reading of a CPU's bandwidth reads, in as many passes as that takes."""
 MULTIPLY_OPERATIONS = 5e7
 """Per thread and reading of a CPU."""
-CODES = frozenset(format.code for format in FORMATS.values() if format.rounds)
-"""Products with int8 activations; how fast they can be is the code's."""
+CODES = frozenset(format.code for format in FORMATS.values() if format.quantizes_activations)
+"""Matmuls with int8 activations; how fast they can be is the code's."""
 CPU_MATRIX, DEVICE_MATRIX = 1024, 8192
 DEVICE_BUFFER = 1 << 30
 
@@ -38,7 +38,7 @@ class Ceiling:
     Attributes:
         read_gb_per_s: of a buffer as large as what the step reads; on CPU each thread from one
             place and from four at once, the larger of the two.
-        flops_per_s: in registers (CPU) or of a large product (elsewhere), of what the step
+        flops_per_s: in registers (CPU) or of a large matmul (elsewhere), of what the step
             multiplies.
         source: "native", "xla" or "device".
     """
@@ -102,18 +102,18 @@ def multiply_rate(library: ctypes.CDLL, multiplied: str, threads: int) -> float:
 
 
 def _xla_reader(size: int, matrix: int, dtype: str, source: str) -> Callable[[], Ceiling]:
-    """A copy (device) or a sum (CPU) of `size` bytes, and a square product."""
+    """A copy (device) or a sum (CPU) of `size` bytes, and a square matmul."""
     data = jnp.ones(size // 4, jnp.float32)
     square = jnp.ones((matrix, matrix), jnp.dtype(dtype))
     is_copy = source == "device"
     touch = jax.jit((lambda x: x + 1.0) if is_copy else jnp.sum)
-    product = jax.jit(jnp.matmul)
+    multiply = jax.jit(jnp.matmul)
     timed(touch, data)
-    timed(product, square, square)
+    timed(multiply, square, square)
     moved = size * (2 if is_copy else 1)
 
     def read() -> Ceiling:
         bandwidth = moved / best_of(touch, data)
-        return Ceiling(bandwidth / 1e9, 2 * matrix**3 / best_of(product, square, square), source)
+        return Ceiling(bandwidth / 1e9, 2 * matrix**3 / best_of(multiply, square, square), source)
 
     return read

@@ -9,8 +9,8 @@
 - neighbours: tokens per second of 15 free rows beside a constrained one over those beside a free
   one. Target: 0.95.
 - lengths: seconds of a prompt of 1 to 700 tokens, every length, in a fully warm engine, the median
-  of five, against a fitted a + b n + c n^2. Target: 95% of them within 1.15x. `fitting_of_best`
-  is the same of the fastest of five, which a busy machine disturbs less; `spread` is that of single runs.
+  of five, against a fitted a + b n + c n^2. Target: 95% of them within 1.15x. `fitting_of_best` is
+  of the fastest of five, which a busy machine disturbs less; `spread` is that of single runs.
 
 Prints one JSON document; exits with 1 if the target is missed.
 """

@@ -156,15 +156,6 @@ def test_a_job_without_a_peer_has_no_ratio(peers):
     assert peers("peers_report").rendered(found)
 
 
-def test_the_page_is_that_of_the_figures(peers):
-    path = ROOT / "docs" / "peers.json"
-    if not path.exists():
-        pytest.skip("nothing was compared yet")
-    report = peers("peers_report")
-    found = report.with_rows(json.loads(path.read_text(encoding="utf-8")))
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == report.rendered(found)
-
-
 def test_an_engine_stands_still_until_it_is_asked(peers, driver, tmp_path):
     process = peers("engine_process")
     log = tmp_path / "log"

@@ -380,6 +380,9 @@ def test_short_and_other_names_mean_the_same():
     pairs = [
         (["-p", "x"], ["--prompt", "x"]),
         (["-n", "3"], ["--max-tokens", "3"]),
+        (["--max-new-tokens", "3"], ["--max-tokens", "3"]),
+        (["--n-predict", "3"], ["--max-tokens", "3"]),
+        (["-s", "3"], ["--seed", "3"]),
         (["--temp", "0"], ["--temperature", "0"]),
         (["-c", "64"], ["--max-model-len", "64"]),
         (["--ctx-size", "64"], ["--max-model-len", "64"]),

@@ -179,6 +179,21 @@ def test_wrong_values_are_one_sentence(rooflax, flags, said):
     assert said in ran.err
 
 
+def test_more_new_tokens_than_the_context_holds_are_refused(rooflax):
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 100_000, "-c", 64)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "--max-tokens is 100000 and the context of 64 has room for" in ran.err
+
+
+def test_statistics_of_a_few_tokens_name_no_zero(rooflax):
+    for tokens in (1, 3):
+        ran = rooflax("generate", TINY, "-p", PROMPT, "-n", tokens, "--temp", 0)
+        assert ran.code == 0, ran.err
+    ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 3, "--temp", 0)
+    assert "decode   3 tokens, " in ran.err
+    assert " 0.0 tok/s" not in ran.err and "(0 compilations)" not in ran.err
+
+
 def test_statistics_fit_eighty_columns(llm):
     (completion,) = llm.generate(PROMPT, SamplingParams(max_tokens=2))
     used = {

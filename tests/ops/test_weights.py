@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rooflax import ExecutionOptions, decode_step, new_cache, prefill
+from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.presets import PRESETS
@@ -16,6 +17,7 @@ from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import FORMATS, LAYOUTS
 from rooflax.ops.linear import Norm, linear, lookup, unembed
+from rooflax.ops.moe import experts
 from rooflax.ops.weights import (
     Dense,
     Stacked,
@@ -163,6 +165,14 @@ def test_a_low_rank_embedding_and_head(kind):
     np.testing.assert_allclose(unembed(x, w), np.asarray(x) @ total(w), rtol=1e-4, atol=1e-3)
     ids = jnp.asarray([[0, 5], [OUTER - 1, 5]])
     np.testing.assert_allclose(lookup(w, ids), total(w).T[np.asarray(ids)], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_take_no_low_rank_weight():
+    x, ids, shares = jnp.ones((1, INNER)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+    w = low_rank(as_weight(stored("float32", INNER, OUTER)))
+    biases = jnp.ones((1, 2, 8)), jnp.ones((1, INNER))
+    with pytest.raises(RequestError, match="LowRank cannot be a weight of experts"):
+        experts(x, ids, shares, w, biases[0], w, biases[1], activation=lambda h: h)
 
 
 def adapted(model, scale):

@@ -110,7 +110,7 @@ class Stored(Weight):
     """A weight that is arrays, or a stack of them; what backends ask of it.
 
     Attributes:
-        code: how numbers lie in its arrays, one of `ops.formats.LAYOUTS`.
+        code: how numbers lie in its arrays, "matrix", "table", or a format's code.
         rounds: a product rounds activations to int8.
         packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
     """

@@ -67,7 +67,7 @@ class LowRank(Weight):
 
     def take(self, ids, **how):
         rows = self.base.take(ids, **how)
-        return rows + self.b.take(ids, **how) @ self.a.array.T
+        return rows.astype(jnp.float32) + self.b.take(ids, **how) @ self.a.array.T
 
     def at(self, index):
         return LowRank(self.base.at(index), self.a.at(index), self.b.at(index))

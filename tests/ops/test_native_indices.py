@@ -18,7 +18,7 @@ from rooflax.ops.attention import AttentionArgs, Sequences, ragged_attention
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.linear import Activation, cpu, linear
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.sampling import ARGMAX, SAMPLE, TokenCounts, sample
+from rooflax.ops.sampling import ARGMAX, SAMPLE, TokenCounts
 from rooflax.ops.weights import as_weight
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -49,18 +49,18 @@ def test_numbers_of_rows(count):
     refuses("rows: number of rows", cpu.rows, x, ints(0, 1), number)
     refuses("argmax: number of rows", partial(ARGMAX, "native"), x, number)
     call = partial(linear, implementation="native")
-    refuses("matmul: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
+    refuses("product: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
 
 
 @pytest.mark.parametrize("member", [3, *STRANGE])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_members_of_a_stack(rows, member):
     def call(x, w, select):
-        return cpu.selected_matmul(LinearArgs(x, as_weight(w, stack=1)), select)
+        return cpu.product(LinearArgs(x, as_weight(w, stack=1)), select)
 
     x, w = jnp.ones((rows, 8)), jnp.ones((3, 8, 4))
     select = ints(*[0] * (rows - 1), member)
-    refuses("matmul: an index outside the stack of w", call, x, w, select)
+    refuses("product: an index outside the stack of w", call, x, w, select)
 
 
 def test_a_gate_belongs_to_an_activation():
@@ -75,7 +75,7 @@ def test_a_gate_belongs_to_an_activation():
     zero = np.float32(0)
     for before, gated in ((7, 0), (0, 1), (1, 1)):
         attributes = {"before": np.int64(before), "gated": np.int64(gated), "bytes": np.int64(0)}
-        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax matmul: a gate"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax product: a gate"):
             call(
                 jnp.ones((1, 8)), jnp.ones((8, 4)), *none, layout=np.int64(0), eps=zero, alpha=zero,
                 limit=zero, **attributes,
@@ -164,8 +164,7 @@ def test_mask_exchanges_of_the_sampler(numbers):
     masks = jnp.zeros((2, 2), jnp.int32)
 
     def call(logits, exchange):
-        more = (ints(0, 0), counts, ints(0, 1), masks)
-        how = {"exchange": exchange, "implementation": "native"}
-        return sample(logits, params, *more, **how).tokens
+        more = (ints(0, 0), counts, ints(0, 1), masks, None, None)
+        return SAMPLE("native", logits, params, *more, exchange=exchange).tokens
 
     refuses("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))

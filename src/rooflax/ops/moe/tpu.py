@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops import tpu
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.linear.tpu import stack_of, tiled_matmul
+from rooflax.ops.linear.tpu import DECODED, stack_of, tiled_matmul
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
 from rooflax.ops.weights import taken
@@ -47,7 +47,8 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
 def unsupported(args: MoeArgs) -> str | None:
     if args.method != "grouped":
         return f"the experts' TPU kernel always groups (moe={args.method})"
-    return None
+    strange = {args.up.w.code, args.down.w.code} - {"matrix", *DECODED}
+    return f"the experts' TPU kernel has no {min(strange)} weights" if strange else None
 
 
 BACKEND = Backend(experts, unsupported)

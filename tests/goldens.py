@@ -11,15 +11,17 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 FOLDER = Path(__file__).parent / "data" / "goldens"
 HAVE_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -72,6 +74,15 @@ _SMOLLM3 = {
     "rope_theta": 1000.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
+_MISTRAL = _LLAMA | {
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 7,
+    "rope_theta": 1000.0,
+}  # fmt: skip
+_SEED_OSS = _LLAMA | {
+    "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "rope_theta": 1000.0,
+    "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -111,7 +122,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_oss_short": _GPT_OSS | {"num_hidden_layers": 2},
     "gpt_oss_mxfp4": _GPT_OSS
     | {"rope_scaling": _GPT_OSS["rope_scaling"] | {"truncate": True, "attention_factor": 1.25}},
+    "mistral": _MISTRAL,
+    "mistral_full": _MISTRAL
+    | {
+        "sliding_window": None, "head_dim": None, "hidden_size": 60, "num_key_value_heads": 3,
+    },
+    "seed_oss": _SEED_OSS,
+    "seed_oss_bias": _SEED_OSS
+    | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }  # fmt: skip
+
+FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
+"""Families whose every test is in the default run; of the others it has one of parity."""
+
+
+def each(variants: Iterable[str]) -> list[Any]:
+    """Parameters of a test; variants (or families) of other families than FOUNDATION are slow."""
+    return [
+        v if VARIANTS.get(v, {"model_type": v})["model_type"] in FOUNDATION
+        else pytest.param(v, marks=pytest.mark.slow)
+        for v in variants
+    ]  # fmt: skip
+
 
 BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
 BEAM_TOKENS = 24
@@ -423,9 +455,10 @@ def rope_reference(setting: str) -> tuple[np.ndarray, float]:
     return frequencies.numpy(), float(factor)
 
 
-def main() -> None:
+def main(variants: list[str]) -> None:
+    """Writes the references of these variants, or of all and those of beams and RoPE too."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for variant in VARIANTS:
+    for variant in variants or VARIANTS:
         found = live(variant)
         np.savez_compressed(
             FOLDER / f"{variant}.npz",
@@ -433,6 +466,8 @@ def main() -> None:
             logits=found.logits[:, list(KEPT_POSITIONS)],
             greedy=found.greedy,
         )
+    if variants:
+        return
     texts = {variant: live_beams(variant) for variant in BEAM_VARIANTS}
     (FOLDER / "beams.json").write_text(json.dumps(texts, separators=(",", ":")) + "\n")
     rope = {}
@@ -445,4 +480,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

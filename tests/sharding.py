@@ -32,6 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": _LLAMA | {"model_type": "qwen3"},
     "smollm3": _LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8},
+    "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": 7},
+    "seed_oss": _LLAMA | {"model_type": "seed_oss"},
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

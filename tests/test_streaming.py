@@ -73,7 +73,7 @@ def same(whole, streamed):
     assert counts.num_bytes == counts.num_steps * streamed.stream_plan.bytes_per_step > 0
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", goldens.each(CONFIGS))
 def test_every_family_says_the_same(folder, name):
     same(*pair(folder(name), dtype="float32"))
 

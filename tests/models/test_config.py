@@ -24,6 +24,8 @@ FAMILIES = {
     "qwen3": "qwen3_window",
     "smollm3": "smollm3_window",
     "gpt_oss": "gpt_oss_short",
+    "mistral": "mistral",
+    "seed_oss": "seed_oss_bias",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -114,7 +116,7 @@ def logits_of():
     return lambda model: np.asarray(jitted(model, goldens.tokens()[:, :19]))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", goldens.each(FAMILIES))
 def test_changing_any_field_changes_weights_logits_or_length(name, logits_of):
     _, config = read_config(goldens.VARIANTS[FAMILIES[name]])
     weights = noisy(random_weights(name, config))
@@ -311,7 +313,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change,
         (b"9" * 5000, r"not JSON: .*5000 digits\.$"),
         (b"{}", "no model_type"),
         (b'{"model_type": 3}', "no model_type"),
-        (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, qwen3, smollm3, gpt_oss"),
+        (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, qwen3, smollm3, gpt_oss, mistral"),
         (b'{"model_type": "../../evil"}', "not one of"),
     ],
 )

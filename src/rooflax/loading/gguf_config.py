@@ -23,7 +23,7 @@ from rooflax.nn.rope import inverse_frequencies
 
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
-    "gpt-oss": "gpt_oss",
+    "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -65,7 +65,7 @@ _GPT_OSS = {
 }
 _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
-    "gpt_oss": _COMMON | _GPT_OSS,
+    "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -155,10 +155,12 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family in ("llama", "qwen3", "smollm3", "gpt_oss"):
+        if self.family in ("llama", "qwen3", "smollm3", "gpt_oss", "seed_oss"):
             raw["attention_bias"] = "blk.0.attn_q.bias" in names
-        if self.family in ("llama", "smollm3"):
+        if self.family in ("llama", "smollm3", "seed_oss"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+        if self.family == "seed_oss":
+            raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
         if self.family != "gpt2":
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):

@@ -214,7 +214,7 @@ PERMUTED = ("llama", "smollm3")
 
 
 def _entries(name: str, config: Decoder) -> dict[str, Entry]:
-    table = _GPT2 if name == "gpt2" else _LAYERS | (_EXPERTS if name == "gpt_oss" else _DENSE)
+    table = _OTHERS.get(name, _LAYERS | _DENSE)
     found = {}
     for hf, (stored, change) in table.items():
         for layer in range(config.num_layers) if "{i}" in hf else [0]:
@@ -258,10 +258,10 @@ _DENSE = _renamed(
     (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
 )
 _GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-_EXPERTS = _renamed(
+_POST_NORM = _renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
-    (f"{_MLP}.router", "blk.{i}.ffn_gate_inp"),
-) | {
+)
+_GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
     f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
     f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), INTERLEAVE),
     f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), INTERLEAVE_BIAS),
@@ -284,3 +284,10 @@ _GPT2 = _renamed(
     (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
     *_PRODUCTS.items(),
 ) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}
+
+_OTHERS = {
+    "gpt2": _GPT2,
+    "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
+    "seed_oss": _LAYERS | _DENSE | _POST_NORM,
+}
+"""Tables of the families whose tensors are not those of LLaMA."""

@@ -12,7 +12,9 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
+FAMILIES = (
+    "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss",
+)  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax",
     "mxfp4",

@@ -1,0 +1,59 @@
+"""Families for which no converted GGUF file is kept: files written with gguf-py's own names."""
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from rooflax import load
+from tests import goldens
+
+CASES = {"seed_oss": "seed_oss_bias"}
+"""gguf's architecture to the checkpoint that is written as one."""
+
+
+def write_gguf(path, arch, variant, reference, *, change=lambda name, array: array):
+    """The checkpoint as gguf-py names its parts.
+
+    Args:
+        change: what llama.cpp's converter makes of a tensor.
+    """
+    raw = goldens.VARIANTS[variant]
+    tensors = goldens.tensors(variant, reference)
+    writer = gguf.GGUFWriter(path, arch)
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(raw["rope_theta"])
+    code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(code, raw["num_hidden_layers"])
+    for name, array in tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(change(name, array), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
+    reference = goldens.committed(CASES[arch])
+    folder = goldens.write_checkpoint(tmp_path / "m", CASES[arch], reference)
+    ours = load(write_gguf(tmp_path / "m.gguf", arch, CASES[arch], reference))
+    theirs = load(folder)
+    assert (ours.family, ours.config) == (theirs.family, theirs.config)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, theirs.weights)
+    assert all(jax.tree.leaves(same))

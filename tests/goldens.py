@@ -83,6 +83,17 @@ _SEED_OSS = _LLAMA | {
     "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "hidden_size": 56,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+_MIXTRAL = _LLAMA | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 5,
+    "num_experts_per_tok": 2, "intermediate_size": 32, "rope_theta": 1000.0, "hidden_size": 56,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -130,6 +141,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "seed_oss": _SEED_OSS,
     "seed_oss_bias": _SEED_OSS
     | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_dense": _QWEN3_MOE
+    | {
+        "num_hidden_layers": 4, "norm_topk_prob": False, "decoder_sparse_step": 2,
+        "mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    "mixtral": _MIXTRAL,
+    "mixtral_window": _MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True},
 }  # fmt: skip
 
 FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
@@ -268,13 +288,37 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def tensors(variant: str, reference: Reference) -> dict[str, np.ndarray]:
     """The checkpoint's tensors as the file holds them."""
     found: dict[str, np.ndarray] = {}
+    kind = reference.config["model_type"]
     for name, shape in reference.shapes.items():
         if is_packed(variant, name):
             blocks, scales = pack(np.random.RandomState(zlib.crc32(name.encode())), shape)
             found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        elif kind in EXPERT_NAMES and name.endswith("_proj"):
+            fused = values(variant, name, shape).astype(file_dtype(variant))
+            found |= experts_apart(name, fused, EXPERT_NAMES[kind])
         else:
-            found[name] = values(variant, name, shape).astype(file_dtype(variant))
+            stored = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+            found[stored] = values(variant, name, shape).astype(file_dtype(variant))
     return found
+
+
+EXPERT_NAMES = {
+    "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+"""Where checkpoints keep experts that transformers has fused in memory."""
+
+
+def experts_apart(name: str, fused: np.ndarray, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors of [experts, out, in] as transformers has them."""
+    folder, gate, up, down = names
+    prefix = name.replace("mlp.experts", folder).rpartition(".")[0]
+    parts = (gate, up) if name.endswith("gate_up_proj") else (down,)
+    return {
+        f"{prefix}.{expert}.{part}.weight": rows
+        for expert, both in enumerate(fused)
+        for part, rows in zip(parts, np.split(both, len(parts)), strict=True)
+    }
 
 
 def write_checkpoint(

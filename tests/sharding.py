@@ -34,6 +34,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": _LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8},
     "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": 7},
     "seed_oss": _LLAMA | {"model_type": "seed_oss"},
+    "qwen3_moe": _LLAMA | {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "decoder_sparse_step": 2,
+    },
+    "mixtral": _LLAMA | {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -1,5 +1,7 @@
 """Families for which no converted GGUF file is kept: files written with gguf-py's own names."""
 
+import re
+
 import gguf
 import jax
 import numpy as np
@@ -8,18 +10,33 @@ import pytest
 from rooflax import load
 from tests import goldens
 
-CASES = {"seed_oss": "seed_oss_bias"}
+CASES = {"seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral"}
 """gguf's architecture to the checkpoint that is written as one."""
 
 
-def write_gguf(path, arch, variant, reference, *, change=lambda name, array: array):
-    """The checkpoint as gguf-py names its parts.
+def permuted(rows, heads):
+    """Rows of q or k as llama.cpp's converter has them in files of LLaMA's architecture."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
-    Args:
-        change: what llama.cpp's converter makes of a tensor.
-    """
+
+def converted(raw, tensors):
+    """The checkpoint's tensors as llama.cpp's converter changes them: experts stacked, by name."""
+    experts, found = {}, {}
+    for name, array in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", []).append(array)
+        elif raw["model_type"] == "mixtral" and re.search(r"\.[qk]_proj", name):
+            kind = "attention" if ".q_proj" in name else "key_value"
+            found[name] = permuted(array, raw[f"num_{kind}_heads"])
+        else:
+            found[name] = array
+    return found | {name: np.stack(arrays) for name, arrays in experts.items()}
+
+
+def write_gguf(path, arch, variant, reference):
+    """The checkpoint as gguf-py names its parts."""
     raw = goldens.VARIANTS[variant]
-    tensors = goldens.tensors(variant, reference)
+    tensors = converted(raw, goldens.tensors(variant, reference))
     writer = gguf.GGUFWriter(path, arch)
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
@@ -35,12 +52,17 @@ def write_gguf(path, arch, variant, reference, *, change=lambda name, array: arr
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(raw["rope_theta"])
+    if "num_experts_per_tok" in raw:
+        writer.add_expert_count(raw.get("num_experts") or raw["num_local_experts"])
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+    if "moe_intermediate_size" in raw:
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
     code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(code, raw["num_hidden_layers"])
     for name, array in tensors.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, np.ascontiguousarray(change(name, array), np.float32))
+        writer.add_tensor(stored, np.ascontiguousarray(array, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -26,6 +26,8 @@ FAMILIES = {
     "gpt_oss": "gpt_oss_short",
     "mistral": "mistral",
     "seed_oss": "seed_oss_bias",
+    "qwen3_moe": "qwen3_moe",
+    "mixtral": "mixtral_window",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -41,6 +43,7 @@ OTHER = {
     "limit": 0.05,
     "experts_per_token": 2,
     "qk_norm": 0.5,
+    "key": "dense_mlp",
 }
 """A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
 

@@ -24,6 +24,7 @@ from rooflax.nn.rope import inverse_frequencies
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
+    "qwen3moe": "qwen3_moe",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -57,15 +58,16 @@ _GPT2 = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "vocab_size": "vocab_size",
 }
-_GPT_OSS = {
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN3_MOE = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_GPT_OSS = _EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
 }
 _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
+    "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -127,6 +129,8 @@ class _Metadata:
             )
         self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
         self._read: set[str] = set()
+        if self.family == "llama" and self.get("expert_count"):
+            self.family = "mixtral"
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -155,12 +159,14 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family in ("llama", "qwen3", "smollm3", "gpt_oss", "seed_oss"):
+        if self.family in ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss", "seed_oss"):
             raw["attention_bias"] = "blk.0.attn_q.bias" in names
         if self.family in ("llama", "smollm3", "seed_oss"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "qwen3_moe":
+            raw["norm_topk_prob"] = True  # as llama.cpp computes it; the metadata does not say
         if self.family != "gpt2":
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
@@ -175,7 +181,7 @@ class _Metadata:
         self.expect("attention.value_length", head_dim)
         self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
-        if self.family != "gpt_oss":
+        if self.family not in ("gpt_oss", "qwen3_moe", "mixtral"):
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)
         theta = raw.get("rope_theta", 10_000.0)

@@ -13,7 +13,8 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
 FAMILIES = (
-    "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss",
+    "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
+    "mixtral",
 )  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax",

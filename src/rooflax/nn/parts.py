@@ -18,7 +18,7 @@ from rooflax.nn import mesh
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import Attend, LayerWeights
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import QKV, Flat, GateUp, InterleavedGateUp, Linear, Weight
+from rooflax.nn.weights import QKV, Flat, GateUp, InterleavedGateUp, Linear, PerExpert, Weight
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
@@ -152,6 +152,8 @@ class Mlp:
     Attributes:
         activation: a name of ops.activation.
         gated: the first product gives a gate and what it multiplies.
+        key: its name in the table and of its axis; a model that has experts in other layers has
+            another than theirs.
     """
 
     width: int
@@ -159,37 +161,40 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
+    key: str = "mlp"
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        return {"mlp": self.width} | ({"gate_up": 2} if self.gated else {})
+        return {self.key: self.width} | ({"gate_up": 2} if self.gated else {})
 
     @property
     def _first(self) -> str:
-        return "mlp.gate_up" if self.gated else "mlp.up"
+        return f"{self.key}.gate_up" if self.gated else f"{self.key}.up"
 
     def table(self) -> Table:
-        lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
+        key = self.key
+        lines = self.norm.table(f"{key}.norm", "model.layers.{i}.post_attention_layernorm")
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         weights, biases = (tuple(f"{MLP}.{p}.{end}" for p in parts) for end in ("weight", "bias"))
-        out, layout = ("gate_up mlp", GateUp()) if self.gated else ("mlp", Linear())
+        out, layout = (f"gate_up {key}", GateUp()) if self.gated else (key, Linear())
         flat = GateUp(bias=True) if self.gated else Flat()
         lines[self._first] = Weight(f"hidden -> {out}", weights, layout)
         if self.bias:
             lines[f"{self._first}_bias"] = Weight(out, biases, flat, "zeros")
         down = f"{MLP}.down_proj"
-        lines["mlp.down"] = Weight("mlp -> hidden", f"{down}.weight", Linear(), "residual")
+        lines[f"{key}.down"] = Weight(f"{key} -> hidden", f"{down}.weight", Linear(), "residual")
         if self.bias:
-            lines["mlp.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
+            lines[f"{key}.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        norm, first = self.norm.of(w, "mlp.norm"), self._first
+        key, first = self.key, self._first
+        norm = self.norm.of(w, f"{key}.norm")
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = context.once(w.get("mlp.down_bias")), context.once(x)
+        down_bias, residual = context.once(w.get(f"{key}.down_bias")), context.once(x)
         activation = Activation(self.activation, gated=self.gated)
         how = {"prologue": activation, "residual": residual}
-        x = context.linear(h, w["mlp.down"], down_bias, **how)
+        x = context.linear(h, w[f"{key}.down"], down_bias, **how)
         return context.all_reduce(x)
 
 
@@ -199,13 +204,18 @@ class Moe:
 
     Attributes:
         width: of one expert.
+        activation: a name of ops.activation, of the gate; or GPT-OSS's.
+        bias: of the router and of every expert's products.
+        renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
     """
 
     num_experts: int
     experts_per_token: int
     width: int
     norm: NormKind
-    activation: ClampedSwiglu
+    activation: str | ClampedSwiglu
+    bias: bool = False
+    renormalise: bool = True
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -213,26 +223,32 @@ class Moe:
         return {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
     def table(self) -> Table:
-        stored, split = f"{MLP}.experts", InterleavedGateUp()
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
-        lines |= {
-            "mlp.router": Weight("hidden -> routes", f"{MLP}.router.weight", Linear()),
-            "mlp.router_bias": Weight("routes", f"{MLP}.router.bias", init="zeros"),
-            "mlp.gate_up": Weight(
-                "experts | hidden -> gate_up mlp", f"{stored}.gate_up_proj", split
-            ),
-            "mlp.gate_up_bias": Weight(
-                "experts gate_up mlp", f"{stored}.gate_up_proj_bias", split, "zeros"
-            ),
-            "mlp.down": Weight("experts | mlp -> hidden", f"{stored}.down_proj", init="residual"),
-            "mlp.down_bias": Weight("experts hidden", f"{stored}.down_proj_bias", init="zeros"),
-        }
+        lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
+        axes, stored = "experts | hidden -> gate_up mlp", self.stored("gate_proj", "up_proj")
+        lines["mlp.gate_up"] = Weight(axes, stored, PerExpert(GateUp()))
+        axes, stored = "experts | mlp -> hidden", self.stored("down_proj")
+        lines["mlp.down"] = Weight(axes, stored, PerExpert(Linear()), "residual")
+        if self.bias:
+            fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
+            lines["mlp.router_bias"] = Weight("routes", f"{MLP}.router.bias", init="zeros")
+            lines["mlp.gate_up_bias"] = Weight("experts gate_up mlp", fused, split, "zeros")
+            stored = f"{MLP}.experts.down_proj_bias"
+            lines["mlp.down_bias"] = Weight("experts hidden", stored, init="zeros")
         return lines
+
+    def stored(self, *parts: str, prefix: str = f"{MLP}.experts") -> tuple[str, ...]:
+        """The tensors of a checkpoint that has some for each expert."""
+        experts = range(self.num_experts)
+        return tuple(f"{prefix}.{expert}.{part}.weight" for expert in experts for part in parts)
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
-        router = context.linear(rows, w["mlp.router"], w["mlp.router_bias"], prologue=norm)
-        expert_ids, shares = route(router, self.experts_per_token)
+        router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
+        how = {"renormalise": self.renormalise}
+        expert_ids, shares = route(router, self.experts_per_token, **how)
+        gate = self.activation
+        gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
         num_own = w["mlp.gate_up"].shape[0]
         expert_ids, shares = mesh.own_experts(expert_ids, shares, num_own, context.shards)
         h = experts(
@@ -240,11 +256,11 @@ class Moe:
             expert_ids,
             shares,
             w["mlp.gate_up"],
-            w["mlp.gate_up_bias"],
+            w.get("mlp.gate_up_bias"),
             w["mlp.down"],
-            context.once(w["mlp.down_bias"]),
+            context.once(w.get("mlp.down_bias")),
             norm=norm,
-            activation=self.activation,
+            activation=gate,
             method=context.options.moe,
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,

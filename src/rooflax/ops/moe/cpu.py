@@ -20,9 +20,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked | None,
     down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
@@ -35,7 +35,7 @@ def experts(
     pairs, select = jnp.repeat(x, chosen, axis=0), expert_ids.reshape(-1)
     if not isinstance(gate_up, QuantizedArray):
         gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-    bias = gate_up_bias.reshape(gate_up_bias.shape[0], -1)
+    bias = None if gate_up_bias is None else gate_up_bias.reshape(gate_up_bias.shape[0], -1)
     num_rows = None if num_tokens is None else num_tokens * chosen
     h = product(pairs, gate_up, bias, prologue=norm, select=select, num_rows=num_rows)
     prologue = activation if isinstance(activation, Activation | ClampedSwiglu) else None

@@ -44,9 +44,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked | None,
     down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
@@ -76,6 +76,8 @@ def experts(
 
     def through(rows: jax.Array, w: Any, bias: Any) -> Float[Array, "tiles tile outer"]:
         y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, tile_expert, num_tiles.reshape(1))
+        if bias is None:
+            return y
         wide = taken(bias).astype(jnp.float32)
         return y + wide.reshape(wide.shape[0], -1)[tile_expert][:, None, :]
 

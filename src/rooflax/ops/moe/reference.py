@@ -18,9 +18,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
-    gate_up_bias: Float[Array, "experts 2 mlp"],
+    gate_up_bias: Float[Array, "experts 2 mlp"] | None,
     down: Float[Array, "experts mlp hidden"] | QuantizedArray,
-    down_bias: Float[Array, "experts hidden"],
+    down_bias: Float[Array, "experts hidden"] | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     method: str,
@@ -29,10 +29,13 @@ def experts(
     num_experts = gate_up.shape[0]
     x32, gate_up32 = _operands(x.astype(jnp.float32), gate_up)
     h = jnp.einsum("td,edcf->tecf", x32, gate_up32, precision=HIGHEST)
-    h = activation(h + gate_up_bias.astype(jnp.float32)[None])
+    if gate_up_bias is not None:
+        h = h + gate_up_bias.astype(jnp.float32)[None]
+    h = activation(h)
     h, down32 = _operands(h, down)
     y = jnp.einsum("tef,efd->ted", h, down32, precision=HIGHEST)
-    y = y + down_bias.astype(jnp.float32)[None]
+    if down_bias is not None:
+        y = y + down_bias.astype(jnp.float32)[None]
     chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.float32)
     shares = jnp.einsum("tj,tje->te", expert_weights, chosen, precision=HIGHEST)
     return jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype)

@@ -29,9 +29,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked | None,
     down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
@@ -57,6 +57,8 @@ def experts(
         if not isinstance(w, QuantizedArray):
             w = w.reshape(num_experts, w.shape[1], -1)
         y = product(rows, w, members, num_tiles=num_tiles, tile=tile)
+        if bias is None:
+            return y
         return y + taken(bias).reshape(num_experts, -1).astype(jnp.float32)[expert_of_slot]
 
     x = x if norm is None else norm(x)

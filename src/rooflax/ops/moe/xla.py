@@ -25,9 +25,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
-    gate_up_bias: Float[Array, "experts 2 mlp"],
+    gate_up_bias: Float[Array, "experts 2 mlp"] | None,
     down: Float[Array, "experts mlp hidden"] | QuantizedArray,
-    down_bias: Float[Array, "experts hidden"],
+    down_bias: Float[Array, "experts hidden"] | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     method: str,
@@ -104,9 +104,11 @@ def _run_tiles(
         w_in, w_out = member(gate_up, expert), member(down, expert)
         if not isinstance(w_in, QuantizedArray):
             w_in = w_in.reshape(hidden, -1)
-        h = linear.matmul(x[tokens], w_in, gate_up_bias[expert].reshape(-1))
+        own = None if gate_up_bias is None else gate_up_bias[expert].reshape(-1)
+        h = linear.matmul(x[tokens], w_in, own)
         h = activation(h.reshape(tile, 2, -1))
-        y = linear.matmul(h, w_out, down_bias[expert]).astype(jnp.float32)
+        own = None if down_bias is None else down_bias[expert]
+        y = linear.matmul(h, w_out, own).astype(jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y, index * tile, axis=0)
 
     empty = jnp.zeros((num_slots, hidden), jnp.float32)

@@ -94,6 +94,14 @@ _MIXTRAL = _LLAMA | {
     "num_experts_per_tok": 2, "intermediate_size": 32, "rope_theta": 1000.0, "hidden_size": 56,
 }  # fmt: skip
 
+_GEMMA3 = _LLAMA | {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4,
+    "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 28, "sliding_window": 7, "sliding_window_pattern": 3,
+    "rope_theta": 1000.0, "rope_local_base_freq": 100.0,
+}  # fmt: skip
+del _GEMMA3["hidden_act"]
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -150,6 +158,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mixtral": _MIXTRAL,
     "mixtral_window": _MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True},
+    "gemma3_text": _GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "gemma3_text_nested": {k: v for k, v in _GEMMA3.items() if not k.startswith("rope_")}
+    | {
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+        },
+    },
 }  # fmt: skip
 
 FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
@@ -249,7 +267,10 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = state.standard_normal(shape).astype(np.float32)
     small = ("bias", "sinks", "embed_tokens.weight", "wte.weight", "lm_head.weight")
     if "norm" in name or ".ln_" in name:
-        array = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
+        less = name.endswith("bias") or variant.startswith("gemma")  # Gemma's are less one
+        array = (0.0 if less else 1.0) + 0.1 * noise
+        if less and "layernorm" in name and "post_" in name:  # as large as the scaled embedding
+            array = array + 4.0
     elif name.endswith(small):
         array = 0.3 * noise
     else:  # large enough for varied text, small enough that rounding does not grow

@@ -42,6 +42,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
         "intermediate_size": 64,
     },
+    "gemma3_text": _LLAMA | {
+        "model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

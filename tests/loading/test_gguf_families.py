@@ -10,8 +10,14 @@ import pytest
 from rooflax import load
 from tests import goldens
 
-CASES = {"seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral"}
+FLOAT = gguf.GGUFValueType.FLOAT32
+CASES = {
+    "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
+    "gemma3": "gemma3_text",
+}  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
+CHANGES = {"gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20}}
+"""What such a file cannot say."""
 
 
 def permuted(rows, heads):
@@ -29,7 +35,8 @@ def converted(raw, tensors):
             kind = "attention" if ".q_proj" in name else "key_value"
             found[name] = permuted(array, raw[f"num_{kind}_heads"])
         else:
-            found[name] = array
+            is_less = raw["model_type"] == "gemma3_text" and name.endswith("norm.weight")
+            found[name] = array + 1 if is_less else array
     return found | {name: np.stack(arrays) for name, arrays in experts.items()}
 
 
@@ -52,6 +59,11 @@ def write_gguf(path, arch, variant, reference):
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(raw["rope_theta"])
+    if arch == "gemma3":
+        writer.add_sliding_window(raw["sliding_window"])
+        writer.add_key_value("gemma3.rope.freq_base_swa", raw["rope_local_base_freq"], FLOAT)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(raw["rope_scaling"]["factor"])
     if "num_experts_per_tok" in raw:
         writer.add_expert_count(raw.get("num_experts") or raw["num_local_experts"])
         writer.add_expert_used_count(raw["num_experts_per_tok"])
@@ -73,7 +85,9 @@ def write_gguf(path, arch, variant, reference):
 @pytest.mark.parametrize("arch", CASES)
 def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
     reference = goldens.committed(CASES[arch])
-    folder = goldens.write_checkpoint(tmp_path / "m", CASES[arch], reference)
+    folder = goldens.write_checkpoint(
+        tmp_path / "m", CASES[arch], reference, config=CHANGES.get(arch)
+    )
     ours = load(write_gguf(tmp_path / "m.gguf", arch, CASES[arch], reference))
     theirs = load(folder)
     assert (ours.family, ours.config) == (theirs.family, theirs.config)

@@ -28,6 +28,7 @@ FAMILIES = {
     "seed_oss": "seed_oss_bias",
     "qwen3_moe": "qwen3_moe",
     "mixtral": "mixtral_window",
+    "gemma3_text": "gemma3_text",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -41,9 +42,11 @@ OTHER = {
     "num_kv_heads": 1,
     "alpha": 0.7,
     "limit": 0.05,
-    "experts_per_token": 2,
+    "experts_per_token": 1,
     "qk_norm": 0.5,
     "key": "dense_mlp",
+    "scale": 0.05,
+    "embed_scale": 3.0,
 }
 """A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
 
@@ -96,7 +99,7 @@ def variations(config):
 
 def shapes_of(config):
     sizes, table = config.axis_sizes, config.table
-    return {key: (weight.shape(sizes), weight.hf) for key, weight in table.items()}
+    return {key: (w.shape(sizes), w.hf, w.layout) for key, w in table.items()}
 
 
 def noisy(weights):

@@ -24,7 +24,7 @@ from rooflax.nn.rope import inverse_frequencies
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
-    "qwen3moe": "qwen3_moe",
+    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -33,7 +33,7 @@ MAX_FACTOR_ERROR = 1e-5
 
 END_TEXTS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|return|>",
-    "<|call|>",
+    "<|call|>", "<end_of_turn>",
 )  # fmt: skip
 """Control tokens that end an answer; a file names one of them at most as its end of sequence."""
 
@@ -64,10 +64,15 @@ _GPT_OSS = _EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
 }
+_GEMMA3 = {
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
 _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
+    "gemma3_text": _COMMON | _GEMMA3,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -165,6 +170,8 @@ class _Metadata:
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "gemma3_text":
+            raw |= _query_scale(raw)
         if self.family == "qwen3_moe":
             raw["norm_topk_prob"] = True  # as llama.cpp computes it; the metadata does not say
         if self.family != "gpt2":
@@ -236,6 +243,14 @@ class _Metadata:
                     f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
                     f"if that changes no logit, pass ignore_config_keys {shown}."
                 )
+
+
+def _query_scale(raw: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3's; the metadata has none, and llama.cpp knows the 27B model by its 62 layers."""
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if raw.get("num_hidden_layers") == 62 and heads and isinstance(hidden, int):
+        return {"query_pre_attn_scalar": hidden // heads}
+    return {"query_pre_attn_scalar": raw.get("head_dim", 256)}
 
 
 def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, Any] | None:

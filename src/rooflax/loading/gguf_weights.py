@@ -83,6 +83,7 @@ def _interleave_bias(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 KEEP = Change(lambda parts: parts[0])
+LESS_ONE = Change(lambda parts: parts[0].astype(np.float32) - 1)
 TRANSPOSE = Change(lambda parts: parts[0].swapaxes(-1, -2), lambda s: (*s[:-2], *s[:-3:-1]))
 INTERLEAVE = Change(_interleave, lambda s: (*s[:-2], s[-1], *(2 * n for n in s[-2:-1])))
 INTERLEAVE_BIAS = Change(_interleave_bias, lambda s: (*s[:-1], 2 * s[-1]))
@@ -283,6 +284,23 @@ _DENSE = _renamed(
     (f"{_MLP}.up_proj", "blk.{i}.ffn_up"),
     (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
 )
+_POST_NORM = _renamed(
+    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
+)
+_SANDWICH = _POST_NORM | _renamed(
+    ("model.layers.{i}.pre_feedforward_layernorm", "blk.{i}.ffn_norm"),
+    ("model.layers.{i}.post_feedforward_layernorm", "blk.{i}.post_ffw_norm"),
+)
+
+
+def _less_one(table: Table) -> Table:
+    """A table whose norms the converter adds one to."""
+    return {
+        name: (stored, LESS_ONE if "norm.weight" in name else change)
+        for name, (stored, change) in table.items()
+    }
+
+
 _SPARSE = "model.layers.{i}.block_sparse_moe"
 
 
@@ -296,9 +314,6 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
 
 
 _GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-_POST_NORM = _renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
-)
 _GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
     f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
     f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), INTERLEAVE),
@@ -327,6 +342,7 @@ _OTHERS = {
     "gpt2": _GPT2,
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,
+    "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
     "qwen3_moe": _LAYERS
     | _DENSE
     | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj"),

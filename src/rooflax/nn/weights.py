@@ -55,6 +55,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class PlusOne(Layout):
+    """A norm's weight, which the checkpoint has less one; ours is float32 at any precision."""
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = parts[0].astype(np.float32) + 1
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array - 1]
+
+
+@dataclass(frozen=True)
 class Flat(Layout):
     """A bias or other vector whose axes the checkpoint flattens into one."""
 
@@ -249,10 +260,10 @@ def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndar
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint keeps a weight: fields of `Weight`."""
+    """Where a checkpoint keeps a weight: fields of `Weight`; without a layout it has the line's."""
 
     hf: str | tuple[str, ...]
-    layout: Layout = Layout()
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)

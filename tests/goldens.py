@@ -102,6 +102,12 @@ _GEMMA3 = _LLAMA | {
 }  # fmt: skip
 del _GEMMA3["hidden_act"]
 
+_GRANITE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
+    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "hidden_size": 60,
+    "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7,
+    "logits_scaling": 1.6, "rope_theta": 1000.0,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -168,6 +174,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
         },
     },
+    "granite": _GRANITE,
+    "granite_bias": _GRANITE
+    | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
 }  # fmt: skip
 
 FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")

@@ -13,7 +13,7 @@ from tests import goldens
 FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
-    "gemma3": "gemma3_text",
+    "gemma3": "gemma3_text", "granite": "granite_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
 CHANGES = {"gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20}}
@@ -31,7 +31,7 @@ def converted(raw, tensors):
     for name, array in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(array)
-        elif raw["model_type"] == "mixtral" and re.search(r"\.[qk]_proj", name):
+        elif raw["model_type"] in ("mixtral", "granite") and re.search(r"\.[qk]_proj", name):
             kind = "attention" if ".q_proj" in name else "key_value"
             found[name] = permuted(array, raw[f"num_{kind}_heads"])
         else:
@@ -59,6 +59,11 @@ def write_gguf(path, arch, variant, reference):
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(raw["rope_theta"])
+    if arch == "granite":
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
     if arch == "gemma3":
         writer.add_sliding_window(raw["sliding_window"])
         writer.add_key_value("gemma3.rope.freq_base_swa", raw["rope_local_base_freq"], FLOAT)

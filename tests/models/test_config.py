@@ -29,6 +29,7 @@ FAMILIES = {
     "qwen3_moe": "qwen3_moe",
     "mixtral": "mixtral_window",
     "gemma3_text": "gemma3_text",
+    "granite": "granite",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -46,7 +47,7 @@ OTHER = {
     "qk_norm": 0.5,
     "key": "dense_mlp",
     "scale": 0.05,
-    "embed_scale": 3.0,
+    "embed_scale": 5.0,
 }
 """A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
 

@@ -32,6 +32,7 @@ FAMILIES = {
     "smollm3": "smollm3_window", "gpt_oss": "gpt_oss", "mistral": "mistral",
     "seed_oss": "seed_oss_bias", "qwen3_moe": "qwen3_moe_dense",
     "mixtral": "mixtral", "gemma3_text": "gemma3_text",
+    "granite": "granite",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

@@ -24,7 +24,7 @@ from rooflax.nn.rope import inverse_frequencies
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
-    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
+    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -64,6 +64,12 @@ _GPT_OSS = _EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
 }
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _GEMMA3 = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base_swa": "rope_local_base_freq",
@@ -72,7 +78,7 @@ _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
-    "gemma3_text": _COMMON | _GEMMA3,
+    "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -164,9 +170,9 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family in ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss", "seed_oss"):
+        if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text"):
             raw["attention_bias"] = "blk.0.attn_q.bias" in names
-        if self.family in ("llama", "smollm3", "seed_oss"):
+        if self.family in ("llama", "smollm3", "seed_oss", "granite"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names

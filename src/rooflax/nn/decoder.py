@@ -56,7 +56,7 @@ class Decoder:
         tied_embeddings: the head is the embedding.
         learned_positions: a table of positions is added to the embedding.
         names: of its checkpoints' tensors.
-        embed_scale: what the embedding is multiplied by.
+        embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
         ropes: of all layers; derived.
     """
 
@@ -69,6 +69,7 @@ class Decoder:
     learned_positions: bool = False
     names: Names = Names()
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     ropes: tuple[Rope, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -221,4 +222,5 @@ class Decoder:
         head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
         how = {"num_rows": num_rows, "implementation": options.kernels}
         parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
+        parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
         return mesh.gather_vocab(parts, self.vocab_size, shards)

@@ -98,10 +98,12 @@ class Wiring:
     Attributes:
         before: a norm of what the branch reads.
         after: a norm of what it gives, after the sum over tensor shards.
+        scale: of what is added.
     """
 
     before: bool = True
     after: bool = False
+    scale: float = 1.0
 
     def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
         """The norms' lines, by their names in a layer of the checkpoint."""
@@ -113,15 +115,17 @@ class Wiring:
     def __call__(
         self, branch: Callable[..., Hidden], norm: NormKind, key: str, w: LayerWeights, x: Hidden
     ) -> Hidden:
-        """x + branch(x).
+        """x + scale * branch(x).
 
         Args:
             branch: called with a norm or None, and with what it adds to its result or None.
         """
         prologue = norm.of(w, f"{key}.norm") if self.before else None
-        if not self.after:
-            return branch(prologue, x)
-        return x + norm.of(w, f"{key}.post_norm")(branch(prologue, None))
+        if not self.after and self.scale == 1.0:
+            return branch(prologue, x)  # the product adds it
+        h = branch(prologue, None)
+        h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
+        return x + h * self.scale
 
 
 PRE, SANDWICH = Wiring(), Wiring(after=True)

@@ -89,12 +89,12 @@ def engine_of(llm: LLM, max_tokens: int) -> Engine:
         llm.options,
         num_slots=NUM_SLOTS,
         max_tokens=max_tokens,
-        kv_dtype=llm.precision.kv_dtype or "float32",
+        kv_dtype=llm.plan.kv_dtype,
     )
 
 
 def sequences_of(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
-    params = SamplingParams(temperature=0.0).with_defaults(llm._default_values())
+    params = SamplingParams(temperature=0.0).with_defaults(llm.processor._default_values())
     return [Sequence(i, p, params, max_tokens, frozenset()) for i, p in enumerate(prompts)]
 
 

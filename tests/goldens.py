@@ -21,7 +21,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
+
+from tests.marks import cases
 
 FOLDER = Path(__file__).parent / "data" / "goldens"
 HAVE_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -183,13 +184,16 @@ FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
 """Families whose every test is in the default run; of the others it has one of parity."""
 
 
+def beyond_foundation(variants: Iterable[str]) -> list[str]:
+    """Those of the variants (or families) that are of other families than FOUNDATION."""
+    families = {v: VARIANTS.get(v, {"model_type": v})["model_type"] for v in variants}
+    return [variant for variant, family in families.items() if family not in FOUNDATION]
+
+
 def each(variants: Iterable[str]) -> list[Any]:
-    """Parameters of a test; variants (or families) of other families than FOUNDATION are slow."""
-    return [
-        v if VARIANTS.get(v, {"model_type": v})["model_type"] in FOUNDATION
-        else pytest.param(v, marks=pytest.mark.slow)
-        for v in variants
-    ]  # fmt: skip
+    """Parameters of a test; those beyond the foundation are slow."""
+    variants = list(variants)
+    return cases(variants, slow=beyond_foundation(variants))
 
 
 BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")

@@ -11,6 +11,8 @@ from rooflax.engine.sampling_params import SamplingParams
 from tests import goldens
 from tests.engine.load import random_requests
 
+pytestmark = pytest.mark.oldest_jax
+
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
@@ -54,6 +56,7 @@ def settle(server):
     assert not server._inboxes
 
 
+@pytest.mark.slow
 def test_many_callers_get_what_each_gets_alone(server, alone):
     requests = [r for r in random_requests(5, 24) if r.aborts is None]
 
@@ -79,6 +82,67 @@ def test_a_stream_comes_in_pieces_that_add_up(server, alone):
     assert "".join(d.text for d in deltas) == final.text
     assert tuple(t for d in deltas for t in d.tokens) == final.tokens
     assert final.tokens == alone.generate([PROMPTS[1]], LONG)[0].tokens
+
+
+def test_a_slow_reader_gets_fewer_pieces_and_every_token(server, alone):
+    async def read(pause_s):
+        deltas = []
+        async for delta in server.stream(PROMPTS[1], LONG):
+            deltas.append(delta)
+            await asyncio.sleep(pause_s)
+        return deltas
+
+    slow = asyncio.run(read(0.3))
+    assert len(slow) < 10
+    wanted = alone.generate([PROMPTS[1]], LONG)[0]
+    assert tuple(t for d in slow for t in d.tokens) == wanted.tokens
+    assert "".join(d.text for d in slow) == wanted.text
+    settle(server)
+
+
+def test_a_decoder_of_ones_own_makes_the_text_that_stop_strings_are_looked_for_in(server):
+    class Counting:
+        def __init__(self, index):
+            self.index, self.count = index, 0
+
+        def push(self, token_id):
+            self.count += 1
+            return f"{self.index}.{self.count};"
+
+        def flush(self):
+            return ""
+
+    params = SamplingParams(
+        temperature=1.0, seed=1, n=2, max_tokens=30, ignore_eos=True, stop=("1.4;",)
+    )
+
+    async def read():
+        deltas = [d async for d in server.stream(PROMPTS[0], params, decoders=Counting)]
+        return {d.index: d.completion for d in deltas if d.completion is not None}
+
+    done = asyncio.run(read())
+    assert (done[1].text, done[1].stop_reason, len(done[1].tokens)) == ("1.1;1.2;1.3;", "1.4;", 4)
+    assert done[0].finish_reason == "length" and done[0].text.endswith("0.30;")
+    settle(server)
+
+
+def test_health_says_whether_work_goes_on(folder, monkeypatch):
+    server = serve(folder)
+    assert server.health() == (False, None, 0, 0.0)
+    step = server._thread.engine.step
+    monkeypatch.setattr(server._thread.engine, "step", lambda: time.sleep(0.4) or step())
+
+    async def look():
+        task = asyncio.create_task(server.generate(PROMPTS[0], GREEDY))
+        await asyncio.sleep(0.3)
+        during = server.health()
+        await task
+        await server.shutdown()
+        return during
+
+    during = asyncio.run(look())
+    assert during.num_open == 1 and 0.1 < during.stalled_s < 0.4
+    assert server.health().is_stopping
 
 
 def test_samples_of_one_prompt_differ_and_share_its_blocks(server, alone):
@@ -253,6 +317,7 @@ def test_numbers_for_operators(folder):
     assert found["blocks_used"] == [0, 0] and all(found["blocks_total"])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -267,6 +332,7 @@ def test_arguments_out_of_range_are_refused(folder, given, reason):
         AsyncLLM(folder, **given)
 
 
+@pytest.mark.every_jax
 def test_requests_that_cannot_be_done_are_refused_before_they_wait(server):
     for prompt, params, reason in (
         ([], None, "no tokens"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import StepOutput, TokenLogprobs
-from rooflax.loading.incremental import IncrementalDecoder
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,24 @@ class Delta:
         return None if self.completion is None else self.completion.stop_reason
 
 
+class TextDecoder(Protocol):
+    """Turns one sample's tokens into text, such as an `IncrementalDecoder`."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        ...
+
+
 @dataclass
 class Sample:
     """One sample on its way: its sequence, and how far its text has come."""
 
     sequence: EngineSequence
-    decoder: IncrementalDecoder
+    decoder: TextDecoder
     text: str = ""
     emitted: int = 0
     tokens: list[int] = field(default_factory=list)

@@ -12,11 +12,13 @@ import pytest
 
 from rooflax.ops import sampling as lib
 from rooflax.ops import sampling_columns
-from rooflax.ops.native import INSTRUCTION_SETS, force_instruction_set, is_ready
+from rooflax.ops.native import is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
 from tests.ops.cases import normal, rng
+
+pytestmark = pytest.mark.oldest_jax
 
 VOCAB = 317
 assert VOCAB > NUM_CANDIDATES
@@ -155,6 +157,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("given", FILTERS, ids=str)
 def test_a_draw_is_the_argmax_of_what_numpy_keeps_plus_the_noise(given):
     """64 rows; the noise itself is tested below."""
@@ -288,6 +291,7 @@ def test_draws_come_as_often_as_their_probability_says():
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
+@pytest.mark.every_jax
 @REFERENCE
 def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     """Mean 0.5772 and variance pi^2 / 6; 200,000 values, bounds of five standard errors."""
@@ -578,12 +582,9 @@ def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given)
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [11, VOCAB, 5003])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @REFERENCE
 def test_the_native_sampler_is_the_reference(instruction_set, vocab):
     """Rows that want anything at all, each something else: equal tokens, equal answers."""
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     rows, state = 96, rng(vocab)
     slots = state.permutation(rows)
 
@@ -624,11 +625,8 @@ def test_the_native_sampler_is_the_reference(instruction_set, vocab):
         "pending": state.randint(-1, vocab, (rows, 3)),
     }  # fmt: skip
     values, pending = arguments(logits, given, **named)
-    try:
-        found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
-        jax.block_until_ready((found, wanted))
-    finally:
-        force_instruction_set("")
+    found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
+    jax.block_until_ready((found, wanted))
     sane = np.asarray(wanted.is_finite & wanted.is_allowed)
     assert sane.sum() > 60
     for name in ("is_finite", "is_allowed"):
@@ -693,13 +691,10 @@ def noise_of(seeds, vocab):
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [50_257, 151_936])
 @pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
     """The token that would win without a filter is the last that survives, or the first that
     does not: whoever is wrong by one token draws another."""
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     logits = FLAT[kind](rng(vocab), vocab).astype(np.float32)
     seeds = np.arange(4) + 11
     noise = noise_of(seeds, vocab)
@@ -727,10 +722,7 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
     }
     of_row = [row for row, _, _ in cuts]
     full = settings(len(cuts), seed=seeds[of_row], **given)
-    try:
-        tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
-    finally:
-        force_instruction_set("")
+    tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
     for token, (row, cut, survives) in zip(tokens, cuts, strict=True):
         filters = [float(np.float32(cut.get(n, DEFAULTS[n]))) for n in ("top_p", "min_p")]
         kept, scaled = kept_by_hand(logits, 1.0, cut.get("top_k", 0), *filters)
@@ -741,13 +733,10 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [50_257, 151_936])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
     implementation, instruction_set, vocab
 ):
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     given = {
         "temperature": [1.0, 1.7, 0.6, 1.0, 1.0, 1.3, 1.0, 1.0],
         "top_p": [0.95, 0.999, 0.5, 1.0, 1.0, 0.9, 1.0, 1e-6],
@@ -758,14 +747,11 @@ def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
     logits = (rng(vocab).standard_normal((rows, vocab)) * 0.7).astype(np.float32)
     full = settings(rows, seed=np.arange(rows), **given)
     values, _ = arguments(logits, full)
-    try:
-        together = compiled("native")(*values).tokens.tolist()
-        alone = [
-            int(draw(logits[row : row + 1], jax.tree.map(lambda x, row=row: x[row : row + 1], full),
-                     [row]).tokens[0])
-            for row in range(rows)
-        ]  # fmt: skip
-    finally:
-        force_instruction_set("")
+    together = compiled("native")(*values).tokens.tolist()
+    alone = [
+        int(draw(logits[row : row + 1], jax.tree.map(lambda x, row=row: x[row : row + 1], full),
+                 [row]).tokens[0])
+        for row in range(rows)
+    ]  # fmt: skip
     assert together == alone
     assert together == compiled("reference")(*values).tokens.tolist()

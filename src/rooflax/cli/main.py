@@ -23,6 +23,7 @@ from rooflax.errors import EngineError, RequestError, RooflaxError, did_you_mean
 VERBS = (
     "generate",
     "chat",
+    "serve",
     "bench",
     "train",
     "inspect",

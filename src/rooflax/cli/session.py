@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -12,6 +13,7 @@ from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
+    from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
     from rooflax.nn.execution import ExecutionOptions
 
@@ -27,6 +29,44 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     Raises:
         RooflaxError: with the reason.
     """
+    from_flags = _checked(args, settings)
+    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
+
+    with early_memory.early_memory(_stored_bytes(args)):
+        llm = _loaded(args, *from_flags, _make_llm)
+    if args.verbose:
+        say_settings(llm)
+    return llm
+
+
+def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
+    """As `open_llm`, with an engine for many callers, warm.
+
+    Args:
+        settings: further arguments of `AsyncLLM`.
+    """
+    llm = _loaded(args, *_checked(args, settings), _make_async_llm)
+    if args.verbose:
+        say_settings(llm.llm)
+    return llm
+
+
+def _make_llm(*args: Any, **given: Any) -> LLM:
+    from rooflax.llm import LLM
+
+    return LLM(*args, **given)
+
+
+def _make_async_llm(*args: Any, **given: Any) -> AsyncLLM:
+    from rooflax.async_llm import AsyncLLM
+
+    return AsyncLLM(*args, **given)
+
+
+def _checked(
+    args: argparse.Namespace, settings: dict[str, Any]
+) -> tuple[ExecutionOptions | None, dict[str, Any], dict[str, Any]]:
+    """Options, where the model is, and arguments of `LLM`, before JAX is imported."""
     options = settings.pop("options", None)
     said = options or flags.execution_options(args)
     flags.check_speculation(args, said)
@@ -37,14 +77,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     if mesh_text is not None:
         parse_mesh(mesh_text)
     platform.check_processes(args)
-    where = flags.find_arguments(args)
-    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
-
-    with early_memory.early_memory(_stored_bytes(args)):
-        llm = _loaded(args, options, where, settings)
-    if args.verbose:
-        say_settings(llm)
-    return llm
+    return options, flags.find_arguments(args), settings
 
 
 def _stored_bytes(args: argparse.Namespace) -> int:
@@ -73,12 +106,12 @@ def _loaded(
     options: ExecutionOptions | None,
     where: dict[str, Any],
     settings: dict[str, Any],
-) -> LLM:
+    make: Callable[..., Any],
+) -> Any:
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
         options = options or flags.execution_options(args)
-        from rooflax.llm import LLM
-        from rooflax.loading.load import model_info
+        from rooflax.loading.plan import PLANNED, make_plan
         from rooflax.ops import early_memory
 
         if jax.default_backend() != "cpu":
@@ -93,31 +126,14 @@ def _loaded(
         "mesh": platform.make_mesh(getattr(args, "mesh", None)),
         "weights_budget": getattr(args, "weights_budget", None),
     } | settings
-    info = model_info(args.model, **where)
+    asked = {name: given.pop(name) for name in PLANNED & given.keys()}
+    plan = make_plan(args.model, options=options, **asked, **where)
+    name, is_random = plan.info.name, plan.info.folder is None
     with (
-        terminal.status(f"loading {info.name}", args.quiet or info.folder is not None),
-        terminal.byte_progress(f"loading {info.name}", _bytes(info, given), args.quiet) as bar,
+        terminal.status(f"loading {name}", args.quiet or not is_random),
+        terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
     ):
-        return LLM(info, options=options, progress=bar.update, **given)
-
-
-def _bytes(info: Any, given: dict[str, Any]) -> int:
-    """What loading will keep in memory, about, for the bar's end."""
-    import jax
-
-    from rooflax.loading.load import plan_of
-    from rooflax.nn.execution import Precision, parse_bytes
-
-    config = info.config
-    precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
-    own = given["dtype"] is None
-    storage = info.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
-    if given["weights_budget"] is not None:
-        plan = plan_of(info, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
-        return sum(plan.layer_bytes) + plan.fixed_bytes - plan.bytes_per_step
-    return sum(
-        storage.num_bytes(slot, config, stored_narrow=storage.narrow) for slot in config.slots()
-    )
+        return make(plan, progress=bar.update, **given)
 
 
 def say_settings(llm: LLM) -> None:
@@ -135,7 +151,7 @@ def say_settings(llm: LLM) -> None:
         ("folder", str(llm.info.folder or "none, random weights")),
         ("device", f"{count} x {device.device_kind} ({device.platform})"),
         ("threads", os.environ.get(platform.THREADS_VARIABLE, "JAX's choice")),
-        ("dtype", f"{llm.precision.dtype}, KV cache {llm.precision.kv_dtype}"),
+        ("dtype", f"{llm.plan.storage.dtype}, KV cache {llm.plan.kv_dtype}"),
         ("options", llm.options.describe()),
         ("context", f"{llm.max_model_len} tokens"),
         ("compile cache", str(enable_persistent_cache() or "off")),

@@ -28,17 +28,16 @@ from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS
 from rooflax.nn.mesh import shards_of
 from rooflax.ops.accelerator import block_size
 
-DEFAULT_PREFILL_CHUNK = 512
 STEP_S = 0.3
 """A server's steps take at most about this long: its prompts are cut to what fits."""
 FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
 FEWEST_TIMED = 32
 """Tokens of a step from which its time says what a token of a prompt takes."""
-MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 FAILED = "The request failed at work"

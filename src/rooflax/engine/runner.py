@@ -36,6 +36,7 @@ from rooflax.nn.placement import put
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
+from rooflax.ops.attention.api import PAGED
 from rooflax.ops.kernels import chosen
 from rooflax.ops.sampling import TokenCounts, awaits_masks
 
@@ -149,7 +150,7 @@ class Runner:
     @property
     def reads_in_place(self) -> bool:
         """Whether attention reads the blocks that a row sees, and not its whole table."""
-        in_place = chosen(self.options.kernels)["attention"] in ("native", "pallas")
+        in_place = PAGED.preferred(self.options.kernels).reads_blocks
         return in_place and self.options.gqa != "repeat" and self.options.use_cache
 
     def _contexts(self) -> tuple[int, ...]:

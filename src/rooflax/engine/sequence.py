@@ -78,6 +78,17 @@ class StepOutput(NamedTuple):
     finish_reason: str | None = None
     error: str | None = None
 
+    def then(self, later: StepOutput) -> StepOutput:
+        """Both as one, of the same sequence."""
+        return StepOutput(
+            self.sequence,
+            self.tokens + later.tokens,
+            self.times_s + later.times_s,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+            later.error,
+        )
+
 
 @dataclass(eq=False)
 class Sequence:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from rooflax.engine.compilation import CompileCounts, count_compilations
 from rooflax.engine.engine import Engine
@@ -21,6 +22,22 @@ from rooflax.errors import EngineError, QueueFull, RequestError, first_line
 EXIT_S = 30.0
 """The most that the end of the process waits for the step at hand."""
 Deliver = Callable[[list[StepOutput]], None]
+
+
+class Health(NamedTuple):
+    """How an engine's thread is.
+
+    Attributes:
+        is_stopping: it takes no more requests.
+        failure: why it ended, if it failed.
+        num_open: sequences that run or wait.
+        stalled_s: since the last step, while there is work; 0 without work.
+    """
+
+    is_stopping: bool
+    failure: str | None
+    num_open: int
+    stalled_s: float
 
 
 class EngineThread:
@@ -46,6 +63,7 @@ class EngineThread:
         self.engine, self.warm_up_report = engine, []
         self._deliver, self._report = deliver, report
         self._most_open, self._num_open = max_waiting + engine.num_slots, 0
+        self._moved_s = 0.0  # when the last step ended, or work came where there was none
         self._inside: dict[int, Sequence] = {}  # the engine, until they have been answered
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -76,6 +94,12 @@ class EngineThread:
         if self._is_stopping:
             raise EngineError("The engine is shutting down and takes no more requests.")
 
+    def health(self) -> Health:
+        """How it is now; any thread may ask."""
+        with self._lock:
+            stalled_s = time.perf_counter() - self._moved_s if self._num_open else 0.0
+            return Health(self._is_stopping, self._failure, self._num_open, stalled_s)
+
     def submit(self, sequences: Seq[Sequence]) -> None:
         """Queues sequences, with all beams of their groups.
 
@@ -101,6 +125,8 @@ class EngineThread:
                     f"{self._num_open} sequences run or wait and {self._most_open} may; try again "
                     f"later."
                 )
+            if self._num_open == 0:
+                self._moved_s = now
             self._num_open += len(sequences)
             self._inbox.put(lambda: self._add(sequences, now))
 
@@ -174,6 +200,7 @@ class EngineThread:
                 if self._is_stopping and not (self._drains and self.engine.has_unfinished):
                     break
                 self._step()
+                self._moved_s = time.perf_counter()
                 self.engine.metrics.num_compilations = compiled.requests
 
     def _receive(self) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from rooflax.ops import parts
 from rooflax.ops import sampling_columns as columns
 from rooflax.ops.control import cond
-from rooflax.ops.dispatch import choose
+from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.real_rows import real_rows
 from rooflax.ops.sampling_columns import NO_ID
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
@@ -140,8 +140,8 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; those after
-    it with `scores_adjusted`.
+    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; with
+    `scores_adjusted` those after it.
 
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
@@ -190,27 +190,27 @@ def sample(
         num_rows: how many leading rows are real; None is all. What the others get means nothing.
         exchange: the number of a mask exchange and the step in its dispatch: from step 1 on its
             masks replace `masks`, and it is told the tokens. Number 0 is none.
-        implementation: one of IMPLEMENTATIONS; None for the platform's best.
+        implementation: as in `linear`; None for the platform's best.
 
     Raises:
         NotImplementedError: an exchange is given and `awaits_masks` is false.
     """
     if plain:
-        best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits, num_rows)
+        best = ARGMAX(implementation, logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
-    run = choose("sample", IMPLEMENTATIONS, implementation)
     how = {}
     if exchange is not None:
         if not awaits_masks(implementation):
             raise NotImplementedError("Only the native sampler awaits masks.")
         how["exchange"] = exchange
-    return run(logits, params, positions, counts, slots, masks, pending, num_rows, **how)
+    given = (logits, params, positions, counts, slots, masks, pending, num_rows)
+    return SAMPLE(implementation, *given, **how)
 
 
 def awaits_masks(implementation: str | None) -> bool:
     """Whether the sampler can wait for the masks of a step while the host makes them."""
-    return choose("sample", IMPLEMENTATIONS, implementation) is _native_sample
+    return SAMPLE.preferred(implementation).run is _native_sample
 
 
 def _native_sample(
@@ -301,7 +301,10 @@ def _sample(
     return Sampled(tokens, is_finite, is_allowed, logprobs, top_tokens, top_logprobs)
 
 
-IMPLEMENTATIONS = {"reference": _sample, "xla": _sample, "native": _native_sample}
+SAMPLE = Operation(
+    "sample",
+    {"reference": Backend(_sample), "xla": Backend(_sample), "native": Backend(_native_sample)},
+)
 
 
 def _argmax(x: Float[Array, "B V"], num_rows: Int[Array, ""] | None = None) -> Int[Array, " B"]:
@@ -317,7 +320,10 @@ def _native_argmax(
     return jax.ffi.ffi_call("rooflax_argmax", out)(x, real_rows(num_rows))
 
 
-ARGMAX_IMPLEMENTATIONS = {"reference": _argmax, "xla": _argmax, "native": _native_argmax}
+ARGMAX = Operation(
+    "argmax",
+    {"reference": Backend(_argmax), "xla": Backend(_argmax), "native": Backend(_native_argmax)},
+)
 
 
 def _with_pending(

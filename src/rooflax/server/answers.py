@@ -1,0 +1,160 @@
+"""The ways an answer goes out: one JSON document, or server-sent events from one writer.
+
+Neither outlives its client: when the connection closes, the work behind it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rooflax.server.errors import ApiError, as_api_error
+
+PING_S = 15.0
+PING = b": ping\n\n"
+WRITE_S = 30.0
+"""The most that a client may take to read what was written."""
+log = logging.getLogger("rooflax.server")
+encode = msgspec.json.encode
+
+
+class Json(Response):
+    """A JSON document."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode(content)
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: %s\n" % name.encode()
+    return b"%sdata: %s\n\n" % (head, encode(data))
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work gives; it is cancelled when the client leaves.
+
+    Raises:
+        ClientLeft: that happened.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events(Response):
+    """A stream of events; the status is held back until the first one, or a ping, is due.
+
+    Args:
+        pieces: whole events.
+        failed: an error as events, for one that comes after the status went out.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        failed: Callable[[ApiError], bytes],
+        headers: Mapping[str, str],
+    ):
+        self._pieces, self._failed = pieces, failed
+        self._has_begun = False
+        stream = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers(stream | dict(headers))
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done():
+                raise ClientLeft
+            writer.result()
+        except TimeoutError:
+            if not self._has_begun:
+                raise
+            scope["abort"]()  # its buffer is full: nothing more can be said
+            raise ClientLeft from None
+        finally:
+            for each in (writer, gone):
+                each.cancel()
+            await asyncio.gather(writer, gone, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        pieces = self._pieces
+        coming = asyncio.ensure_future(anext(pieces))
+        try:
+            while True:
+                await asyncio.wait({coming}, timeout=PING_S)
+                if not coming.done():
+                    await self._send(send, PING)
+                    continue
+                try:
+                    piece = coming.result()
+                except StopAsyncIteration:
+                    break
+                coming = asyncio.ensure_future(anext(pieces))
+                await self._send(send, piece)
+        except Exception as error:
+            if not self._has_begun or isinstance(error, SlowReader):
+                raise
+            log_failure(error)
+            await self._send(send, self._failed(as_api_error(error)))
+        finally:
+            coming.cancel()
+            with contextlib.suppress(BaseException):
+                await coming
+            await pieces.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            raise SlowReader from None
+
+
+class SlowReader(TimeoutError):
+    """A client did not read for too long."""
+
+
+def log_failure(error: Exception) -> None:
+    """Our own faults go to the log, with where they come from; a client's do not."""
+    if as_api_error(error).status >= 500 and not isinstance(error, ApiError):
+        log.error("a request failed", exc_info=error)

@@ -1,0 +1,295 @@
+"""The ASGI application: who may ask, how a body is read, and which route answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rooflax.loading.tokenizer import LONG_TEXT
+from rooflax.server import small, tables
+from rooflax.server.answers import ClientLeft, Json, log_failure
+from rooflax.server.chat import chat
+from rooflax.server.completions import completions
+from rooflax.server.errors import ApiError, anthropic_body, as_api_error, openai_body
+from rooflax.server.fields import Table
+from rooflax.server.json_body import read_json
+from rooflax.server.messages import count_tokens, messages
+from rooflax.server.metrics import Exporter
+from rooflax.server.responses import responses
+from rooflax.server.service import Service
+from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
+
+BODY_S = 30.0
+OPEN_PATHS = ("/health", "/ready", "/", "/favicon.ico")
+"""What anybody who reaches the server may ask."""
+_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id"
+log = logging.getLogger("rooflax.server")
+Endpoint = Callable[[Service, Request, Any], Awaitable[Response]]
+
+POSTS: dict[str, tuple[Endpoint, Table]] = {
+    "/v1/completions": (completions, tables.COMPLETIONS),
+    "/v1/chat/completions": (chat, tables.CHAT),
+    "/v1/responses": (responses, tables.RESPONSES),
+    "/v1/messages": (messages, tables.MESSAGES),
+    "/v1/messages/count_tokens": (count_tokens, tables.COUNT_TOKENS),
+    "/tokenize": (small.tokenize, tables.TOKENIZE),
+    "/detokenize": (small.detokenize, tables.DETOKENIZE),
+    "/apply-template": (small.apply_template, tables.TEMPLATE),
+}
+GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
+    "/v1/models": small.models,
+    "/v1/models/{name:path}": small.model,
+    "/health": small.health,
+    "/ready": small.ready,
+    "/version": small.version,
+    "/props": small.props,
+}
+NOT_BUILT = (
+    "/v1/embeddings", "/v1/rerank", "/v1/images/generations", "/v1/audio/speech",
+    "/v1/audio/transcriptions", "/v1/moderations",
+)  # fmt: skip
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application of one service."""
+    exporter = Exporter(service)
+    service.observe = exporter.observe
+    routes = [
+        Route(path, _post(service, post), methods=["POST"]) for path, (post, _) in POSTS.items()
+    ]
+    routes += [Route(path, _get(service, get), methods=["GET"]) for path, get in GETS.items()]
+    routes += [Route(path, _not_built, methods=["GET", "POST"]) for path in NOT_BUILT]
+    routes.append(Route("/metrics", exporter.answer, methods=["GET"]))
+    inner = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _routing_error, Exception: _error, ApiError: _error},
+    )
+    inner.router.redirect_slashes = False
+    return Guard(inner, service, exporter)
+
+
+def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            service.ready()
+            body = await read_body(request, service.settings.max_body_bytes)
+            read = service.in_thread(read_json, body) if len(body) > LONG_TEXT else None
+            found = read_json(body) if read is None else await read
+            return await endpoint(service, request, found)
+        except ClientLeft:
+            raise
+        except Exception as error:
+            return _said(request, error)
+
+    return answer
+
+
+def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(service, request)
+        except Exception as error:
+            return _said(request, error)
+
+    return answer
+
+
+async def _not_built(_: Request) -> Response:
+    error = ApiError(
+        "This server does not do that; its model writes text.",
+        status=501,
+        code="not_implemented",
+    )
+    return Json(openai_body(error), status_code=501)
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:80]
+    if error.status_code == 405:
+        said = f"{request.method} is not for {path!r}."
+        found = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
+    else:
+        found = ApiError(f"There is no route {path!r}.", status=404, code="route_not_found")
+    return _said(request, found)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    return _said(request, error)
+
+
+def _said(request: Request, error: Exception) -> Response:
+    """An error as the answer of its route."""
+    log_failure(error)
+    found = as_api_error(error)
+    return error_answer(request.scope, found)
+
+
+def error_answer(scope: Scope, error: ApiError) -> Json:
+    """An error in the shape of the API that was asked."""
+    is_anthropic = scope["path"].startswith("/v1/messages")
+    body = anthropic_body(error, scope["request_id"]) if is_anthropic else openai_body(error)
+    headers = dict(error.headers)
+    if error.status in (401, 408, 413, 415):  # the rest of the body is not read
+        headers["Connection"] = "close"
+    return Json(body, status_code=error.status, headers=headers)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """A JSON body, within limits of size and time.
+
+    Raises:
+        ApiError: 413, 415 or 408.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            f"content-type is {kind[:60]!r}; it must be application/json.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(
+            "The body is compressed; send it as it is.", status=415, code="unsupported_encoding"
+        )
+    too_large = ApiError(
+        f"The body has more than {most} bytes.", status=413, code="request_too_large"
+    )
+    stated = request.headers.get("content-length", "0")
+    if not stated.isdigit() or len(stated) > 18 or int(stated) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            f"The body did not come within {BODY_S:g} s.", status=408, code="request_timeout"
+        ) from None
+    except ClientDisconnect:
+        raise ClientLeft from None
+    return bytes(body)
+
+
+class Guard:
+    """Around every request: its id, the checks of Host, key and origin, the headers of each answer,
+    a count, and a line in the log."""
+
+    def __init__(self, app: ASGIApp, service: Service, exporter: Exporter):
+        self._app, self._service, self._exporter = app, service, exporter
+        self._keys = Keys(service.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = time.perf_counter()
+        headers = dict(reversed(scope["headers"]))  # of two equal ones the first counts
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        scope["request_id"] = given if _SAFE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope["owner"], status = "", 0
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        is_allowed = bool(origin) and origin_is_allowed(self._service.settings, origin)
+        extra = self._headers(scope["request_id"], origin if is_allowed else None)
+
+        async def send_with(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                spent = f"{1000 * (time.perf_counter() - started):.1f}".encode()
+                timing = (b"openai-processing-ms", spent)
+                own = {name for name, _ in message["headers"]}
+                further = [pair for pair in (*extra, timing) if pair[0] not in own]
+                message = {**message, "headers": [*message["headers"], *further]}
+            await send(message)
+
+        try:
+            refused = self._refusal(scope, headers, is_preflight_of=origin if is_allowed else None)
+            answer: ASGIApp = self._app if refused is None else refused
+            await answer(scope, receive, send_with)
+        except ClientLeft:
+            status = 499
+            self._service.cancelled["disconnect"] += 1
+        finally:
+            self._done(scope, status, time.perf_counter() - started)
+
+    def _headers(self, request_id: str, origin: str | None) -> list[tuple[bytes, bytes]]:
+        found = [
+            (b"x-request-id", request_id.encode()),
+            (b"cache-control", b"no-store"),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if origin is not None:
+            found += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"vary", b"Origin"),
+            ]
+            exposed = b"x-request-id, x-rooflax-seed, x-rooflax-ignored, retry-after"
+            found.append((b"access-control-expose-headers", exposed))
+        return found
+
+    def _refusal(
+        self, scope: Scope, headers: dict[bytes, bytes], is_preflight_of: str | None
+    ) -> Response | None:
+        """The answer of a request that goes no further."""
+        settings = self._service.settings
+        if not host_is_allowed(settings, headers.get(b"host", b"").decode("latin-1")):
+            error = ApiError(
+                "The Host header names another host; ask under the server's own name.",
+                status=403,
+                code="host_not_allowed",
+            )
+            return error_answer(scope, error)
+        if is_preflight_of is not None and scope["method"] == "OPTIONS":
+            allowed = {
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": _ALLOWED_HEADERS,
+                "Access-Control-Max-Age": "600",
+            }
+            return Response(status_code=204, headers=allowed)
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            owner = self._keys.owner(_key(headers))
+            if owner is None:
+                error = ApiError(
+                    "There is no valid key; send Authorization: Bearer KEY, or x-api-key: KEY.",
+                    status=401,
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                return error_answer(scope, error)
+            scope["owner"] = owner
+        return None
+
+    def _done(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._exporter.answered(route, status)
+        if route in ("/health", "/ready", "/metrics"):
+            return
+        line = {
+            "id": scope["request_id"], "method": scope["method"], "route": route,
+            "status": status, "seconds": round(seconds, 4),
+        }  # fmt: skip
+        log.info("%s", json.dumps(line))
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes | None:
+    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() == b"bearer" and token.strip():
+        return token.strip()
+    return headers.get(b"x-api-key")

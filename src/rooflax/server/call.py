@@ -1,0 +1,203 @@
+"""`Call`: what the routes that generate have in common, from the body to the usage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from rooflax import __version__
+from rooflax.completion import Completion, Delta
+from rooflax.errors import EngineError
+from rooflax.server.answers import Events, Json, while_connected
+from rooflax.server.errors import ApiError
+from rooflax.server.fields import Table
+from rooflax.server.sampling import seed_of
+from rooflax.server.service import Service
+
+FINGERPRINT = f"rooflax-{__version__}"
+
+
+@dataclass
+class Usage:
+    """Tokens of an answer so far."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def count(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.tokens)
+        if delta.completion is not None and delta.index == 0:
+            self.cached_tokens += delta.completion.num_cached_tokens
+
+    def openai(self) -> dict[str, Any]:
+        """As OpenAI's chat and completions state it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+@dataclass
+class Call:
+    """One request to a route that generates.
+
+    Attributes:
+        found: its honoured fields.
+        ignored: unknown fields that were passed over.
+        seed: that its samples are drawn with.
+        owner: a name of its key.
+    """
+
+    service: Service
+    request: Request
+    found: dict[str, Any]
+    prefix: str
+    ignored: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = self.service.resolve(self.found.get("model"))
+        self.seed = seed_of(self.found)
+        self.created = int(time.time())
+        given = self.found.get("request_id")
+        self.id = f"{self.prefix}-{given or secrets.token_hex(12)}"
+        self.owner: str = self.request.scope["owner"]
+        self.usage = Usage()
+
+    @classmethod
+    def of(
+        cls,
+        service: Service,
+        request: Request,
+        table: Table,
+        body: Any,
+        prefix: str,
+        *,
+        reports: bool = False,
+    ) -> Call:
+        """Checks the body by the route's table.
+
+        Args:
+            reports: unknown fields are reported, whatever the operator chose.
+
+        Raises:
+            ApiError: with the field.
+        """
+        reports = reports or service.settings.reports_unknown_fields
+        ignored: list[str] | None = [] if reports else None
+        found = table.parse(body, ignored=ignored)
+        return cls(service, request, found, prefix, ignored or [])
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.found.get("stream"))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        ignored = {"x-rooflax-ignored": ", ".join(self.ignored)} if self.ignored else {}
+        safe = {name: text.encode("ascii", "replace").decode() for name, text in ignored.items()}
+        return {"x-rooflax-seed": str(self.seed)} | safe
+
+    @property
+    def cache_salt(self) -> str:
+        """Keys share no cached prompts, where there are several."""
+        salt = self.found.get("cache_salt", "")
+        return f"{self.owner}:{salt}" if len(self.service.settings.api_keys) > 1 else salt
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every object of the answer has."""
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
+
+    def stream_option(self, name: str) -> bool:
+        """Of stream_options.
+
+        Raises:
+            ApiError: there are some without a stream.
+        """
+        options = self.found.get("stream_options")
+        if options is not None and not self.is_streamed:
+            raise ApiError(
+                "stream_options is given without stream; say stream: true, or drop it.",
+                param="stream_options",
+            )
+        return bool((options or {}).get(name))
+
+    async def whole(self, answer: Any) -> Json:
+        """The answer as one document, as long as the client is there."""
+        async with asyncio.timeout(self.service.settings.request_s):
+            found = await while_connected(self.request, answer)
+        return Json(found, headers=self.headers)
+
+    def events(self, pieces: AsyncGenerator[bytes, None], failed: Any) -> Events:
+        """The answer as a stream."""
+        return Events(self._in_time(pieces), failed, self.headers)
+
+    async def _in_time(self, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        deadline = time.monotonic() + self.service.settings.request_s
+        async with aclosing(pieces) as given:
+            while True:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    piece = await anext(given, None)
+                if piece is None:
+                    return
+                yield piece
+
+
+async def completions_of(deltas: AsyncGenerator[Delta, None], usage: Usage) -> list[Completion]:
+    """All samples, by prompt and index.
+
+    Raises:
+        EngineError: the engine was shut down meanwhile.
+    """
+    done: dict[tuple[int, int], Completion] = {}
+    async with aclosing(deltas) as given:
+        async for delta in given:
+            usage.count(delta)
+            if delta.completion is not None:
+                check_finished(delta.completion)
+                done[delta.prompt, delta.index] = delta.completion
+    return [done[key] for key in sorted(done)]
+
+
+def check_finished(completion: Completion) -> None:
+    """
+    Raises:
+        ApiError: it ended because the server stops.
+        EngineError: it failed.
+    """
+    if completion.finish_reason == "abort":
+        raise ApiError("The server stopped before the answer ended.", status=503, code="draining")
+    if completion.finish_reason == "error":
+        raise EngineError(completion.error or "the request failed")
+
+
+@contextlib.contextmanager
+def place(call: Call, num_prompts: int, num_samples: int) -> Iterator[None]:
+    """As `Service.reserved`, for prompts times samples."""
+    with call.service.reserved(num_prompts * num_samples, call.owner):
+        yield
+
+
+def token_ids(
+    found: Mapping[str, Any], tokens: Sequence[int], prompt: Sequence[int]
+) -> dict[str, Any]:
+    """What return_token_ids adds to a choice."""
+    if not found.get("return_token_ids"):
+        return {}
+    return {"token_ids": list(tokens), "prompt_token_ids": list(prompt)}

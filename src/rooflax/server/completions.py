@@ -1,0 +1,235 @@
+"""POST /v1/completions: text goes on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax.completion import Completion, Delta
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.server.answers import DONE, event
+from rooflax.server.call import Call, check_finished, completions_of, place, token_ids
+from rooflax.server.errors import ApiError, openai_body
+from rooflax.server.sampling import form_of, sampling_params
+from rooflax.server.service import Service
+from rooflax.server.tables import COMPLETIONS, MAX_PROMPTS
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(service: Service, request: Request, body: Any) -> Response:
+    """The route."""
+    call = Call.of(service, request, COMPLETIONS, body, "cmpl")
+    prompts = _prompts(call.found["prompt"])
+    answer = _Answer(call, prompts, await _params(call, len(prompts)))
+    if call.is_streamed:
+        usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
+        return call.events(answer.stream(*usage), failed)
+    call.stream_option("include_usage")
+    return await call.whole(answer.whole())
+
+
+def failed(error: ApiError) -> bytes:
+    """An error within a stream, as OpenAI's clients expect it."""
+    return event(openai_body(error)) + DONE
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """
+    Raises:
+        ApiError: they are too many, empty, or of different kinds.
+    """
+    if isinstance(given, str):
+        prompts: list[Any] = [given]
+    elif all(isinstance(item, int) for item in given):
+        prompts = [given]
+    elif any(isinstance(item, int) for item in given):
+        raise ApiError("prompt mixes token ids with other prompts.", param="prompt")
+    else:
+        prompts = given
+    if len(prompts) > MAX_PROMPTS:
+        raise ApiError(
+            f"There are {len(prompts)} prompts; at most {MAX_PROMPTS} are taken.", param="prompt"
+        )
+    if not all(prompts):
+        raise ApiError("A prompt is empty; give at least one token.", param="prompt")
+    return prompts
+
+
+async def _params(call: Call, num_prompts: int) -> SamplingParams:
+    found = call.found
+    max_tokens, echo = found.get("max_tokens", DEFAULT_MAX_TOKENS), found.get("echo", False)
+    samples, logprobs = found.get("n", 1), found.get("logprobs")
+    if max_tokens == 0 and not echo:
+        raise ApiError("max_tokens is 0 without echo; ask for a token.", param="max_tokens")
+    if found.get("best_of", samples) != samples:
+        raise ApiError(
+            f"best_of is {found['best_of']} and n is {samples}; they must be equal.",
+            code="unsupported_value",
+            param="best_of",
+        )
+    if num_prompts * samples > MAX_PROMPTS:
+        raise ApiError(
+            f"{num_prompts} prompts with n {samples} are more than {MAX_PROMPTS} answers.",
+            param="n",
+        )
+    if echo and logprobs is not None and call.is_streamed:
+        raise ApiError(
+            "echo with logprobs is not streamed; drop one of the three.",
+            code="unsupported_value",
+            param="echo",
+        )
+    further: dict[str, Any] = {"max_tokens": max(1, max_tokens), "logprobs": logprobs}
+    if echo and logprobs is not None:
+        further["prompt_logprobs"] = max(logprobs, found.get("prompt_logprobs", 0))
+    if found.get("use_beam_search"):
+        if samples < 2 or call.is_streamed:
+            why = "is streamed" if call.is_streamed else "has n 1"
+            raise ApiError(
+                f"use_beam_search is for n from 2 up without stream, and the request {why}.",
+                param="use_beam_search",
+            )
+        further["num_beams"] = samples
+    return sampling_params(found, call.seed, form_of(found), **further)
+
+
+@dataclass
+class _Answer:
+    """What is said of each prompt's samples."""
+
+    call: Call
+    prompts: list[str | list[int]]
+    params: SamplingParams
+
+    def __post_init__(self) -> None:
+        found, tokenizer = self.call.found, self.call.service.ready().llm.tokenizer
+        self.echoes = found.get("echo", False)
+        self.says_nothing = found.get("max_tokens") == 0
+        self.spelling = self.call.service.spelling
+        self.decode = tokenizer.decode
+        self.ids: list[list[int]] = []
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        call, found = self.call, self.call.found
+        with place(call, len(self.prompts), self.params.n):
+            self.ids = [
+                await call.service.encode(
+                    prompt, add_special_tokens=found.get("add_special_tokens", True)
+                )
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in self.prompts
+            ]
+            for ids in self.ids:
+                call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
+                call.usage.prompt_tokens += len(ids)
+            stream = call.service.stream(self.ids, self.params, cache_salt=call.cache_salt)
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one document."""
+        usage = self.call.usage
+        found = await completions_of(self._deltas(), usage)
+        if self.says_nothing:
+            usage.completion_tokens = 0
+        choices = []
+        for number, completion in enumerate(found):
+            prompt = number // self.params.n
+            choices.append(self._choice(number, prompt, completion))
+        return self.call.head("text_completion") | {"choices": choices, "usage": usage.openai()}
+
+    def _choice(self, number: int, prompt: int, completion: Completion) -> dict[str, Any]:
+        head = self._echoed(prompt)
+        tokens = () if self.says_nothing else completion.tokens
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": head if self.says_nothing else head + completion.text,
+            "logprobs": self._logprobs(prompt, tokens, completion, len(head)),
+            "finish_reason": "length" if self.says_nothing else completion.finish_reason,
+            "stop_reason": None if self.says_nothing else completion.stop_reason,
+        }
+        if "prompt_logprobs" in self.call.found:
+            choice["prompt_logprobs"] = self.spelling.prompt(
+                self.ids[prompt], completion.prompt_logprobs or ()
+            )
+        return choice | token_ids(self.call.found, tokens, self.ids[prompt])
+
+    def _logprobs(
+        self, prompt: int, tokens: Any, completion: Completion, offset: int
+    ) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        found = completion.logprobs[: len(tokens)]
+        if not self.echoes:
+            return self.spelling.completion(tokens, found, offset)
+        before = completion.prompt_logprobs or ()
+        return self.spelling.completion([*self.ids[prompt], *tokens], [None, *before, *found], 0)
+
+    def _echoed(self, prompt: int) -> str:
+        if not self.echoes:
+            return ""
+        given = self.prompts[prompt]
+        return given if isinstance(given, str) else self.decode(given)
+
+    async def stream(self, has_usage: bool, has_usage_each: bool) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        call, usage, n = self.call, self.call.usage, self.params.n
+        head: dict[str, Any] = call.head("text_completion")
+        offsets: dict[int, int] = {}
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            stated = {"usage": usage.openai()} if has_usage_each else {"usage": None}
+            return event(
+                head | {"choices": [choice]} | (stated if has_usage or has_usage_each else {})
+            )
+
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                usage.count(delta)
+                number = delta.prompt * n + delta.index
+                if number not in offsets:
+                    text = self._echoed(delta.prompt)
+                    offsets[number] = 0
+                    if text:
+                        yield chunk(_piece(number, text))
+                choice = self._stream_choice(number, delta, offsets)
+                if choice["text"] or choice["logprobs"] or delta.completion is not None:
+                    yield chunk(choice)
+        if has_usage:
+            if self.says_nothing:
+                usage.completion_tokens = 0
+            yield event(head | {"choices": [], "usage": usage.openai()})
+        yield DONE
+
+    def _stream_choice(self, number: int, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
+        completion = delta.completion
+        text, tokens = ("", ()) if self.says_nothing else (delta.text, delta.tokens)
+        choice = _piece(number, text)
+        if delta.logprobs:
+            found = self.spelling.completion(tokens, delta.logprobs, offsets[number])
+            offsets[number] += sum(map(len, found["tokens"]))
+            choice["logprobs"] = found
+        if self.call.found.get("return_token_ids"):
+            choice["token_ids"] = list(tokens)
+        if completion is not None:
+            check_finished(completion)
+            choice["finish_reason"] = "length" if self.says_nothing else completion.finish_reason
+            choice["stop_reason"] = None if self.says_nothing else completion.stop_reason
+            if "prompt_logprobs" in self.call.found:
+                choice["prompt_logprobs"] = self.spelling.prompt(
+                    self.ids[delta.prompt], completion.prompt_logprobs or ()
+                )
+        return choice
+
+
+def _piece(number: int, text: str) -> dict[str, Any]:
+    return {
+        "index": number, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None,
+    }  # fmt: skip

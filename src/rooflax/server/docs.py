@@ -1,0 +1,46 @@
+"""`python -m rooflax.server.docs`: the tables of fields as a Markdown page."""
+
+from __future__ import annotations
+
+from rooflax.server.app import POSTS
+from rooflax.server.fields import Field, Table
+
+HEAD = """\
+# The server's fields
+
+Made by `python -m rooflax.server.docs > docs/server-fields.md`, from the tables that check
+requests. A field not listed is an error that names it (`--unknown-fields report` passes it over and
+names it in the header `x-rooflax-ignored`). null is the same as leaving a field out.
+"""
+
+
+def page() -> str:
+    """The page."""
+    return "\n".join([HEAD, *(_section(path, table) for path, (_, table) in POSTS.items())])
+
+
+def _section(path: str, table: Table) -> str:
+    parts = [f"## POST {path}\n", "| field | what it does |", "| --- | --- |"]
+    of = {"honoured": [], "label": [], "refused": []}
+    for field in table.fields.values():
+        of[field.policy].append(field)
+    parts += [f"| `{field.name}` | {_says(field)} |" for field in of["honoured"]]
+    if of["label"]:
+        names = ", ".join(f"`{field.name}`" for field in of["label"])
+        parts.append(f"\nAccepted, and changing nothing: {names}.")
+    if of["refused"]:
+        reasons = ", ".join(f"`{field.name}` ({field.text})" for field in of["refused"])
+        parts.append(f"\nRefused: {reasons}.")
+    return "\n".join([*parts, ""])
+
+
+def _says(field: Field) -> str:
+    inner = field.type[0] if isinstance(field.type, list) else field.type
+    if not isinstance(inner, Table):
+        return field.text
+    names = [f"`{each.name}`" for each in inner.fields.values() if each.policy == "honoured"]
+    return f"{field.text}: {', '.join(names)}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")  # noqa: T201

@@ -1,0 +1,290 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax.server.answers import Json, event
+from rooflax.server.call import Call
+from rooflax.server.errors import ApiError, anthropic_body
+from rooflax.server.fields import convert
+from rooflax.server.rendering import render, tells_efforts
+from rooflax.server.service import Service
+from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
+from rooflax.server.tools import call_id
+from rooflax.server.turn import Turn
+
+BILLING = "x-anthropic-billing-header"
+"""Begins a text that differs with every request, and so would share no cached prompt."""
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def messages(service: Service, request: Request, body: Any) -> Response:
+    """The route."""
+    call = Call.of(service, request, MESSAGES, body, "msg", reports=True)
+    call.id = call.id.replace("msg-", "msg_", 1)
+    answer = _Answer(call)
+    if call.found.get("stream"):
+        return call.events(answer.stream(), answer.failed)
+    return await call.whole(answer.whole())
+
+
+async def count_tokens(service: Service, request: Request, body: Any) -> Response:
+    """The route that counts what a prompt would have."""
+    call = Call.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
+    prompt = await render(service, chat_fields(call))
+    return Json({"input_tokens": len(prompt.ids)}, headers=call.headers)
+
+
+def chat_fields(call: Call) -> dict[str, Any]:
+    """The same request as a chat's.
+
+    Raises:
+        ApiError: a message, block or tool cannot be.
+    """
+    given, ignored = call.found, call.ignored
+    found = {n: given[n] for n in ("temperature", "top_p", "top_k", "max_tokens") if n in given}
+    if "stop_sequences" in given:
+        found["stop"] = given["stop_sequences"]
+    system = _system(given.get("system", ""), ignored)
+    chat = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(given["messages"]):
+        chat += _message(message, f"messages[{number}]", ignored)
+    found["messages"] = chat
+    last = chat[-1] if chat else {}
+    if last.get("role") == "assistant" and last.get("content") and "tool_calls" not in last:
+        found |= {"continue_final_message": True, "add_generation_prompt": False}
+    found["tools"] = _tools(given.get("tools", ()), ignored)
+    if "tool_choice" in given and found["tools"]:
+        found |= _choice(given["tool_choice"])
+    thinking = given.get("thinking", {}).get("type")
+    if thinking is not None and tells_efforts(call.service):
+        found["reasoning_effort"] = "none" if thinking == "disabled" else "high"
+    elif thinking not in (None, "disabled"):
+        ignored.append("thinking")
+    return found
+
+
+def _system(given: str | list[dict[str, Any]], ignored: list[str]) -> str:
+    texts = [given] if isinstance(given, str) else [_text(b, "system") for b in given]
+    kept = [text for text in texts if not text.startswith(BILLING)]
+    if len(kept) < len(texts):
+        ignored.append("system.billing_header")
+    return "\n\n".join(text for text in kept if text)
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    """
+    Raises:
+        ApiError: the block is no text.
+    """
+    text = block.get("text")
+    if block.get("type", "text") != "text" or not isinstance(text, str):
+        raise ApiError(
+            f"{where} has a block of type {block.get('type')!r:.40}; the model reads text only.",
+            code="unsupported_value",
+            param=where,
+        )
+    return text
+
+
+def _message(
+    message: Mapping[str, Any], where: str, ignored: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The chat messages that one of Anthropic's stands for: results of tools are their own."""
+    role, content = message.get("role"), message.get("content", "")
+    blocks = convert(content, SYSTEM, f"{where}.content")
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    ignored += [f"{where}.{name}" for name in message if name not in ("role", "content")]
+    if role == "assistant":
+        yield _assistant(blocks, where)
+        return
+    if role not in ("user", "system"):
+        raise ApiError(f"{where}.role is {role!r:.40}; it must be user or assistant.", param=where)
+    texts: list[str] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        if texts:
+            yield {"role": role, "content": "".join(texts)}
+            texts = []
+        inner = convert(block.get("content", ""), SYSTEM, f"{where}.content")
+        text = inner if isinstance(inner, str) else "".join(_text(b, where) for b in inner)
+        prefix = "Error: " if block.get("is_error") else ""
+        identity = convert(block.get("tool_use_id"), str, f"{where}.tool_use_id")
+        yield {"role": "tool", "content": prefix + text, "tool_call_id": identity}
+    if texts:
+        yield {"role": role, "content": "".join(texts)}
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    texts, calls, thoughts = [], [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            function = {
+                "name": convert(block.get("name"), str, f"{where}.name"),
+                "arguments": json.dumps(block.get("input", {}), ensure_ascii=False),
+            }
+            identity = convert(block.get("id"), str, f"{where}.id")
+            calls.append({"id": identity, "type": "function", "function": function})
+        elif kind != "redacted_thinking":
+            texts.append(_text(block, where))
+    found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        found["tool_calls"] = calls
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    return found
+
+
+def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
+    tools = []
+    for number, tool in enumerate(given):
+        if tool.get("type", "custom") != "custom":
+            ignored.append(f"tools[{number}].type={str(tool['type'])[:40]}")
+            continue
+        plain = {name: tool[name] for name in FUNCTION.fields if name in tool}
+        plain["parameters"] = tool.get("input_schema", {"type": "object"})
+        function = FUNCTION.parse(plain, f"tools[{number}]")
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
+    kind = given.get("type")
+    found: dict[str, Any] = {}
+    if kind == "tool":
+        found["tool_choice"] = {"type": "function", "name": given.get("name")}
+    elif kind in ("auto", "any", "none"):
+        found["tool_choice"] = {"any": "required"}.get(kind, kind)
+    else:
+        raise ApiError(
+            f"tool_choice.type is {kind!r:.40}; it must be auto, any, tool or none.",
+            param="tool_choice",
+        )
+    if given.get("disable_parallel_tool_use"):
+        found["parallel_tool_calls"] = False
+    return found
+
+
+class _Answer:
+    """The blocks of one answer; their events are all that a stream sends."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.turn = Turn(call, chat_fields(call))
+        self.blocks: list[dict[str, Any]] = []
+        self.arguments = ""
+        self.is_open = False
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    def failed(self, error: ApiError) -> bytes:
+        """An error within the stream."""
+        return event(anthropic_body(error, self.call.request.scope["request_id"]), "error")
+
+    def _message(self, **more: Any) -> dict[str, Any]:
+        usage = self.call.usage
+        return {
+            "id": self.call.id, "type": "message", "role": "assistant", "model": self.call.model,
+            "content": self.blocks, "stop_reason": None, "stop_sequence": None,
+            "usage": {
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage.completion_tokens,
+            }, **more,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one document."""
+        ended: dict[str, Any] = {}
+        async with aclosing(self._pieces()) as pieces:
+            async for _, end in pieces:
+                ended |= end
+        return self._message(**ended)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        has_begun = False
+        async with aclosing(self._pieces()) as pieces:
+            async for events, ended in pieces:
+                if not has_begun:
+                    has_begun = True
+                    yield self._event("message_start", message=self._message(content=[]))
+                    yield self._event("ping")
+                for each in events:
+                    yield self._event(**each)
+                if ended:
+                    usage = self._message()["usage"]
+                    yield self._event("message_delta", delta=ended, usage=usage)
+                    yield self._event("message_stop")
+
+    async def _pieces(
+        self,
+    ) -> AsyncGenerator[tuple[list[dict[str, Any]], dict[str, Any]], None]:
+        """Events, and why it ended at the end."""
+        async with aclosing(self.turn.pieces()) as pieces:
+            async for piece in pieces:
+                events = [each for part in piece.parts() for each in self._take(*part)]
+                ended: dict[str, Any] = {}
+                if piece.finish_reason is not None:
+                    events += self._close()
+                    completion = piece.delta.completion
+                    stop = completion.stop_reason if completion is not None else None
+                    at_string = piece.finish_reason == "stop" and isinstance(stop, str)
+                    reason = "stop_sequence" if at_string else _REASONS[piece.finish_reason]
+                    ended = {"stop_reason": reason, "stop_sequence": stop if at_string else None}
+                yield events, ended
+
+    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if kind == "call_end":
+            yield from self._close()
+        elif kind == "call":
+            block = {"type": "tool_use", "id": call_id(prefix="toolu_"), "name": text, "input": {}}
+            yield from self._open(block)
+        elif kind == "arguments":
+            self.arguments += text
+            yield self._delta({"type": "input_json_delta", "partial_json": text})
+        else:
+            name = "thinking" if kind == "reasoning" else "text"
+            if not (self.is_open and self.blocks[-1]["type"] == name):
+                more = {"signature": ""} if name == "thinking" else {}
+                yield from self._open({"type": name, name: "", **more})
+            self.blocks[-1][name] += text
+            yield self._delta({"type": f"{name}_delta", name: text})
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        self.is_open = True
+        self.blocks.append(block)
+        index = len(self.blocks) - 1
+        yield {"kind": "content_block_start", "index": index, "content_block": dict(block)}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if not self.is_open:
+            return
+        self.is_open = False
+        block = self.blocks[-1]
+        if block["type"] == "tool_use":
+            try:
+                block["input"] = json.loads(self.arguments)
+            except (ValueError, RecursionError):  # max_tokens cut it
+                block["input"] = {}
+            self.arguments = ""
+        yield {"kind": "content_block_stop", "index": len(self.blocks) - 1}

@@ -1,0 +1,169 @@
+"""GET /metrics: the engine's and the server's numbers as Prometheus reads them.
+
+Names are vLLM's where the meaning is equal, so that its dashboards and autoscalers work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax.completion import Delta
+
+if TYPE_CHECKING:
+    from rooflax.server.service import Service
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+            7680)  # fmt: skip
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+              1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_FINISHED = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
+
+
+class Exporter:
+    """Collects what requests were, and states it beside the engine's own numbers."""
+
+    def __init__(self, service: Service):
+        self._service, self._registry = service, CollectorRegistry(auto_describe=False)
+        self._registry.register(self)  # type: ignore[arg-type]
+        names: dict[str, Any] = {"labelnames": ("model_name", "engine"), "registry": self._registry}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, buckets=buckets, **names)
+
+        self._e2e = histogram("e2e_request_latency_seconds", "Of a whole request.", _LATENCY)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean of a request.", _PER_TOKEN
+        )
+        self._prompt = histogram("request_prompt_tokens", "Of a request.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Of a request.", _TOKENS)
+        self._http = Counter(
+            "rooflax:http_requests",
+            "Answers.",
+            labelnames=("route", "status"),
+            registry=self._registry,
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """A request to a route has ended."""
+        self._http.labels(route, str(status)).inc()
+
+    def observe(self, delta: Delta) -> None:
+        """A piece of a sample; the last one has the whole."""
+        done = delta.completion
+        if done is None or done.finish_reason not in ("stop", "length"):
+            return
+        labels = self._labels()
+        ttft_s, rate = done.timings.get("ttft_s", 0.0), done.timings.get("decode_tok_per_s", 0.0)
+        decode_s = (len(done.tokens) - 1) / rate if rate > 0 else 0.0
+        self._e2e.labels(*labels).observe(ttft_s + decode_s)
+        if rate > 0:
+            self._per_token.labels(*labels).observe(1 / rate)
+        self._prompt.labels(*labels).observe(len(done.prompt_tokens))
+        self._generated.labels(*labels).observe(len(done.tokens))
+
+    def _labels(self) -> tuple[str, str]:
+        return self._service.names[0], "0"
+
+    async def answer(self, request: Request) -> Response:
+        """The route."""
+        return Response(generate_latest(self._registry), headers={"content-type": TYPE})
+
+    def collect(self) -> Iterator[Metric]:
+        """What is read off the service at this moment."""
+        service = self._service
+        uptime = time.monotonic() - service.started_s
+        yield _gauge("rooflax:uptime_seconds", "Since the start.", [((), uptime)], ())
+        state = [((name,), float(service.state == name)) for name in _STATES]
+        yield _gauge("rooflax:state", "1 for the present one.", state, ("state",))
+        yield _counter("rooflax:cancelled_requests", "By cause.", service.cancelled, "cause")
+        yield _counter("rooflax:rejected_requests", "By code.", service.rejected, "code")
+        failed = {"": service.failed_calls}
+        yield _counter("rooflax:tool_parse_failures", "Calls that were none.", failed)
+        if service.engine is not None and service.state != "loading":
+            yield from self._engine(service.engine.metrics())
+
+    def _engine(self, found: Mapping[str, Any]) -> Iterator[Metric]:
+        labels: dict[str, str] = dict(zip(("model_name", "engine"), self._labels(), strict=True))
+        used, total = found["blocks_used"], found["blocks_total"]
+        usage = max((u / t for u, t in zip(used, total, strict=True) if t), default=0.0)
+        for what, value in (
+            ("num_requests_running", found["num_running"]),
+            ("num_requests_waiting", found["num_waiting"]),
+            ("kv_cache_usage_perc", usage),
+        ):
+            yield _with(GaugeMetricFamily(f"vllm:{what}", what, labels=list(labels)), labels, value)
+        for what, key in _ENGINE_COUNTERS.items():
+            family = CounterMetricFamily(what, what, labels=list(labels))
+            yield _with(family, labels, found[key])
+        success = CounterMetricFamily(
+            "vllm:request_success", "Ended requests.", labels=[*labels, "finished_reason"]
+        )
+        for reason, label in _FINISHED.items():
+            success.add_metric([*labels.values(), label], found["num_finished"].get(reason, 0))
+        yield success
+        for what, key in _ENGINE_HISTOGRAMS.items():
+            yield _histogram(f"vllm:{what}", found[key], labels)
+
+
+_STATES = ("loading", "ready", "draining", "failed")
+_ENGINE_COUNTERS = {
+    "vllm:prompt_tokens": "num_prompt_tokens",
+    "vllm:prompt_tokens_cached": "num_cached_tokens",
+    "vllm:generation_tokens": "num_generated_tokens",
+    "vllm:num_preemptions": "num_preemptions",
+    "vllm:prefix_cache_queries": "num_prompt_tokens",
+    "vllm:prefix_cache_hits": "num_cached_tokens",
+    "rooflax:steps": "num_steps",
+    "rooflax:draft_tokens": "num_draft_tokens",
+    "rooflax:accepted_tokens": "num_accepted_tokens",
+    "rooflax:compilations_after_warmup": "num_compilations",
+}
+_ENGINE_HISTOGRAMS = {
+    "time_to_first_token_seconds": "ttft_s",
+    "inter_token_latency_seconds": "itl_s",
+}
+
+
+def _with(family: Any, labels: Mapping[str, str], value: float) -> Metric:
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _gauge(
+    name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]], labels: tuple[str, ...]
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    for key, value in values:
+        family.add_metric(list(key), value)
+    return family
+
+
+def _counter(name: str, text: str, values: Mapping[str, int], label: str | None = None) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label] if label else [])
+    for key, value in values.items():
+        family.add_metric([key] if label else [], value)
+    return family
+
+
+def _histogram(name: str, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
+    buckets, count = [], 0
+    for bound, number in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
+        count += number
+        buckets.append((str(bound), count))
+    family = HistogramMetricFamily(name, name, labels=list(labels))
+    family.add_metric(list(labels.values()), buckets, found["total"])
+    return family

@@ -1,0 +1,224 @@
+"""A conversation as HTTP clients state it, as what the chat template takes, and as token ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooflax.server.errors import ApiError
+from rooflax.server.fields import one_of
+from rooflax.server.formats import Format, format_of
+from rooflax.server.service import Service
+from rooflax.server.tools import ToolChoice, tool_choice
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("low", "medium", "high")
+_RESERVED = frozenset(
+    ["add_generation_prompt", "chat_template", "documents", "messages", "special_tokens",
+     "template", "tokenize", "tokenizer", "tools"]
+)  # fmt: skip
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model goes on with.
+
+    Attributes:
+        format: of reasoning and calls; None where the template has none.
+    """
+
+    ids: list[int]
+    format: Format | None
+    choice: ToolChoice
+
+    def opens_reasoning(self, decode: Any) -> bool:
+        """Whether the prompt's end has opened the reasoning."""
+        reasoning = self.format and self.format.reasoning
+        if not reasoning:
+            return False
+        tail = decode(self.ids[-32:], skip_special_tokens=False)
+        return tail.rfind(reasoning.open) > tail.rfind(reasoning.close)
+
+
+async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
+    """The prompt of a conversation.
+
+    Args:
+        found: the honoured fields of a request, those of tables.RENDERING and of tools.
+
+    Raises:
+        RooflaxError: the messages, tools or variables cannot be, or the template rejects them.
+    """
+    llm = service.ready().llm
+    template = llm.tokenizer.chat_template
+    words = frozenset(_WORD.findall(template or ""))
+    messages = plain_messages(found["messages"], keeps_developer="developer" in words)
+    format = format_of(template)
+    choice = tool_choice(found, format)
+    variables = _variables(found, words)
+    answer = _begun_answer(found, messages)
+    ids = await service.encode_chat(
+        messages, tools=list(choice.tools) or None, chat_template_kwargs=variables
+    )
+    if answer:
+        ids += await service.in_thread(llm.tokenizer.encode_plain, answer)
+    return Prompt(ids, format, choice)
+
+
+def _variables(found: Mapping[str, Any], words: frozenset[str]) -> dict[str, Any]:
+    """Further variables of the template; each must be one that it reads."""
+    variables = dict(found.get("chat_template_kwargs", {}))
+    for name in variables:
+        if name in _RESERVED or name.endswith("_token") or name not in words:
+            raise ApiError(
+                f"chat_template_kwargs has {name[:40]!r}, which the model's template does not "
+                f"read; drop it.",
+                param=f"chat_template_kwargs.{name[:40]}",
+            )
+    if "documents" in found:
+        if "documents" not in words:
+            raise ApiError(
+                "The model's template reads no documents.",
+                code="unsupported_value",
+                param="documents",
+            )
+        variables["documents"] = found["documents"]
+    effort = found.get("reasoning_effort")
+    if effort is not None:
+        variables |= _effort(effort, words)
+    return variables
+
+
+def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
+    if "reasoning_effort" in words:
+        one_of("reasoning_effort", effort, EFFORTS)
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in words:
+        return {"enable_thinking": effort != "none"}
+    raise ApiError(
+        "The model's template tells no efforts of reasoning apart; leave it out.",
+        code="unsupported_value",
+        param="reasoning_effort",
+    )
+
+
+def tells_efforts(service: Service) -> bool:
+    """Whether the model's template tells efforts of reasoning apart."""
+    words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
+    return "reasoning_effort" in words or "enable_thinking" in words
+
+
+def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
+    """The text of the last message, taken from the list, if it shall be gone on with."""
+    goes_on = found.get("continue_final_message", False)
+    if found.get("add_generation_prompt", not goes_on) == goes_on:
+        raise ApiError(
+            "add_generation_prompt must be false with continue_final_message, and true without.",
+            param="add_generation_prompt",
+        )
+    if not goes_on:
+        return None
+    last = messages.pop()
+    if last["role"] != "assistant" or not last.get("content") or not messages:
+        raise ApiError(
+            "continue_final_message is for a last message of the assistant with content, after "
+            "another message.",
+            param="continue_final_message",
+        )
+    return last["content"]
+
+
+def plain_messages(
+    given: Sequence[Mapping[str, Any]], *, keeps_developer: bool
+) -> list[dict[str, Any]]:
+    """Messages as templates take them: content is text, arguments are objects.
+
+    Args:
+        keeps_developer: the template tells this role from "system".
+
+    Raises:
+        ApiError: with the place.
+    """
+    if not given:
+        raise ApiError("messages is empty; give at least one.", param="messages")
+    messages, call_ids = [], set[str]()
+    for number, message in enumerate(given):
+        where = f"messages[{number}]"
+        role = message["role"]
+        one_of(f"{where}.role", role, ROLES)
+        _check_fields(message, role, where)
+        plain = dict(message)
+        if role == "developer" and not keeps_developer:
+            plain["role"] = "system"
+        if "content" in message:
+            plain["content"] = text_of(message["content"], f"{where}.content")
+        elif role != "assistant":
+            raise ApiError(f"{where}.content is missing.", param=f"{where}.content")
+        elif "tool_calls" not in message:
+            plain["content"] = ""
+        if "tool_calls" in message:
+            plain["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+            call_ids |= {call["id"] for call in message["tool_calls"]}
+        answered = message.get("tool_call_id")
+        if answered is not None and answered not in call_ids:
+            raise ApiError(
+                f"{where}.tool_call_id is {answered[:64]!r}, and no earlier call has this id.",
+                param=f"{where}.tool_call_id",
+            )
+        messages.append(plain)
+    return messages
+
+
+_OF_ROLE = {
+    "tool_calls": "assistant", "reasoning_content": "assistant", "reasoning": "assistant",
+    "thinking": "assistant", "tool_call_id": "tool",
+}  # fmt: skip
+
+
+def _check_fields(message: Mapping[str, Any], role: str, where: str) -> None:
+    for name, owner in _OF_ROLE.items():
+        if name in message and role != owner:
+            raise ApiError(
+                f"{where}.{name} is for messages of the role {owner}.", param=f"{where}.{name}"
+            )
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call for templates, which want its arguments as an object."""
+    function = dict(call["function"])
+    try:
+        read = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        read = None
+    if isinstance(read, dict):
+        function["arguments"] = read
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    """The text of a message's content.
+
+    Raises:
+        ApiError: a part is no text; images, sound and files are not read, nor fetched.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        kind, place = part.get("type"), f"{where}[{number}]"
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in ("text", "refusal", "input_text", "output_text"):
+            raise ApiError(
+                f"{place}.type is {kind!r:.40}; the model reads text only.",
+                code="unsupported_value",
+                param=f"{place}.type",
+            )
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise ApiError(f"{place}.{name} must be text.", param=f"{place}.{name}")
+        texts.append(text)
+    return "".join(texts)

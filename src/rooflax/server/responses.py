@@ -1,0 +1,357 @@
+"""POST /v1/responses, without a store: every request brings the whole conversation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax.server.answers import event
+from rooflax.server.call import Call
+from rooflax.server.errors import ApiError
+from rooflax.server.fields import convert
+from rooflax.server.rendering import tells_efforts, text_of
+from rooflax.server.service import Service
+from rooflax.server.tables import FUNCTION, RESPONSES
+from rooflax.server.tools import call_id
+from rooflax.server.turn import Turn
+
+LOGPROBS = "message.output_text.logprobs"
+_SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call")
+
+
+async def responses(service: Service, request: Request, body: Any) -> Response:
+    """The route."""
+    call = Call.of(service, request, RESPONSES, body, "resp", reports=True)
+    call.id = call.id.replace("resp-", "resp_", 1)
+    answer = _Answer(call)
+    if call.found.get("stream"):
+        return call.events(answer.stream(), answer.failed)
+    return await call.whole(answer.whole())
+
+
+def chat_fields(call: Call) -> dict[str, Any]:
+    """The same request as a chat's.
+
+    Raises:
+        ApiError: an item of the input, or a tool, cannot be.
+    """
+    given = call.found
+    found = {
+        name: given[name]
+        for name in ("temperature", "top_p", "parallel_tool_calls")
+        if name in given
+    }
+    system, messages = _conversation(given, call.ignored)
+    if system:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    found["messages"] = messages
+    found["tools"] = function_tools(given.get("tools", ()), call.ignored)
+    choice = given.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = convert(choice.get("tools", []), list[dict[str, Any]], "tool_choice.tools")
+        names = [each.get("name") for each in allowed]
+        found["tools"] = [t for t in found["tools"] if t["function"]["name"] in names]
+        choice = choice.get("mode", "auto")
+    if choice is not None and (found["tools"] or choice == "required"):
+        found["tool_choice"] = choice
+    if "max_output_tokens" in given:
+        found["max_tokens"] = given["max_output_tokens"]
+    if LOGPROBS in given.get("include", ()):
+        found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
+    form = given.get("text", {}).get("format")
+    if form is not None:
+        found["response_format"] = _form(form)
+    effort = given.get("reasoning", {}).get("effort")
+    if effort is not None and tells_efforts(call.service):
+        found["reasoning_effort"] = effort
+    elif effort is not None:
+        call.ignored.append("reasoning.effort")
+    return found
+
+
+def _form(form: Mapping[str, Any]) -> dict[str, Any]:
+    if form["type"] != "json_schema":
+        return {"type": form["type"]}
+    if "schema" not in form:
+        raise ApiError("text.format.schema is missing.", param="text.format.schema")
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+
+
+def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
+    """Tools as chats have them; those that are no functions are reported.
+
+    Raises:
+        ApiError: a function cannot be.
+    """
+    tools = []
+    for number, tool in enumerate(given):
+        kind = tool.get("type", "function")
+        if kind == "namespace":
+            prefix = str(tool.get("name", ""))
+            nested = convert(tool.get("tools", []), list[dict[str, Any]], f"tools[{number}].tools")
+            inner = [{**each, "name": f"{prefix}__{each.get('name')}"} for each in nested]
+            tools += function_tools(inner, ignored)
+        elif kind == "function":
+            plain = {name: tool[name] for name in FUNCTION.fields if name in tool}
+            function = FUNCTION.parse(plain, f"tools[{number}]")
+            tools.append({"type": "function", "function": function})
+        else:
+            ignored.append(f"tools[{number}].type={str(kind)[:40]}")
+    return tools
+
+
+def _conversation(
+    given: Mapping[str, Any], ignored: list[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """System texts, and the other messages."""
+    system = [given["instructions"]] if given.get("instructions") else []
+    items = given.get("input", [])
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            role, text = item.get("role"), text_of(_content(item, where), f"{where}.content")
+            if role in ("system", "developer"):
+                system.append(text)
+            elif role == "assistant":
+                _assistant(messages, reasoning)["content"] = text
+                reasoning = ""
+            elif role == "user":
+                messages.append({"role": "user", "content": text})
+            else:
+                raise ApiError(f"{where}.role is {role!r:.40}.", param=f"{where}.role")
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments", item.get("input", ""))
+            call = {
+                "id": convert(item.get("call_id"), str, f"{where}.call_id"),
+                "type": "function",
+                "function": {
+                    "name": convert(item.get("name"), str, f"{where}.name"),
+                    "arguments": convert(arguments, str, f"{where}.arguments"),
+                },
+            }
+            _assistant(messages, reasoning).setdefault("tool_calls", []).append(call)
+            reasoning = ""
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            text = text_of(_content(item, where, "output"), f"{where}.output")
+            identity = convert(item.get("call_id"), str, f"{where}.call_id")
+            messages.append({"role": "tool", "content": text, "tool_call_id": identity})
+        elif kind == "reasoning":
+            name = "content" if item.get("content") else "summary"
+            parts = convert(item.get(name) or [], list[dict[str, Any]], f"{where}.{name}")
+            reasoning += "".join(str(part.get("text", "")) for part in parts)
+        elif kind in _SKIPPED:
+            ignored.append(f"{where}.type={kind}")
+        else:
+            raise ApiError(
+                f"{where}.type is {kind!r:.40}; it must be a message, a call, its output or "
+                f"reasoning.",
+                code="unsupported_value",
+                param=f"{where}.type",
+            )
+    if not messages and not system:
+        raise ApiError("input is empty; send at least one message.", param="input")
+    return system, messages
+
+
+def _content(item: Mapping[str, Any], where: str, name: str = "content") -> Any:
+    return convert(item.get(name, ""), str | list[dict[str, Any]], f"{where}.{name}")
+
+
+def _assistant(messages: list[dict[str, Any]], reasoning: str) -> dict[str, Any]:
+    """The assistant's turn at the end, begun if there is none: text and calls are one turn."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    if reasoning:
+        messages[-1]["reasoning_content"] = reasoning
+    return messages[-1]
+
+
+class _Answer:
+    """The items of one answer; their events are all that a stream sends."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        fields = chat_fields(call)
+        self.tools = fields["tools"]
+        self.turn = Turn(call, fields)
+        self.output: list[dict[str, Any]] = []
+        self.number = 0
+        self.is_open = False
+        self.logprobs: list[Any] = []
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self.number += 1
+        return event({"type": kind, "sequence_number": self.number - 1, **fields}, kind)
+
+    def response(self, status: str, **more: Any) -> dict[str, Any]:
+        """The response as far as it has come."""
+        call, given = self.call, self.call.found
+        usage = call.usage
+        stated = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens, "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }  # fmt: skip
+        return {
+            "id": call.id, "object": "response", "created_at": call.created, "status": status,
+            "error": None, "incomplete_details": None, "model": call.model,
+            "instructions": given.get("instructions"), "output": self.output,
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": [{"type": "function", "strict": False, **t["function"]} for t in self.tools],
+            "temperature": given.get("temperature"), "top_p": given.get("top_p"),
+            "max_output_tokens": given.get("max_output_tokens"), "truncation": "disabled",
+            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
+            "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
+            "metadata": given.get("metadata", {}), "store": False, "background": False,
+            "previous_response_id": None,
+            "usage": None if status == "in_progress" else stated, **more,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one document."""
+        finished = None
+        async with aclosing(self._pieces()) as pieces:
+            async for _, done in pieces:
+                finished = done or finished
+        assert finished is not None
+        return finished
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        has_begun = False
+        async with aclosing(self._pieces()) as pieces:
+            async for events, finished in pieces:
+                if not has_begun:
+                    has_begun = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield self._event(
+                            kind, response=self.response("in_progress") | {"output": []}
+                        )
+                for each in events:
+                    yield self._event(**each)
+                if finished is not None:
+                    yield self._event(f"response.{finished['status']}", response=finished)
+
+    def failed(self, error: ApiError) -> bytes:
+        """An error within the stream."""
+        code = {"queue_full": "rate_limit_exceeded"}.get(error.code, error.code)
+        said = {"code": code, "message": str(error)}
+        return self._event("response.failed", response=self.response("failed", error=said))
+
+    async def _pieces(
+        self,
+    ) -> AsyncGenerator[tuple[list[dict[str, Any]], dict[str, Any] | None], None]:
+        """Events without their numbers, and the finished response at the end."""
+        async with aclosing(self.turn.pieces()) as pieces:
+            async for piece in pieces:
+                events: list[dict[str, Any]] = []
+                if piece.delta.logprobs:
+                    top = self.call.found.get("top_logprobs", 0)
+                    spelling = self.call.service.spelling
+                    self.logprobs = spelling.chat(piece.delta.tokens, piece.delta.logprobs, top)
+                for kind, text in piece.parts():
+                    events += self._take(kind, text)
+                finished = None
+                if piece.finish_reason is not None:
+                    is_cut = piece.finish_reason == "length"
+                    events += self._close("incomplete" if is_cut else "completed")
+                    why = {"reason": "max_output_tokens"} if is_cut else None
+                    status = "incomplete" if is_cut else "completed"
+                    finished = self.response(status, incomplete_details=why)
+                yield events, finished
+
+    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if kind == "call":
+            yield from self._close("completed")
+            yield from self._open(
+                {"type": "function_call", "id": _id("fc"), "call_id": call_id(), "name": text,
+                 "arguments": "", "status": "in_progress"}
+            )  # fmt: skip
+        elif kind == "call_end":
+            yield from self._close("completed")
+        elif kind == "arguments":
+            item = self.output[-1]
+            item["arguments"] += text
+            yield self._of("response.function_call_arguments.delta", delta=text)
+        else:
+            wanted = "reasoning" if kind == "reasoning" else "message"
+            if not (self.is_open and self.output[-1]["type"] == wanted):
+                yield from self._close("completed")
+                yield from self._open(_new_item(wanted))
+                part = dict(self.output[-1]["content"][0])
+                yield self._of("response.content_part.added", content_index=0, part=part)
+            part = self.output[-1]["content"][0]
+            part["text"] += text
+            name = "reasoning_text" if kind == "reasoning" else "output_text"
+            more: dict[str, Any] = {}
+            if kind == "content":
+                more["logprobs"], self.logprobs = self.logprobs, []
+                part["logprobs"] += more["logprobs"]
+            yield self._of(f"response.{name}.delta", content_index=0, delta=text, **more)
+
+    def _of(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last item."""
+        item = self.output[-1]
+        index = len(self.output) - 1
+        return {"kind": kind, "item_id": item["id"], "output_index": index, **fields}
+
+    def _open(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.is_open = True
+        self.output.append(item)
+        shown = {**item, "content": []} if "content" in item else dict(item)
+        index = len(self.output) - 1
+        yield {"kind": "response.output_item.added", "output_index": index, "item": shown}
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        if not self.is_open:
+            return
+        self.is_open = False
+        item = self.output[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            yield self._of(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        else:
+            part = item["content"][0]
+            name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            more = {"logprobs": part["logprobs"]} if name == "output_text" else {}
+            yield self._of(f"response.{name}.done", content_index=0, text=part["text"], **more)
+            yield self._of("response.content_part.done", content_index=0, part=dict(part))
+        index = len(self.output) - 1
+        yield {"kind": "response.output_item.done", "output_index": index, "item": dict(item)}
+
+
+def _new_item(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        part = {"type": "reasoning_text", "text": ""}
+        return {
+            "type": "reasoning", "id": _id("rs"), "summary": [], "content": [part],
+            "status": "in_progress",
+        }  # fmt: skip
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {
+        "type": "message", "id": _id("msg"), "role": "assistant", "content": [part],
+        "status": "in_progress",
+    }  # fmt: skip
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

@@ -1,0 +1,172 @@
+"""Sampling fields of a request as `SamplingParams`, and log-probabilities as APIs write them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import TokenLogprobs
+from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.loading.incremental import spelled_bytes
+from rooflax.server.errors import ApiError
+from rooflax.server.fields import one_of
+
+if TYPE_CHECKING:
+    from rooflax.loading.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+_SAME = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
+    "allowed_token_ids", "prompt_logprobs", "n", "length_penalty",
+)  # fmt: skip
+
+
+def seed_of(found: Mapping[str, Any]) -> int:
+    """The engine's seed: 32 bits of the request's, or new ones."""
+    seed = found.get("seed")
+    if seed is None:
+        return secrets.randbits(32)
+    return seed if 0 <= seed < 2**32 else (seed ^ (seed >> 32)) & 0xFFFF_FFFF
+
+
+def sampling_params(
+    found: Mapping[str, Any], seed: int, form: Mapping[str, Any], **further: Any
+) -> SamplingParams:
+    """
+    Args:
+        form: json_schema, regex or grammar.
+        further: fields that the route computes.
+
+    Raises:
+        ApiError: with the field.
+    """
+    given: dict[str, Any] = {name: found[name] for name in _SAME if name in found}
+    stop = found.get("stop", ())
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "top_k" in found:
+        given["top_k"] = max(0, found["top_k"])
+    if not found.get("use_beam_search"):
+        given["seed"] = seed
+    try:
+        return SamplingParams(**given | dict(form) | further)
+    except RequestError as error:
+        raise ApiError(str(error), param=error.param) from None
+
+
+def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the text must look like, as one field of SamplingParams; nothing if it is free.
+
+    Raises:
+        ApiError: it is asked for twice, or of no known kind.
+    """
+    wanted = found.get("response_format", {"type": "text"})
+    kind = wanted["type"]
+    one_of("response_format.type", kind, ("text", "json_object", "json_schema"))
+    form: dict[str, Any] = {}
+    if kind == "json_object":
+        form = {"json_schema": {"type": "object"}}
+    elif kind == "json_schema":
+        if "json_schema" not in wanted:
+            raise ApiError(
+                "response_format.json_schema is missing; give a name and a schema.",
+                param="response_format.json_schema",
+            )
+        form = {"json_schema": wanted["json_schema"]["schema"]}
+    structured = found.get("structured_outputs")
+    if structured is None:
+        return form
+    if form or len(structured) != 1:
+        raise ApiError(
+            "structured_outputs takes one of json, regex, grammar and choice, and no "
+            "response_format beside it.",
+            param="structured_outputs",
+        )
+    ((name, value),) = structured.items()
+    if name == "choice":
+        literals = " | ".join(json.dumps(item, ensure_ascii=False) for item in value)
+        return {"grammar": f"start: {literals}"}
+    return {"json_schema" if name == "json" else name: value}
+
+
+class Spelling:
+    """What single tokens spell, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        try:
+            self._bytes: list[bytes] = spelled_bytes(tokenizer)
+        except UnsupportedModelError:  # tokens of such a vocabulary spell no bytes by themselves
+            self._bytes = []
+
+    def spelled(self, token: int) -> bytes:
+        """The bytes of one token."""
+        if token < len(self._bytes):
+            return self._bytes[token]
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+
+    def text(self, token: int) -> str:
+        """The same as text; bytes that are no character by themselves become U+FFFD."""
+        return self.spelled(token).decode("utf-8", "replace")
+
+    def chat(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int
+    ) -> list[dict[str, Any]]:
+        """As chat completions write them."""
+        return [
+            self._one(token, found.logprob)
+            | {"top_logprobs": [self._one(*each) for each in found.top[:top]]}
+            for token, found in zip(tokens, logprobs, strict=True)
+        ]
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self.spelled(token)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(spelled)}
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
+        """As completions write them.
+
+        Args:
+            logprobs: None for a prompt's first token, which has none.
+            offset: of the first token in the text.
+        """
+        texts = [self.text(token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one and max(one.logprob, LOWEST) for one in logprobs],
+            "top_logprobs": [
+                one and self._best(token, one) for token, one in zip(tokens, logprobs, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _best(self, token: int, found: TokenLogprobs) -> dict[str, float]:
+        # The chosen token comes last: of two tokens that look alike its value stays.
+        pairs = [*reversed(found.top), (token, found.logprob)]
+        return {self.text(other): max(logprob, LOWEST) for other, logprob in pairs}
+
+    def prompt(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[dict[str, Any] | None]:
+        """A prompt's, as vLLM writes them: per token a map from token ids."""
+        found: list[dict[str, Any] | None] = [None]
+        for token, one in zip(tokens[1:], logprobs, strict=True):
+            pairs = {token: one.logprob} | dict(one.top)
+            found.append(
+                {
+                    str(other): {"logprob": max(logprob, LOWEST), "decoded_token": self.text(other)}
+                    for other, logprob in pairs.items()
+                }
+            )
+        return found

@@ -1,0 +1,290 @@
+"""`Service`: one model behind the routes. Whether it can be asked, by how many, and its answers.
+
+Knows requests as token ids and sampling parameters; fields and bodies are the routes' matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from rooflax.completion import Delta, TextDecoder
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import RequestError
+from rooflax.server.errors import ApiError
+from rooflax.server.sampling import Spelling
+from rooflax.server.settings import Settings
+
+if TYPE_CHECKING:
+    from rooflax.async_llm import AsyncLLM
+
+State = Literal["loading", "ready", "draining", "failed"]
+RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
+MAX_WAITING_CONTEXTS = 8
+"""Prompt tokens of all open requests, in contexts beyond those that run."""
+TEXT_THREADS = 4
+
+
+class Service:
+    """A model that is loading, ready, draining or failed.
+
+    Attributes:
+        progress: what loading does just now.
+        open: sequences that were accepted and are not answered yet.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.engine: AsyncLLM | None = None
+        self.progress, self.failure = "starting", ""
+        self.created, self.started_s, self.open = int(time.time()), time.monotonic(), 0
+        self.cancelled, self.rejected = Counter[str](), Counter[str]()
+        self.failed_calls = 0
+        self.observe: Callable[[Delta], None] = lambda _: None
+        self._state: State = "loading"
+        self._open_by_owner, self._open_tokens = Counter[str](), 0
+        self._mean_s = 1.0  # of the last requests, for Retry-After
+        self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
+
+    def is_loaded(self, engine: AsyncLLM) -> None:
+        """The model is there."""
+        self.engine, self._state = engine, "ready"
+
+    def fails(self, reason: str) -> None:
+        """There will be no answers any more."""
+        self.failure, self._state = reason, "failed"
+
+    def drains(self) -> None:
+        """Takes no more requests; those at hand go on."""
+        self._state = "draining"
+
+    @property
+    def state(self) -> State:
+        """As of now; an engine that died or is stuck has failed."""
+        if self._state in ("ready", "draining") and self.engine is not None:
+            health = self.engine.health()
+            if health.failure is not None:
+                self.fails(health.failure)
+            elif health.stalled_s > self.settings.stall_s:
+                return "failed"
+        return self._state
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which the model is served."""
+        if self.settings.served_names or self.engine is None:
+            return self.settings.served_names or (self.ready().llm.info.name,)
+        return (self.engine.llm.info.name,)
+
+    def ready(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+            ApiError: 503, while there is none.
+        """
+        state = self.state
+        if state == "ready" and self.engine is not None:
+            return self.engine
+        said, code = {
+            "loading": (f"The model is loading ({self.progress}); try again soon.", "loading"),
+            "draining": ("The server is stopping; ask another.", "draining"),
+        }.get(state, ("The engine has stopped; the server must be restarted.", "engine_dead"))
+        wait = {"Retry-After": str(RETRY_LOADING_S)}
+        raise ApiError(said, status=503, code=code, headers=wait)
+
+    def resolve(self, name: str | None) -> str:
+        """The served name that a request means.
+
+        Raises:
+            ApiError: 404, no model has that name.
+        """
+        names = self.names
+        if name is None or name in names:
+            return name or names[0]
+        raise ApiError(
+            f"There is no model {name[:80]!r}; there is {', '.join(names)}.",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """What the model's tokens spell."""
+        return Spelling(self.ready().llm.tokenizer)
+
+    @contextlib.contextmanager
+    def reserved(self, num_sequences: int, owner: str) -> Iterator[None]:
+        """A place for a request's sequences, taken before anything is computed for it.
+
+        Raises:
+            ApiError: 429, too many are open; or more than may ever be.
+        """
+        self.ready()
+        most = self.slots + self.settings.max_waiting
+        if num_sequences > most:
+            raise ApiError(
+                f"The request has {num_sequences} answers and at most {most} may run and wait; "
+                f"lower n, or send fewer prompts.",
+                param="n",
+            )
+        mine = self._open_by_owner[owner]
+        share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
+        if self.open + num_sequences > most or mine + num_sequences > share:
+            raise self._queue_full(f"{self.open} answers are open and {most} may be")
+        self.open += num_sequences
+        self._open_by_owner[owner] += num_sequences
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.open -= num_sequences
+            self._open_by_owner[owner] -= num_sequences
+            self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
+
+    def _queue_full(self, why: str) -> ApiError:
+        self.rejected["queue_full"] += 1
+        wait_s = self._mean_s * max(1, self.open - self.slots) / self.slots
+        seconds = min(LONGEST_RETRY_S, max(1, math.ceil(wait_s)))
+        return ApiError(
+            f"{why}; try again later.",
+            status=429,
+            code="queue_full",
+            headers={"Retry-After": str(seconds)},
+        )
+
+    @contextlib.contextmanager
+    def _prompt_tokens(self, num_tokens: int) -> Iterator[None]:
+        most = self.ready().llm.max_model_len * (self.slots + MAX_WAITING_CONTEXTS)
+        if self._open_tokens and self._open_tokens + num_tokens > most:
+            raise self._queue_full(f"the open prompts have {self._open_tokens} tokens")
+        self._open_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._open_tokens -= num_tokens
+
+    @property
+    def slots(self) -> int:
+        """Sequences that run at once."""
+        return self.ready().llm.max_num_seqs
+
+    async def in_thread(self, work: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Work that takes long, beside the loop: encoding, templates, large JSON."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that fits the context.
+
+        Raises:
+            ApiError: it does not.
+        """
+        llm = self.ready().llm
+
+        def work() -> list[int]:
+            if add_special_tokens:
+                return llm.processor.prompt_ids(text)
+            return llm.tokenizer.encode(text, add_special_tokens=False)
+
+        try:
+            return await self.in_thread(work)
+        except RequestError as error:
+            code = "context_length_exceeded" if error.param == "prompt" else "invalid_value"
+            raise ApiError(str(error), code=code, param="prompt") from None
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
+        """Token ids of a conversation, by the model's chat template.
+
+        Raises:
+            RooflaxError: there is no template, or it rejects the messages.
+        """
+        llm = self.ready().llm
+        if llm.tokenizer.chat_template is None:
+            raise ApiError(
+                "The model has no chat template; start the server with --chat-template, or use "
+                "/v1/completions.",
+                param="messages",
+            )
+        try:
+            return await self.in_thread(llm.encode_chat, messages, **how)
+        except RequestError as error:
+            raise ApiError(str(error), param="messages") from None
+
+    def check_length(self, num_tokens: int, max_tokens: int | None, field: str) -> None:
+        """
+        Raises:
+            ApiError: prompt and answer do not fit the context; both numbers are stated.
+        """
+        context = self.ready().llm.max_model_len
+        if num_tokens + (max_tokens or 1) > context:
+            asked = "" if max_tokens is None else f" and {field} is {max_tokens}"
+            raise ApiError(
+                f"The prompt has {num_tokens} tokens{asked}, and the context holds {context}; "
+                f"shorten the prompt{' or lower ' + field if asked else ''}.",
+                code="context_length_exceeded",
+                param=field if asked else "prompt",
+            )
+
+    async def stream(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        decoders: Callable[[int], TextDecoder] | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """The pieces of all prompts' samples; closing it ends them.
+
+        Raises:
+            RooflaxError: the request cannot be done, or failed.
+        """
+        engine = self.ready()
+        with self._prompt_tokens(sum(map(len, prompts))):
+            streams = [
+                engine.stream(ids, params, cache_salt=cache_salt, decoders=decoders)
+                for ids in prompts
+            ]
+            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
+                async for delta in deltas:
+                    self.observe(delta)
+                    yield delta
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The pieces of several prompts as they come, each with its prompt's number."""
+    pieces: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(len(streams))
+
+    async def read(number: int, stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    await pieces.put(replace(delta, prompt=number))
+            await pieces.put(None)
+        except Exception as error:
+            await pieces.put(error)
+
+    tasks = [asyncio.create_task(read(*each)) for each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            piece = await pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is None:
+                left -= 1
+            else:
+                yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

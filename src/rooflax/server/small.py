@@ -1,0 +1,143 @@
+"""The routes that generate nothing: models, tokens, templates, health, what the server is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax import __version__
+from rooflax.server.answers import Json
+from rooflax.server.errors import ApiError
+from rooflax.server.fields import Table
+from rooflax.server.formats import format_of
+from rooflax.server.rendering import render
+from rooflax.server.service import RETRY_LOADING_S, Service
+from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
+
+
+async def models(service: Service, request: Request) -> Response:
+    """GET /v1/models."""
+    data = [_card(service, name) for name in service.names]
+    return Json({"object": "list", "data": data})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """GET /v1/models/{name}."""
+    return Json(_card(service, service.resolve(request.path_params["name"])))
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    llm = service.ready().llm
+    config = llm.info.config
+    meta = {
+        "n_vocab": config.vocab_size, "n_ctx": llm.max_model_len, "format": llm.format,
+        "dtype": llm.plan.storage.dtype, "architecture": llm.info.family,
+    }  # fmt: skip
+    return {
+        "id": name, "object": "model", "created": service.created, "owned_by": "rooflax",
+        "root": name, "parent": None, "max_model_len": llm.max_model_len, "meta": meta,
+    }  # fmt: skip
+
+
+def _parsed(service: Service, table: Table, body: Any) -> dict[str, Any]:
+    found = table.parse(body, ignored=[] if service.settings.reports_unknown_fields else None)
+    service.resolve(found.get("model"))
+    return found
+
+
+async def tokenize(service: Service, request: Request, body: Any) -> Response:
+    """POST /tokenize: of a text or of a conversation."""
+    found, llm = _parsed(service, TOKENIZE, body), service.ready().llm
+    given = [name for name in ("prompt", "content", "messages") if name in found]
+    if len(given) != 1:
+        raise ApiError("Give one of prompt, content and messages.", param="prompt")
+    if given == ["messages"]:
+        ids = (await render(service, found)).ids
+    else:
+        special = found.get("add_special_tokens", True)
+        ids = await service.encode(found[given[0]], add_special_tokens=special)
+    texts = None
+    if found.get("return_token_strs"):
+        texts = [service.spelling.text(token) for token in ids]
+    return Json(
+        {
+            "tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len,
+            "token_strs": texts,
+        }
+    )  # fmt: skip
+
+
+async def detokenize(service: Service, request: Request, body: Any) -> Response:
+    """POST /detokenize."""
+    found = _parsed(service, DETOKENIZE, body)
+    tokenizer = service.ready().llm.tokenizer
+    ids = found["tokens"]
+    wrong = next((token for token in ids if token >= tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            f"tokens holds {wrong}; this model knows 0 to {tokenizer.vocab_size - 1}.",
+            param="tokens",
+        )
+    text = await service.in_thread(tokenizer.decode, ids, skip_special_tokens=False)
+    return Json({"prompt": text, "content": text})
+
+
+async def apply_template(service: Service, request: Request, body: Any) -> Response:
+    """POST /apply-template: the prompt that a conversation becomes."""
+    found = _parsed(service, TEMPLATE, body)
+    prompt = await render(service, found)
+    decode = service.ready().llm.tokenizer.decode
+    return Json({"prompt": await service.in_thread(decode, prompt.ids, skip_special_tokens=False)})
+
+
+async def health(service: Service, request: Request) -> Response:
+    """GET /health: 200 where the engine works; while loading, what it does just now."""
+    state = service.state
+    if state in ("ready", "draining"):
+        return Json({"status": "ok"})
+    if state == "loading":
+        said = {"status": "loading", "progress": service.progress}
+        return Json(said, status_code=503, headers={"Retry-After": str(RETRY_LOADING_S)})
+    return Json({"status": "failed", "reason": "the engine has stopped"}, status_code=503)
+
+
+async def ready(service: Service, request: Request) -> Response:
+    """GET /ready: 200 where requests are taken."""
+    state = service.state
+    return Json({"status": state}, status_code=200 if state == "ready" else 503)
+
+
+async def version(service: Service, request: Request) -> Response:
+    """GET /version."""
+    return Json({"version": __version__})
+
+
+async def props(service: Service, request: Request) -> Response:
+    """GET /props: what a chat page wants to know."""
+    llm = service.ready().llm
+    template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
+    format = format_of(template)
+    settings = {
+        name: getattr(defaults, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    if defaults.do_sample is False:
+        settings["temperature"] = 0.0
+    return Json(
+        {
+            "default_generation_settings": settings,
+            "total_slots": service.slots,
+            "model_alias": service.names[0],
+            "n_ctx": llm.max_model_len,
+            "chat_template_caps": {
+                "chat": template is not None,
+                "tools": format is not None and format.calls is not None,
+                "reasoning": format is not None
+                and (format.reasoning is not None or format.name == "harmony"),
+            },
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"rooflax {__version__}",
+        }
+    )

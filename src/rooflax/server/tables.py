@@ -1,0 +1,282 @@
+"""What every route accepts: the tables of fields that parse, document and describe requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from rooflax.server.fields import Field, Table
+
+MAX_PROMPTS, MAX_SAMPLES, MAX_STOP, MAX_STOP_CHARACTERS = 128, 16, 64, 256
+MAX_BIAS, MAX_LOGPROBS, MAX_TOOLS = 300, 20, 128
+
+Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+TokenIds = list[Whole]
+JsonObject = dict[str, Any]
+
+
+def label(name: str, text: str = "accepted; it changes no token") -> Field:
+    return Field(name, Any, text, "label")
+
+
+def refused(name: str, why: str, *harmless: Any) -> Field:
+    return Field(name, Any, why, "refused", harmless)
+
+
+STREAM_OPTIONS = Table(
+    Field("include_usage", bool, "a last chunk without choices states the usage"),
+    Field("continuous_usage_stats", bool, "every chunk states the usage so far"),
+    label("include_obfuscation"),
+)
+STREAMING = (
+    Field("stream", bool, "answer in server-sent events"),
+    Field("stream_options", STREAM_OPTIONS, "of a stream; needs stream"),
+)
+JSON_SCHEMA = Table(
+    Field("name", Name, "a name of the schema", required=True),
+    Field("schema", JsonObject, "the JSON schema", required=True),
+    label("strict", "false is constrained too"),
+    label("description"),
+)
+RESPONSE_FORMAT = Table(
+    Field("type", str, "text, json_object or json_schema", required=True),
+    Field("json_schema", JSON_SCHEMA, "of json_schema"),
+)
+STRUCTURED = Table(
+    Field("json", JsonObject | str, "a JSON schema"),
+    Field("regex", str, "a regular expression for the whole text"),
+    Field("grammar", str, "a Lark grammar"),
+    Field("choice", Annotated[list[StopString], Meta(min_length=1, max_length=128)], "literals"),
+)
+SAMPLING = (
+    Field("temperature", Annotated[float, Meta(ge=0, le=2)], "0 takes the likeliest token"),
+    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
+    Field("top_k", Annotated[int, Meta(ge=-1, le=2**31 - 1)], "keep the k likeliest; 0, -1 is off"),
+    Field("min_p", Annotated[float, Meta(ge=0, le=1)], "drop those below p times the likeliest"),
+    Field("n", Annotated[int, Meta(ge=1, le=MAX_SAMPLES)], "answers to give"),
+    Field(
+        "stop", StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP)],
+        "strings that end the text",
+    ),
+    Field(
+        "seed", Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
+        "of the draws; without one each request draws its own, stated in x-rooflax-seed",
+    ),
+    Field("presence_penalty", Penalty, "once per token used"),
+    Field("frequency_penalty", Penalty, "per use of a token"),
+    Field("repetition_penalty", Annotated[float, Meta(gt=0, le=1e6)], "above 1 repeats less"),
+    Field(
+        "logit_bias", Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+        Meta(max_length=MAX_BIAS)], "added to the logits of token ids",
+    ),
+    Field("min_tokens", Whole, "before anything but max_tokens may end the text"),
+    Field("ignore_eos", bool, "go on after end-of-sequence tokens"),
+    Field("stop_token_ids", TokenIds, "ids that end the text"),
+    Field("allowed_token_ids", TokenIds, "the only ids that may be chosen"),
+    Field("prompt_logprobs", Logprobs, "log-probabilities of the prompt's tokens"),
+    Field("return_token_ids", bool, "token ids of prompt and answer in each choice"),
+    Field("cache_salt", str, "only requests of the same salt share cached prompts"),
+    Field(
+        "request_id", Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")],
+        "the end of the answer's id",
+    ),
+    Field("structured_outputs", STRUCTURED, "what the text must look like"),
+    Field("response_format", RESPONSE_FORMAT, "text, JSON, or JSON of a schema"),
+    refused("priority", "requests are served in the order of their arrival", 0),
+    refused("include_stop_str_in_output", "stop strings are never part of the text", False),
+    refused("skip_special_tokens", "special tokens are never part of the text", True),
+    refused("truncate_prompt_tokens", "prompts are never cut"),
+    refused("bad_words", "use logit_bias"),
+    refused("logits_processors", "the server runs no code of a request"),
+    refused("vllm_xargs", "it is another server's"),
+    refused("kv_transfer_params", "it is another server's"),
+    refused("guided_json", "use structured_outputs.json"),
+    refused("guided_regex", "use structured_outputs.regex"),
+    refused("guided_grammar", "use structured_outputs.grammar"),
+    refused("guided_choice", "use structured_outputs.choice"),
+)  # fmt: skip
+MODEL = Field("model", str, "a served name; without it the one model")
+
+COMPLETIONS = Table(
+    MODEL,
+    Field(
+        "prompt", str | Annotated[list[str | Whole | TokenIds], Meta(min_length=1)],
+        "text, token ids, or a list of either; at most 128", required=True,
+    ),
+    Field("max_tokens", Whole, "default 16; 0 with echo only"),
+    Field("logprobs", Logprobs, "of the chosen token and this many of the best"),
+    Field("echo", bool, "the prompt comes before the answer"),
+    Field("best_of", Count, "must equal n"),
+    Field("add_special_tokens", bool, "what the tokenizer puts around a text; default true"),
+    Field("use_beam_search", bool, "beam search with n beams"),
+    Field("length_penalty", float, "of beams: more favours long texts"),
+    *STREAMING,
+    *SAMPLING,
+    refused("suffix", "the model fills no gaps"),
+    refused("prompt_embeds", "prompts are text or token ids"),
+    label("user"),
+)  # fmt: skip
+
+CALL_FUNCTION = Table(
+    Field("name", str, "of the function", required=True),
+    Field("arguments", str, "JSON of an object", required=True),
+)
+TOOL_CALL = Table(
+    Field("id", str, "of the call", required=True),
+    Field("type", Literal["function"], "function"),
+    Field("function", CALL_FUNCTION, "what is called", required=True),
+    label("index"),
+)
+MESSAGE = Table(
+    Field("role", str, "system, developer, user, assistant or tool", required=True),
+    Field("content", str | list[JsonObject], "text, or a list of text parts"),
+    Field("name", str, "of who speaks, for templates that read it"),
+    Field("tool_calls", [TOOL_CALL], "of an assistant"),
+    Field("tool_call_id", str, "of a tool's answer"),
+    Field("reasoning_content", str, "of an assistant"),
+    Field("reasoning", str, "as reasoning_content"),
+    Field("thinking", str, "as reasoning_content"),
+    label("refusal"),
+    refused("function_call", "use tool_calls"),
+    refused("audio", "the model reads text only"),
+)
+FUNCTION = Table(
+    Field("name", Name, "of the function", required=True),
+    Field("description", str, "what it does"),
+    Field("parameters", JsonObject, "a JSON schema of its arguments"),
+    Field("strict", bool, "arguments must be valid by the schema"),
+)
+TOOL = Table(
+    Field("type", Literal["function"], "function", required=True),
+    Field("function", FUNCTION, "what may be called", required=True),
+)
+RENDERING = (
+    Field("messages", [MESSAGE], "the conversation, oldest first", required=True),
+    Field("tools", [TOOL], "functions that the model may call"),
+    Field("chat_template_kwargs", JsonObject, "further variables that the template reads"),
+    Field("documents", list[JsonObject], "for templates that read documents"),
+    Field(
+        "reasoning_effort", Literal["none", "minimal", "low", "medium", "high"],
+        "for templates that tell efforts apart",
+    ),
+    Field("add_generation_prompt", bool, "default true; false with continue_final_message only"),
+    Field("continue_final_message", bool, "go on with the last message, an assistant's"),
+    refused("chat_template", "the server's template is used"),
+)  # fmt: skip
+CHAT = Table(
+    MODEL,
+    *RENDERING,
+    Field("max_completion_tokens", Count, "most new tokens; default to the end of the context"),
+    Field("max_tokens", Count, "as max_completion_tokens, which wins"),
+    Field("logprobs", bool, "log-probabilities of the tokens"),
+    Field("top_logprobs", Logprobs, "and of this many of the best; needs logprobs"),
+    Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
+    Field("parallel_tool_calls", bool, "false allows one call an answer"),
+    Field("include_reasoning", bool, "false leaves reasoning_content out of the answer"),
+    *STREAMING,
+    *SAMPLING,
+    refused("functions", "use tools"),
+    refused("function_call", "use tool_choice"),
+    refused("store", "nothing is stored", False),
+    refused("modalities", "the model writes text only", ["text"]),
+    refused("audio", "the model writes text only"),
+    refused("prediction", "the engine drafts by itself"),
+    refused("web_search_options", "the server searches nothing"),
+    refused("thinking_token_budget", "reasoning has no budget of its own; use max_tokens"),
+    label("user"),
+    label("metadata"),
+    Field("service_tier", Literal["auto", "default"], "accepted; it changes no token", "label"),
+    label("safety_identifier"),
+    label("prompt_cache_key"),
+    label("prompt_cache_retention"),
+    label("verbosity"),
+)
+
+TEXT_FORMAT = Table(
+    Field("type", Literal["text", "json_object", "json_schema"], "of the text", required=True),
+    Field("name", Name, "of the schema"),
+    Field("schema", JsonObject, "the JSON schema"),
+    label("strict"),
+    label("description"),
+)
+RESPONSES = Table(
+    MODEL,
+    Field("input", str | list[JsonObject], "text, or messages, calls, their answers and reasoning"),
+    Field("instructions", str, "a system message before the input"),
+    Field("tools", list[JsonObject], "functions; tools of other types are reported"),
+    Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
+    Field("parallel_tool_calls", bool, "false allows one call an answer"),
+    Field("max_output_tokens", Count, "most new tokens; default to the end of the context"),
+    Field("temperature", Annotated[float, Meta(ge=0, le=2)], "0 takes the likeliest token"),
+    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
+    Field("top_logprobs", Logprobs, "of each token; with include message.output_text.logprobs"),
+    Field("include", list[str], "message.output_text.logprobs; others change nothing"),
+    Field("stream", bool, "answer in server-sent events"),
+    Field(
+        "text",
+        Table(Field("format", TEXT_FORMAT, "as response_format of chat"), label("verbosity")),
+        "what the text must look like",
+    ),
+    Field(
+        "reasoning", Table(Field("effort", str, "where the template tells efforts apart, else "
+        "reported"), label("summary"), label("generate_summary")), "how much to reason",
+    ),
+    Field("metadata", dict[str, str], "stated again in the answer"),
+    refused("truncation", "a conversation is never cut silently", "disabled"),
+    refused("max_tool_calls", "the server calls no tools"),
+    refused("previous_response_id", "nothing is stored; send the whole conversation"),
+    refused("conversation", "nothing is stored; send the whole conversation"),
+    refused("prompt", "nothing is stored"),
+    refused("background", "nothing runs behind a client's back", False),
+    label("store", "nothing is stored, and the answer says so"),
+    label("stream_options"),
+    label("user"),
+    label("safety_identifier"),
+    label("prompt_cache_key"),
+    label("prompt_cache_retention"),
+    label("service_tier"),
+    label("client_metadata"),
+)  # fmt: skip
+SYSTEM = str | list[JsonObject]
+ANTHROPIC_COUNTED = (
+    MODEL,
+    Field("messages", list[JsonObject], "the conversation, oldest first", required=True),
+    Field("system", SYSTEM, "a system message"),
+    Field("tools", list[JsonObject], "functions; tools of other types are reported"),
+    Field("tool_choice", JsonObject, "type auto, any, tool or none"),
+    Field("thinking", JsonObject, "type enabled, adaptive or disabled"),
+)
+COUNT_TOKENS = Table(*ANTHROPIC_COUNTED)
+MESSAGES = Table(
+    *ANTHROPIC_COUNTED,
+    Field("max_tokens", Count, "most new tokens", required=True),
+    Field(
+        "stop_sequences", Annotated[list[StopString], Meta(max_length=MAX_STOP)],
+        "strings that end the text",
+    ),
+    Field("temperature", Annotated[float, Meta(ge=0, le=1)], "0 takes the likeliest token"),
+    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
+    Field("top_k", Annotated[int, Meta(ge=0, le=2**31 - 1)], "keep the k likeliest"),
+    Field("stream", bool, "answer in server-sent events"),
+    refused("container", "the server runs no code"),
+    refused("mcp_servers", "the server calls no tools"),
+    label("metadata"),
+    label("service_tier"),
+)  # fmt: skip
+
+TOKENIZE = Table(
+    MODEL,
+    Field("prompt", str, "the text; this, content or messages"),
+    Field("content", str, "as prompt"),
+    Field("add_special_tokens", bool, "what the tokenizer puts around a text; default true"),
+    Field("return_token_strs", bool, "also the text of each token"),
+    *(Field(f.name, f.type, f.text, f.policy) for f in RENDERING),
+)
+DETOKENIZE = Table(MODEL, Field("tokens", TokenIds, "token ids", required=True))
+TEMPLATE = Table(MODEL, *RENDERING)

@@ -1,0 +1,112 @@
+"""uvicorn's HTTP protocol with the limits that it lacks: of headers, their time, and connections.
+
+What is refused here never becomes a request, so its answer is written by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rooflax.server.errors import ApiError, openai_body
+
+MAX_URL_BYTES, MAX_HEADER_BYTES, MAX_HEADERS = 8 * 1024, 64 * 1024, 128
+MAX_CONNECTIONS = 1024
+HEADER_S = 10.0
+_PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields Too Large",
+            503: "Service Unavailable"}  # fmt: skip
+
+
+class _Refused(Exception):
+    """A request is over a limit."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._refusal: ApiError | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_in_head, self._num_head_bytes = False, 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refusal = ApiError(
+                "Too many connections are open; try again later.", status=503, code="overloaded"
+            )
+            self.send_400_response("")
+            return
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._is_in_head, self._num_head_bytes = True, 0
+        self._head_timer = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _head_came(self) -> None:
+        self._is_in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._num_head_bytes > MAX_URL_BYTES + MAX_HEADER_BYTES:
+            self._over(431, "The headers are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._expect_head()
+        self._num_header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refuse(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_header_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(
+                431, f"There are more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes."
+            )
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._refusal = ApiError(message, status=status, code="request_too_large")
+        raise _Refused  # ends the parser, which calls send_400_response
+
+    def _over(self, status: int, message: str) -> None:
+        self._refusal = ApiError(message, status=status, code="request_too_large")
+        self.send_400_response(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is no request, as JSON; then the connection is closed."""
+        found = self._refusal or ApiError("The request is not valid HTTP.", code="invalid_http")
+        self._refusal = found
+        self._head_came()
+        body = msgspec.json.encode(openai_body(found))
+        head = (
+            f"HTTP/1.1 {found.status} {_PHRASES[found.status]}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,0 +1,141 @@
+"""`rooflax serve` as a process: it listens at once, serves, drains, and ends with its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from rooflax.cli.main import main, parser_of
+from rooflax.cli.serve import settings_of, take_variables
+from tests.server.live import wait_for
+
+CHAT = {"messages": [{"role": "user", "content": "Who are you?"}]}
+COMMAND = [sys.executable, "-m", "rooflax", "serve", "--port", "0", "--max-num-seqs", "2"]
+
+
+class Process:
+    """A server of its own."""
+
+    def __init__(self, *flags: str):
+        self.process = subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait_for(lambda: bool(self.lines), 60)
+        found = re.search(r"listening on (http://127\.0\.0\.1:\d+)", self.lines[0])
+        assert found, self.lines
+        self.url = found[1]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(self.process.stderr)
+
+    def status(self, path: str = "/ready") -> int:
+        return httpx.get(f"{self.url}{path}", timeout=60, trust_env=False).status_code
+
+    def end(self, *signals: int) -> int:
+        for number in signals:
+            self.process.send_signal(number)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+def test_c8_it_serves_and_drains_without_cutting_an_answer():
+    server = Process()
+    try:
+        assert server.status("/health") in (200, 503)
+        wait_for(lambda: server.status() == 200, 180)
+        text = ""
+
+        def read() -> None:
+            nonlocal text
+            body = CHAT | {"stream": True, "max_tokens": 300, "ignore_eos": True}
+            with httpx.stream(
+                "POST", f"{server.url}/v1/chat/completions", json=body, timeout=60
+            ) as s:
+                for piece in s.iter_text():
+                    text += piece
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_for(lambda: "content" in text)
+        code = server.end(signal.SIGTERM)
+        reader.join(30)
+        assert code == 0, server.lines
+        assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        with pytest.raises(httpx.ConnectError):
+            server.status()
+        assert not any("Traceback" in line for line in server.lines)
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_c8_it_ends_while_it_loads(number, code):
+    server = Process()
+    assert server.end(number) == code
+
+
+def test_c10_a_port_that_is_taken(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert "cannot be listened on" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--host", "0.0.0.0"], "--host"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--unknown-fields", "shrug"], "reject, report"),
+        (["--chat-template", "/no/such/file"], "cannot be read"),
+        (["--api-key-file", "/no/such/file"], "cannot be read"),
+        (["--api-key", ""], "--api-key"),
+        (["--drain-timeout", "0"], "--drain-timeout"),
+    ],
+)
+def test_a4_a5_wrong_flags_are_one_sentence(flags, said, capfd):
+    assert main(["serve", *flags]) == 2
+    told = capfd.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a5_key_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"# who\r\none # first\r\n\r\ntwo\r\n")
+    os.chmod(path, 0o600)
+    args = parser_of("serve").parse_args(["--api-key-file", str(path)])
+    assert settings_of(args).api_keys == ("one", "two")
+
+
+def test_variables_stand_in_for_flags(monkeypatch):
+    for name, value in (
+        ("ROOFLAX_API_KEY", "a,b"), ("ROOFLAX_PORT", "9000"), ("ROOFLAX_HOST", "::1"),
+        ("ROOFLAX_STAY", "1"), ("ROOFLAX_DRAIN_TIMEOUT", "5"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    args = parser_of("serve").parse_args(["--host", "localhost"])
+    take_variables(args)
+    found = settings_of(args)
+    assert (found.api_keys, found.port, found.host) == (("a", "b"), 9000, "localhost")
+    assert (found.stays, found.drain_s) == (True, 5.0)
+    monkeypatch.setenv("ROOFLAX_PORT", "many")
+    assert main(["serve"]) == 2
+
+
+def test_without_the_extra_it_says_how_to_get_it(monkeypatch, capfd):
+    monkeypatch.setattr("rooflax.cli.serve.NEEDED", ("no_such_package",))
+    assert main(["serve"]) == 2
+    assert "pip install 'rooflax[serve]'" in capfd.readouterr().err

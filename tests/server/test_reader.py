@@ -1,0 +1,292 @@
+"""Tool calls and reasoning out of tokens: however a text is cut, the events are the same.
+
+The oracle of the data is the chat template: what it renders is read back. The oracle of the reader
+is transformers' parser of responses.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from rooflax.loading.chat_template import render
+from rooflax.loading.incremental import spelled_bytes
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.server.formats import format_of, formats
+from rooflax.server.reader import Event, Reader
+from tests.loading import conftest as tokenizers
+from tests.loading.test_chat_template import TEMPLATES
+
+FORMATS = {each.name: each for each in formats()}
+ARGUMENTS = {"city": "Oslo", "days": [1, 2], "note": 'a "b" {c} </x> \\ é 日本\n'}
+HEAD = json.dumps(ARGUMENTS, ensure_ascii=False)
+
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory, llm):
+    """A tokenizer whose special tokens are those of the format."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    found = {
+        kind: Tokenizer(tokenizers._write_folder(root / kind, kind))
+        for kind in ("qwen", "llama3", "gpt_oss")
+    }
+    of_format = {"llama3_json": "llama3", "harmony": "gpt_oss", "embedded": "embedded"}
+    found["embedded"] = llm.tokenizer
+    return lambda name: found[of_format.get(name, "qwen")]
+
+
+def cut(tokenizer, text, rng):
+    """Ids that spell a text: random ones, or without `rng` the shortest; special ones are meant."""
+    spelled = spelled_bytes(tokenizer)
+    special = {spelled[i]: i for i in tokenizer.special_token_ids}
+    ids: dict[bytes, int] = {}
+    for number, piece in enumerate(spelled):
+        if piece and number not in tokenizer.special_token_ids:
+            ids.setdefault(piece, number)
+    data, found, at = text.encode(), [], 0
+    while at < len(data):
+        mark = next((m for m in special if data.startswith(m, at)), None)
+        if mark is not None:
+            found.append(special[mark])
+            at += len(mark)
+            continue
+        sizes = [
+            n for n in range(1, 17) if data[at : at + n] in ids and len(data[at : at + n]) == n
+        ]
+        size = rng.choice(sizes) if rng else sizes[0]
+        found.append(ids[data[at : at + size]])
+        at += size
+    return found
+
+
+def read(tokenizer, format, ids, *, prompt=(), tools=True, schemas=None):
+    """Content and events, neighbours of one kind joined."""
+    reader = Reader(tokenizer, format, prompt, reads_calls=tools, schemas=schemas)
+    content = "".join(reader.push(token) for token in ids) + reader.flush()
+    events: list[Event] = []
+    for each in reader.take_events():
+        if events and each.kind == events[-1].kind and each.kind in ("reasoning", "arguments"):
+            events[-1] = Event(each.kind, events[-1].text + each.text)
+        else:
+            events.append(each)
+    return content, events, reader
+
+
+def call(name, arguments=HEAD):
+    return [Event("call", name), Event("arguments", arguments), Event("call_end", "")]
+
+
+def thought(text):
+    return [Event("reasoning", text)]
+
+
+BODY = '{"name": "look", "arguments": ' + HEAD + "}"
+LLAMA = '{"name": "look", "parameters": ' + HEAD + "}"
+XML = """<function=look>
+<parameter=city>
+Oslo
+</parameter>
+<parameter=days>
+[1, 2]
+</parameter>
+<parameter=note>
+5
+</parameter>
+</function>"""
+XML_ARGUMENTS = json.dumps({"city": "Oslo", "days": [1, 2], "note": "5"})
+MESSAGE, CHANNEL = "<|message|>", "<|channel|>"
+NO_CALL = "<tool_call>\nlook at this\n</tool_call>"
+NEXT = f"<|end|><|start|>assistant{CHANNEL}"
+TO_LOOK = f"commentary to=functions.look <|constrain|>json{MESSAGE}{HEAD}"
+CASES = {
+    "hermes": [
+        ("Hello, world.\n", "Hello, world.\n", []),
+        (f"<tool_call>\n{BODY}\n</tool_call>", "", call("look")),
+        (f"<tool_call>{BODY}</tool_call>\n<tool_call>{BODY}</tool_call>", "", call("look") * 2),
+        (f"Let me look.\n<tool_call>\n{BODY}\n</tool_call>", "Let me look.", call("look")),
+        ("<think>\nHm, 日本 é.\n</think>\n\nYes.", "Yes.", thought("Hm, 日本 é.")),
+        (f"<think>\nHm.\n</think>\n\n<tool_call>\n{BODY}\n</tool_call>", "",
+         thought("Hm.") + call("look")),
+        (NO_CALL + " x", NO_CALL + " x", []),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", call("f", '{"a": 1}')),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+         call("f", '{"a": 1}')),
+        ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ("a < b <tool", "a < b <tool", []),
+        ("<think>\nnever closed", "", thought("never closed")),
+        ("x <think> is text here", "x <think> is text here", []),
+        ("", "", []),
+    ],
+    "llama3_json": [
+        (LLAMA, "", call("look")),
+        (f"<|python_tag|>{LLAMA}", "", call("look")),
+        ('{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
+        ('{"nam', '{"nam', []),
+        (f"Look: {LLAMA}", f"Look: {LLAMA}", []),
+    ],
+    "qwen3_coder": [
+        (f"<tool_call>\n{XML}\n</tool_call>", "", call("look", XML_ARGUMENTS)),
+        (NO_CALL, NO_CALL, []),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS]look[ARGS]{HEAD}", "", call("look")),
+        (f"[TOOL_CALLS]look[ARGS]{HEAD}[TOOL_CALLS]see[ARGS]{{}}", "",
+         call("look") + call("see", "{}")),
+        (f"[TOOL_CALLS][{BODY}, {BODY}]", "", call("look") * 2),
+        ("[THINK]Hm.[/THINK]Yes.", "Yes.", thought("Hm.")),
+    ],
+    "think": [("<think>\nHm.\n</think>\n\nYes.", "Yes.", thought("Hm."))],
+    "harmony": [
+        (f"{CHANNEL}final{MESSAGE}Hello.", "Hello.", []),
+        (f"{CHANNEL}analysis{MESSAGE}Hm.{NEXT}final{MESSAGE}Yes.", "Yes.", thought("Hm.")),
+        (f"{CHANNEL}analysis{MESSAGE}Hm.{NEXT}{TO_LOOK}", "", thought("Hm.") + call("look")),
+        (f" to=functions.look{CHANNEL}commentary <|constrain|>json{MESSAGE}{HEAD}<|call|>", "",
+         call("look")),
+        (f"{CHANNEL}commentary{MESSAGE}First.{NEXT}final{MESSAGE}Then.", "First.Then.", []),
+    ],
+}  # fmt: skip
+ALL = [(name, *case) for name, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "events"), ALL)
+def test_every_way_to_cut_a_text_gives_the_same(of_kind, name, text, content, events):
+    tokenizer = of_kind(name)
+    schemas = {"look": {"properties": {"days": {"type": "array"}, "city": {"type": "string"}}}}
+    prompt = cut(tokenizer, "<|start|>assistant" if name == "harmony" else "\n", None)
+    for seed in (None, *range(40)):
+        ids = cut(tokenizer, text, None if seed is None else random.Random(seed))
+        found = read(tokenizer, FORMATS[name], ids, prompt=prompt, schemas=schemas)
+        assert found[:2] == (content, events), seed
+
+
+def test_every_format_has_its_cases():
+    assert set(CASES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", ["hermes", "think"])
+def test_reasoning_that_the_prompt_has_opened(of_kind, name):
+    tokenizer = of_kind(name)
+    prompt = cut(tokenizer, "<|im_start|>assistant\n<think>\n", None)
+    ids = cut(tokenizer, "Hm.\n</think>\n\nYes.", None)
+    content, events, reader = read(tokenizer, FORMATS[name], ids, prompt=prompt)
+    assert (content, events) == ("Yes.", thought("Hm."))
+    assert 3 <= reader.num_reasoning_tokens <= len("Hm.\n</think>")
+    closed = cut(tokenizer, "<think>\n\n</think>\n\n", None)
+    assert read(tokenizer, FORMATS[name], ids[:3], prompt=closed)[0] == "Hm."
+
+
+def test_without_tools_a_call_is_text(of_kind):
+    text = f"<tool_call>{BODY}</tool_call>"
+    tokenizer = of_kind("hermes")
+    ids = cut(tokenizer, text, None)
+    assert read(tokenizer, FORMATS["hermes"], ids, tools=False)[:2] == (text, [])
+
+
+def test_arguments_come_as_they_are_written(of_kind):
+    tokenizer = of_kind("hermes")
+    reader = Reader(tokenizer, FORMATS["hermes"], reads_calls=True)
+    pieces = []
+    for token in cut(tokenizer, f"<tool_call>{BODY}</tool_call>", None):
+        reader.push(token)
+        pieces += [each.text for each in reader.take_events() if each.kind == "arguments"]
+    assert "".join(pieces) == HEAD
+    assert len(pieces) > len(HEAD) // 2
+
+
+def test_a_cut_call_keeps_what_was_written(of_kind):
+    tokenizer = of_kind("hermes")
+    ids = cut(tokenizer, '<tool_call>{"name": "f", "arguments": {"a": [1, ', None)
+    content, events, reader = read(tokenizer, FORMATS["hermes"], ids)
+    assert content == "" and reader.num_calls == 0
+    assert events == call("f", '{"a": [1, ')
+
+
+def test_a_million_characters_take_linear_time(of_kind):
+    tokenizer = of_kind("embedded")
+    for text in ("<tool_call>" + "x" * 300_000, f"<tool_call>{BODY[:-2]}" + '[{"' * 100_000):
+        ids = tokenizer.encode(text)
+        started = time.perf_counter()
+        half = len(ids) // 2
+        reader = Reader(tokenizer, FORMATS["hermes"], reads_calls=True)
+        for token in ids[:half]:
+            reader.push(token)
+        first = time.perf_counter() - started
+        for token in ids[half:]:
+            reader.push(token)
+        assert time.perf_counter() - started < 4 * first + 1
+
+
+def test_templates_are_known():
+    of = {kind: (found := format_of(text)) and found.name for kind, text in TEMPLATES.items()}
+    assert of == {"gpt_oss": "harmony", "llama2": None, "llama3": "llama3_json", "qwen": "think"}
+
+
+@pytest.mark.parametrize("arguments", [{}, ARGUMENTS, {"nested": {"a": [{"b": None}]}}])
+@pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.parametrize("content", ["", "Let me look."])
+def test_what_the_embedded_template_renders_is_read_back(llm, arguments, num_calls, content):
+    tokenizer = llm.tokenizer
+    one = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content, "tool_calls": [one] * num_calls},
+    ]
+    text = render(tokenizer.chat_template, messages).rpartition("<|im_start|>assistant\n")[2]
+    ids = tokenizer.encode(text.removesuffix("<|im_end|>\n"))
+    format = format_of(tokenizer.chat_template)
+    found, events, _ = read(tokenizer, format, ids)
+    assert found == content
+    assert [e.text for e in events if e.kind == "call"] == ["look"] * num_calls
+    written = [json.loads(e.text) for e in events if e.kind == "arguments"]
+    assert written == [arguments] * num_calls
+
+
+def test_what_the_llama3_template_renders_is_read_back(of_kind):
+    function = {"name": "look", "arguments": ARGUMENTS}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+    ]
+    text = render(TEMPLATES["llama3"], messages, bos_token="").rpartition("<|end_header_id|>\n\n")[
+        2
+    ]
+    tokenizer = of_kind("llama3_json")
+    _, events, _ = read(
+        tokenizer, FORMATS["llama3_json"], cut(tokenizer, text[: -len("<|eot_id|>")], None)
+    )
+    assert json.loads(events[1].text) == ARGUMENTS
+
+
+RESPONSE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 7, 8, 11, 12])
+def test_equals_transformers_parser(of_kind, number):
+    chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
+    text = CASES["hermes"][number][0]
+    theirs = chat_parsing.parse_response(text, RESPONSE, prefix="")
+    tokenizer = of_kind("hermes")
+    content, events, _ = read(tokenizer, FORMATS["hermes"], cut(tokenizer, text, None))
+    reasoning = "".join(e.text for e in events if e.kind == "reasoning").strip()
+    names = [e.text for e in events if e.kind == "call"]
+    arguments = [json.loads(e.text) for e in events if e.kind == "arguments"]
+    wanted = theirs.get("tool_calls", [])
+    assert names == [c["name"] for c in wanted]
+    assert [
+        json.loads(a) if isinstance(a := c["arguments"], str) else a for c in wanted
+    ] == arguments
+    if "x <think>" not in text:  # reasoning comes first; theirs may come anywhere
+        assert reasoning == theirs.get("thinking", "")
+        assert content.strip() == theirs.get("content", "")

@@ -1,0 +1,282 @@
+"""Tools and reasoning through the routes, streamed and whole, by a scripted engine; and forced
+calls, which are valid whatever the model is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rooflax import LLM, AsyncLLM, SamplingParams
+from rooflax.server.formats import formats
+from rooflax.server.tools import tool_choice
+from tests.server.live import serving
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def tool(name="look", **more):
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+def written(*names, arguments='{"city": "Oslo", "days": 1}'):
+    calls = [
+        f'<tool_call>\n{{"name": "{n}", "arguments": {arguments}}}\n</tool_call>' for n in names
+    ]
+    return "\n".join(calls)
+
+
+def whole(live, **fields):
+    found = live.post(CHAT, {"messages": MESSAGES} | fields)
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def streamed(live, **fields):
+    """The choices of a stream, put together as a client does."""
+    text = live.post(CHAT, {"messages": MESSAGES, "stream": True} | fields).text
+    choices: dict[int, dict] = {}
+    for line in text.split("\n\n")[:-2]:
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            found = choices.setdefault(
+                choice["index"], {"content": "", "reasoning_content": "", "tool_calls": {}}
+            )
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                found[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", ()):
+                one = found["tool_calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                one["name"] += call["function"].get("name", "")
+                one["arguments"] += call["function"]["arguments"]
+                assert ("id" in call) == ("name" in call["function"])
+            found["finish_reason"] = choice["finish_reason"]
+    return choices
+
+
+TEXTS = [
+    written("look"),
+    "I shall look.\n" + written("look", "look"),
+    "<think>\nWhich city?\n</think>\n\n" + written("look"),
+    "<think>\nWhich city?\n</think>\n\nWhich one?",
+    "<tool_call>\nno JSON\n</tool_call>",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_streamed_and_whole_say_the_same(live, scripted, text, num_samples, logprobs):
+    scripted.script = scripted.says(text)
+    fields = {"tools": [tool()], "n": num_samples, "logprobs": logprobs}
+    choices = whole(live, **fields)["choices"]
+    stream = streamed(live, **fields)
+    assert sorted(stream) == list(range(num_samples))
+    for choice in choices:
+        message, other = choice["message"], stream[choice["index"]]
+        assert (message["content"] or "") == other["content"]
+        assert message.get("reasoning_content", "") == other["reasoning_content"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        assert calls == list(other["tool_calls"].values())
+        assert choice["finish_reason"] == other["finish_reason"]
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        if logprobs:
+            spelled = "".join(one["token"] for one in choice["logprobs"]["content"])
+            assert spelled.startswith(text)
+
+
+def test_ids_of_calls_are_new_each_time(live, scripted):
+    scripted.script = scripted.says(written("look", "look"))
+    calls = whole(live, tools=[tool()])["choices"][0]["message"]["tool_calls"]
+    assert len({call["id"] for call in calls}) == 2
+    assert all(call["id"].startswith("call_") and len(call["id"]) == 29 for call in calls)
+
+
+def test_a_stop_string_within_arguments_stops_nothing(live, scripted):
+    scripted.script = scripted.says(written("look") + "\nThat was Oslo, I think.")
+    choice = whole(live, tools=[tool()], stop=["Oslo"])["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city": "Oslo"')
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("That was ", "Oslo")
+
+
+def test_a_call_that_is_cut_keeps_what_was_written(live, scripted):
+    scripted.script = scripted.says(written("look"))
+    size = len(scripted.llm.tokenizer.encode(written("look").partition("Oslo")[0]))
+    choice = whole(live, tools=[tool()], max_tokens=size)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city": "')
+
+
+def test_calls_that_do_not_parse_are_counted(live, scripted):
+    before = live.service.failed_calls
+    scripted.script = scripted.says("<tool_call>x</tool_call>")
+    assert whole(live, tools=[tool()])["choices"][0]["message"]["content"].startswith("<tool_call>")
+    assert live.service.failed_calls == before + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [tool(), tool()]}, "tools", "invalid_value"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [tool(str(i)) for i in range(129)]}, "tools", "invalid_value"),
+        ({"tools": [tool(description="x" * 70_000)]}, "tools", "invalid_schema"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice", "invalid_value"),
+        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "no"}}},
+         "tool_choice", "invalid_value"),
+        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format", "invalid_value"),
+        ({"functions": []}, "functions", "unsupported_value"),
+    ],
+)  # fmt: skip
+def test_g6_tools_that_cannot_be(live, fields, param, code):
+    found = live.post(CHAT, {"messages": MESSAGES} | fields)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"], error["code"]) == (400, param, code)
+
+
+def test_tools_without_a_format_are_refused(live, monkeypatch, llm):
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": "{{ messages[0].content }}"})
+    found = live.post(CHAT, {"messages": MESSAGES, "tools": [tool()]})
+    assert found.json()["error"]["code"] == "tools_not_supported"
+    assert live.post(CHAT, {"messages": MESSAGES}).status_code == 200
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {})
+    found = live.post(CHAT, {"messages": MESSAGES})
+    assert "--chat-template" in found.json()["error"]["message"]
+
+
+def test_templates_that_read_variables_get_them(live, monkeypatch, llm):
+    template = (
+        "{% if not enable_thinking is defined or enable_thinking %}<think>{% endif %}"
+        "{{ mood }}{{ messages[0].content }}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": template})
+
+    def prompt(**fields):
+        return live.post("/apply-template", {"messages": MESSAGES} | fields).json()["prompt"]
+
+    assert prompt().startswith("<think>What")
+    assert prompt(reasoning_effort="none").startswith("What")
+    assert prompt(chat_template_kwargs={"mood": "glad "}).startswith("<think>glad What")
+    for name in ("tokenize", "template", "messages", "tools", "bos_token"):
+        body = {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}}
+        assert live.post("/apply-template", body).status_code == 400
+    template = "{{ reasoning_effort }} {{ messages[0].content }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": template})
+    assert prompt(reasoning_effort="high").startswith("high What")
+    found = live.post(CHAT, {"messages": MESSAGES, "reasoning_effort": "none"})
+    assert found.json()["error"]["param"] == "reasoning_effort"
+
+
+def test_reasoning_fields_are_named_as_was_chosen(llm):
+    from tests.server.live import ScriptedLLM
+
+    scripted = ScriptedLLM(llm)
+    scripted.script = scripted.says("<think>Hm.</think>Yes.")
+    with serving(lambda _: scripted, reasoning_field="both") as server:
+        message = whole(server)["choices"][0]["message"]
+        assert message["reasoning_content"] == message["reasoning"] == "Hm."
+
+
+HERMES = next(each for each in formats() if each.name == "hermes")
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """A model of random weights, which says anything."""
+    return LLM("preset:qwen2.5-tiny", max_model_len=256)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "b"}])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, seed):
+    from rooflax.server.reader import Reader
+
+    found = tool_choice(
+        {"tools": [tool("a"), tool("b")], "tool_choice": choice, "parallel_tool_calls": parallel},
+        HERMES,
+    )
+    grammar = found.grammar(opens_reasoning=False)
+    (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
+    reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
+    content = "".join(map(reader.push, answer.tokens)) + reader.flush()
+    events = reader.take_events()
+    names = [each.text for each in events if each.kind == "call"]
+    assert content.strip() == "" and names
+    assert set(names) <= ({"b"} if isinstance(choice, dict) else {"a", "b"})
+    assert parallel or len(names) == 1
+    texts, at = [], -1
+    for each in events:
+        if each.kind == "call":
+            texts.append("")
+            at += 1
+        elif each.kind == "arguments":
+            texts[at] += each.text
+    for text in texts[: reader.num_calls]:
+        arguments = json.loads(text)
+        assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2)
+    assert reader.num_calls >= len(names) - (answer.finish_reason == "length")
+
+
+def test_strict_tools_leave_text_free_and_calls_valid():
+    from rooflax.models.presets import CHAT_NAME
+
+    with serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=2)) as server:
+        strict = tool("get_weather", strict=True, description="Weather of a city")
+        choice = whole(server, tools=[strict], max_tokens=100)["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+        question = [{"role": "user", "content": "Who are you?"}]
+        choice = whole(server, tools=[strict], messages=question, max_tokens=100)["choices"][0]
+        assert "rooflax-chat" in choice["message"]["content"]
+        one = whole(
+            server, tools=[tool("get_weather", description="Weather of a city")],
+            parallel_tool_calls=False, max_tokens=100,
+        )  # fmt: skip
+        assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("if a < b: <tool>", True),
+        ("Well.\n" + written("look"), True),
+        ("Well.\n" + written("look", "look"), True),
+        ("<tool_call>x", False),
+        (written("see"), False),
+        (written("look", arguments='{"city": 5}'), False),
+    ],
+)
+def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
+    choice = tool_choice({"tools": [tool(strict=True)]}, HERMES)
+    params = SamplingParams(grammar=choice.grammar(opens_reasoning=False))
+    assert lets_through(llm, params, text) == fits
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [("Hm.</think>\n" + written("look"), True), ("Hm.</think>\nNo.", False), ("a<b", True)],
+)
+def test_forced_calls_come_after_the_reasoning(llm, text, fits):
+    choice = tool_choice({"tools": [tool()], "tool_choice": "required"}, HERMES)
+    params = SamplingParams(grammar=choice.grammar(opens_reasoning=True))
+    assert lets_through(llm, params, text) == fits
+
+
+def lets_through(llm, params, text):
+    guide = llm.processor.forms.guide(params, llm.stop_ids)
+    for token in llm.tokenizer.encode(text):
+        if not guide.mask[token // 32] >> (token % 32) & 1:
+            return False
+        guide.accept(token)
+    return True

@@ -39,7 +39,7 @@ def route(
     Args:
         renormalise: routing weights are softmax over the chosen logits alone; else over all.
 
-    A token's routing weights are the same bits among any number of tokens: XLA on CPU computes exp of an
+    A token's weights are the same bits among any number of tokens: XLA on CPU computes exp of an
     array's last few numbers otherwise than of the rest, so the rows are filled up.
 
     Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).

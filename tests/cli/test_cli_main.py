@@ -25,7 +25,6 @@ DIRECT = "import sys; from rooflax.cli.main import main; "
     [
         (RequestError("that is wrong."), 2, "rooflax: that is wrong.\n"),
         (CheckpointError("the file\nis broken"), 2, "rooflax: the file is broken\n"),
-        (NotImplementedError("no such kernel"), 2, "rooflax: no such kernel\n"),
         (EngineError("it broke"), 1, "rooflax: it broke\n"),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "No space left on device: x"),
         (MemoryError(), 1, "out of memory"),

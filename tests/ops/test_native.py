@@ -10,7 +10,7 @@ import pytest
 
 from rooflax.ops import native
 from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
-from rooflax.ops.formats import FORMATS, LAYOUTS
+from rooflax.ops.formats import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
@@ -315,10 +315,10 @@ def test_wrong_shapes_are_refused_by_the_kernel():
 
 
 def test_the_library_has_our_layouts_by_their_names(monkeypatch):
-    assert sorted(native.layouts()) == sorted(LAYOUTS)
-    assert len(set(native.layouts().values())) == len(LAYOUTS)
+    assert sorted(native.layouts()) == sorted(native.LAYOUTS)
+    assert len(set(native.layouts().values())) == len(native.LAYOUTS)
     native.status.cache_clear()
-    monkeypatch.setattr(native, "LAYOUTS", (*LAYOUTS, "int3"))
+    monkeypatch.setattr(native, "LAYOUTS", (*native.LAYOUTS, "int3"))
     try:
         assert "has matrix, table, int8" in (why := native.status().reason) and "int3" in why
         assert not native.is_ready()

@@ -165,6 +165,6 @@ def test_mask_exchanges_of_the_sampler(numbers):
 
     def call(logits, exchange):
         more = (ints(0, 0), counts, ints(0, 1), masks, None, None)
-        return IMPLEMENTATIONS["native"](logits, params, *more, exchange=exchange).tokens
+        return SAMPLE("native", logits, params, *more, exchange=exchange).tokens
 
     refuses("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))

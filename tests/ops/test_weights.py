@@ -1,6 +1,7 @@
 """Weights as objects: every kind by its verbs, and a weight made of weights over each of them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import rooflax
 from rooflax import ExecutionOptions, decode_step, new_cache, prefill
+from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import FORMATS, LAYOUTS
+from rooflax.ops import dispatch, native
+from rooflax.ops.dispatch import Ran, what_ran
+from rooflax.ops.formats import FORMATS, Format
 from rooflax.ops.linear import Norm, linear, lookup, unembed
+from rooflax.ops.moe import experts
 from rooflax.ops.weights import (
     Dense,
     Stacked,
@@ -23,10 +29,10 @@ from rooflax.ops.weights import (
     as_table,
     as_weight,
     at,
-    class_of,
     quantize,
     split_leaf,
 )
+from rooflax.ops.weights.formats import Int8
 from rooflax.ops.weights.quantized import CODES
 from tests.ops.cases import normal
 
@@ -61,7 +67,7 @@ class LowRank(Weight):
 
     def take(self, ids, **how):
         rows = self.base.take(ids, **how)
-        return rows + self.b.take(ids, **how) @ self.a.array.T
+        return rows.astype(jnp.float32) + self.b.take(ids, **how) @ self.a.array.T
 
     def at(self, index):
         return LowRank(self.base.at(index), self.a.at(index), self.b.at(index))
@@ -89,9 +95,42 @@ def total(w):
     return np.asarray(w.base.numbers() + w.a.numbers() @ w.b.numbers())
 
 
-def test_a_class_for_every_layout_that_packs():
-    assert {"matrix", "table", *CODES} == set(LAYOUTS)
-    assert all(class_of(name).code == format.code for name, format in FORMATS.items())
+def test_a_class_for_every_code_and_a_native_kernel():
+    assert {format.code for format in FORMATS.values()} == set(CODES)
+    assert {"matrix", "table", *CODES} == set(native.LAYOUTS)
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+def test_a_new_format_is_a_class_and_a_name(monkeypatch, layers):
+    """Without a kernel it is XLA's, and the record says why."""
+    monkeypatch.setitem(CODES, "int7", Int8)  # the class takes its place until the test ends
+
+    class Int7(Int8):
+        code, has_sums = "int7", False
+
+        @staticmethod
+        def encoded(rows):
+            codes, scales, largest = Int8.encoded(rows)
+            return codes // 2, scales * 2, largest
+
+    monkeypatch.setitem(FORMATS, "w7a16", Format("int7", False))
+    monkeypatch.setattr(dispatch, "_record", {})
+    model = rooflax.load("preset:qwen2.5-tiny", quantize="w7a16", max_model_len=32)
+    leaf = model.weights["layers"][0]["mlp.down"]
+    assert isinstance(leaf, Int7) and not leaf.sums.size
+    exact = rooflax.load("preset:qwen2.5-tiny", quantize="w8a16", max_model_len=32)
+    options = ExecutionOptions(layers=layers)
+    found = []
+    for one in (model, exact):
+        one = one.stacked() if layers == "scan" else one
+        cache = new_cache(one, 1, 16, options=options)
+        tokens = jnp.arange(12, dtype=jnp.int32)[None]
+        found.append(np.asarray(jax.jit(partial(prefill, options=options))(one, cache, tokens)[0]))
+    error = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1])
+    assert 0 < error < 0.05
+    if native.is_ready():
+        why = (("native", "the native kernels have no int7 weights"),)
+        assert Ran("xla", why) in what_ran(None)["linear"]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", None])
@@ -163,6 +202,14 @@ def test_a_low_rank_embedding_and_head(kind):
     np.testing.assert_allclose(unembed(x, w), np.asarray(x) @ total(w), rtol=1e-4, atol=1e-3)
     ids = jnp.asarray([[0, 5], [OUTER - 1, 5]])
     np.testing.assert_allclose(lookup(w, ids), total(w).T[np.asarray(ids)], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_take_no_low_rank_weight():
+    x, ids, shares = jnp.ones((1, INNER)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+    w = low_rank(as_weight(stored("float32", INNER, OUTER)))
+    biases = jnp.ones((1, 2, 8)), jnp.ones((1, INNER))
+    with pytest.raises(RequestError, match="LowRank cannot be a weight of experts"):
+        experts(x, ids, shares, w, biases[0], w, biases[1], activation=lambda h: h)
 
 
 def adapted(model, scale):

@@ -163,7 +163,7 @@ def _explain(error: BaseException, flags: Mapping[str, str]) -> tuple[int, str]:
         text = with_flags(text, error.param, flags)
     if isinstance(error, EngineError):
         return FAILED, text
-    if isinstance(error, RooflaxError | NotImplementedError):
+    if isinstance(error, RooflaxError):
         return WRONG, text
     if isinstance(error, OSError):
         reason = error.strerror or text or type(error).__name__

@@ -40,9 +40,6 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
-LAYOUTS = ("matrix", "table", *dict.fromkeys(format.code for format in FORMATS.values()))
-"""How numbers lie in memory: unquantised ones [in, out] or [out, in], or a format's codes. The
-native library has the same names."""
 ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
 HEAD = "+head="
 

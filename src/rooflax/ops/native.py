@@ -14,13 +14,13 @@ from pathlib import Path
 
 import jax
 
-from rooflax.ops.formats import LAYOUTS
-
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write",
 )  # fmt: skip
+LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
+"""Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
 KERNELS_VERSION = 8
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
@@ -104,12 +104,17 @@ def status() -> Status:
 
 @cache
 def layouts() -> dict[str, int]:
-    """The library's numbers of weight layouts, by the names of `ops.formats.LAYOUTS`."""
+    """The library's numbers of weight layouts, by their names."""
     library = load()
     assert library is not None
     library.rooflax_layouts.restype = ctypes.c_char_p
     pairs = (pair.split("=") for pair in library.rooflax_layouts().decode().split())
     return {name: int(number) for name, number in pairs}
+
+
+def unreadable(code: str) -> str | None:
+    """Why the kernels cannot read weights of this layout; None if they can."""
+    return None if code in LAYOUTS else f"the native kernels have no {code} weights"
 
 
 def _ffi_version() -> int | None:

@@ -121,4 +121,8 @@ def _native(w: jax.Array) -> jax.Array:
     return w if w.dtype in NATIVE_DTYPES else w.astype(jnp.float32)
 
 
-BACKEND = Backend(matmul, reads_stacks=lambda leaf: True, keeps_bf16=True)
+def unsupported(args: LinearArgs) -> str | None:
+    return native.unreadable(args.w.code)
+
+
+BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: True, keeps_bf16=True)

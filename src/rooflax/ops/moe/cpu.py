@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rooflax.ops import native
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.cpu import product
@@ -40,7 +41,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
 def unsupported(args: MoeArgs) -> str | None:
     if args.method != "grouped":
         return f"the experts' native kernel always groups (moe={args.method})"
-    return None
+    return native.unreadable(args.up.w.code) or native.unreadable(args.down.w.code)
 
 
 BACKEND = Backend(experts, unsupported)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops import tpu
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.linear.tpu import product, stack_of
+from rooflax.ops.linear.tpu import DECODED, product, stack_of
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
 
@@ -48,7 +48,8 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
 def unsupported(args: MoeArgs) -> str | None:
     if args.method != "grouped":
         return f"the experts' TPU kernel always groups (moe={args.method})"
-    return None
+    strange = {args.up.w.code, args.down.w.code} - {"matrix", *DECODED}
+    return f"the experts' TPU kernel has no {min(strange)} weights" if strange else None
 
 
 BACKEND = Backend(experts, unsupported)

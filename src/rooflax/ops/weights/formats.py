@@ -10,8 +10,11 @@ With w the weight [in, out], q its codes, s its scales and g = k // 32:
     fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
 
 Formats that round take activations as int8 inside the product: one scale per row for int8, one per
-row and group of 32 for the others. To add one: a class here, its names in ops.formats, and a kernel
-(csrc/kernels.h; UNPACK of linear/gpu.py; linear/tpu.py) where it shall be faster than XLA.
+row and group of 32 for the others.
+
+To add one: a class here and its names in ops.formats; XLA computes it then. A kernel is one more
+step for each platform: `Code` in csrc/kernels.h with `kLayouts` in csrc/product_ffi.cc and LAYOUTS
+in ops/native.py; `CODES` and `UNPACK` in linear/gpu.py; `_weights` in linear/tpu.py.
 """
 
 from __future__ import annotations

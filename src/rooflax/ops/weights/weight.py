@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from rooflax.errors import RequestError
 from rooflax.ops.dot import dot_general
 
 T = TypeVar("T")
@@ -96,15 +97,20 @@ class Weight:
         raise NotImplementedError
 
     def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
-        """What kernels read: arrays, and the number of the member that is meant; None is all."""
-        raise NotImplementedError(f"{type(self).__name__} has no arrays of its own for a kernel.")
+        """What kernels read: arrays, and the number of the member that is meant; None is all.
+
+        Raises:
+            RequestError: it is made of other weights.
+        """
+        name = type(self).__name__
+        raise RequestError(f"{name} cannot be a weight of experts; choose plain or quantized ones.")
 
 
 class Stored(Weight):
     """A weight that is arrays, or a stack of them; what backends ask of it.
 
     Attributes:
-        code: how numbers lie in its arrays, one of `ops.formats.LAYOUTS`.
+        code: how numbers lie in its arrays, "matrix", "table", or a format's code.
         rounds: a product rounds activations to int8.
         packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
     """

@@ -51,7 +51,7 @@ def plain(operation, *arrays, **how):
 def product(x, w, bias, *, select=None, **how):
     """The kernel's own arguments."""
     w, index = as_weight(w, stack=int(select is not None)).in_stack()
-    return cpu.product(LinearArgs(x, w, index, bias, **how), select)
+    return cpu.selected_matmul(LinearArgs(x, w, index, bias, **how), select)
 
 
 def close(found, wanted, tolerance=2e-4):
@@ -142,7 +142,7 @@ def test_members_of_a_stack(instruction_set, format):
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
 def test_a_layer_among_stacked_layers(format):
-    """Products and experts read it where it lies, bit for bit; everyone else copies it."""
+    """Matmuls and experts read it where it lies, bit for bit; everyone else copies it."""
     x, _, _ = inputs(7, 64, 1)
     w = RNG.standard_normal((3, 5, 64, 40)).astype(np.float32)
     bias = jnp.asarray(RNG.standard_normal((3, 5, 40)), jnp.float32)
@@ -310,7 +310,7 @@ def test_wrong_shapes_are_refused_by_the_kernel():
         ((jnp.ones((2, 3)), jnp.ones((3, 4)), None), {"prologue": Norm(jnp.ones(2))}, "norm"),
     ]
     for arrays, named, reason in wrong:
-        with pytest.raises(Exception, match=f"rooflax product: .*{reason}"):
+        with pytest.raises(Exception, match=f"rooflax matmul: .*{reason}"):
             jax.block_until_ready(product(*arrays, **named))
 
 

@@ -49,23 +49,23 @@ def test_numbers_of_rows(count):
     refuses("rows: number of rows", cpu.rows, x, ints(0, 1), number)
     refuses("argmax: number of rows", partial(ARGMAX, "native"), x, number)
     call = partial(linear, implementation="native")
-    refuses("product: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
+    refuses("matmul: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
 
 
 @pytest.mark.parametrize("member", [3, *STRANGE])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_members_of_a_stack(rows, member):
     def call(x, w, select):
-        return cpu.product(LinearArgs(x, as_weight(w, stack=1)), select)
+        return cpu.selected_matmul(LinearArgs(x, as_weight(w, stack=1)), select)
 
     x, w = jnp.ones((rows, 8)), jnp.ones((3, 8, 4))
     select = ints(*[0] * (rows - 1), member)
-    refuses("product: an index outside the stack of w", call, x, w, select)
+    refuses("matmul: an index outside the stack of w", call, x, w, select)
 
 
 def test_a_gate_belongs_to_an_activation():
     """The gate's other half would be read behind the row."""
-    call = jax.ffi.ffi_call("rooflax_product", jax.ShapeDtypeStruct((1, 4), jnp.float32))
+    call = jax.ffi.ffi_call("rooflax_matmul", jax.ShapeDtypeStruct((1, 4), jnp.float32))
     none = (
         jnp.zeros(0),
         jnp.zeros(0, jnp.int32),
@@ -75,7 +75,7 @@ def test_a_gate_belongs_to_an_activation():
     zero = np.float32(0)
     for before, gated in ((7, 0), (0, 1), (1, 1)):
         attributes = {"before": np.int64(before), "gated": np.int64(gated), "bytes": np.int64(0)}
-        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax product: a gate"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax matmul: a gate"):
             call(
                 jnp.ones((1, 8)), jnp.ones((8, 4)), *none, layout=np.int64(0), eps=zero, alpha=zero,
                 limit=zero, **attributes,

@@ -59,9 +59,9 @@ class Context:
         how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
         return linear(x, weight, bias, **how)
 
-    def once(self, x: Any) -> Any:
+    def on_one_shard(self, x: Any) -> Any:
         """What is added before `all_reduce`: on one tensor shard only."""
-        return mesh.once(x, self.shards)
+        return mesh.on_one_shard(x, self.shards)
 
     def all_reduce(self, x: Array, *axes: str) -> Array:
         """The sum over the tensor shards, and over those of other axes."""
@@ -122,7 +122,7 @@ class Wiring:
         """
         prologue = norm.of(w, f"{key}.norm") if self.before else None
         if not self.after and self.scale == 1.0:
-            return branch(prologue, x)  # the product adds it
+            return branch(prologue, x)  # the matmul adds it
         h = branch(prologue, None)
         h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
         return x + h * self.scale
@@ -211,18 +211,21 @@ class Attention:
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
-        o_bias, residual = context.once(w.get("attn.o_bias")), context.once(residual)
+        o_bias, residual = (
+            context.on_one_shard(w.get("attn.o_bias")),
+            context.on_one_shard(residual),
+        )
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Two products with an activation between them, with its norms and the residual.
+    """Two matmuls with an activation between them, with its norms and the residual.
 
     Attributes:
         activation: a name of ops.activation.
-        gated: the first product gives a gate and what it multiplies.
+        gated: the first matmul gives a gate and what it multiplies.
         key: its name in the table and of its axis; a model that has experts in other layers has
             another than theirs.
     """
@@ -273,7 +276,10 @@ class Mlp:
     ) -> Hidden:
         key, first = self.key, self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = context.once(w.get(f"{key}.down_bias")), context.once(residual)
+        down_bias, residual = (
+            context.on_one_shard(w.get(f"{key}.down_bias")),
+            context.on_one_shard(residual),
+        )
         activation = Activation(self.activation, gated=self.gated)
         how = {"prologue": activation, "residual": residual}
         h = context.linear(h, w[f"{key}.down"], down_bias, **how)
@@ -293,7 +299,7 @@ class Moe:
     Attributes:
         width: of one expert.
         activation: a name of ops.activation, of the gate; or GPT-OSS's.
-        bias: of the router and of every expert's products.
+        bias: of the router and of every expert's matmuls.
         renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
     """
 
@@ -334,19 +340,21 @@ class Moe:
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
         how = {"renormalise": self.renormalise}
-        expert_ids, shares = route(router, self.experts_per_token, **how)
+        expert_ids, routing_weights = route(router, self.experts_per_token, **how)
         gate = self.activation
         gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
-        num_own = w["mlp.gate_up"].shape[0]
-        expert_ids, shares = mesh.own_experts(expert_ids, shares, num_own, context.shards)
+        num_local = w["mlp.gate_up"].shape[0]
+        expert_ids, routing_weights = mesh.local_experts(
+            expert_ids, routing_weights, num_local, context.shards
+        )
         h = experts(
             rows,
             expert_ids,
-            shares,
+            routing_weights,
             w["mlp.gate_up"],
             w.get("mlp.gate_up_bias"),
             w["mlp.down"],
-            context.once(w.get("mlp.down_bias")),
+            context.on_one_shard(w.get("mlp.down_bias")),
             norm=norm,
             activation=gate,
             method=context.options.moe,

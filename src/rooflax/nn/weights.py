@@ -43,7 +43,9 @@ class Layout:
         """The checkpoint's tensors from our array; the caller gives them their HF shapes."""
         return [array]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         """Views of the checkpoint's tensors from which `join` makes a part of our array.
 
         Args:
@@ -95,7 +97,9 @@ class Linear(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array.reshape(math.prod(in_shape), -1).T]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         (part,) = parts
         assert all(_is_whole(w, n) for w, n in zip(where[1:], shape[1:], strict=True))
         return [part[:, _times(where[0], part.shape[1] // shape[0])]]
@@ -161,7 +165,9 @@ class QKV(Layout):
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
 
 
@@ -182,7 +188,9 @@ class FusedConv1DQKV(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -3, -2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         heads, three, head_dim = shape[-3:]
         thirds = parts[0].reshape(*shape[:-3], three, heads, head_dim)
         return [thirds[..., where[-3], :]]
@@ -205,7 +213,9 @@ class GateUp(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array[..., index, :].T for index in range(2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [part[where[-1]] for part in parts]
 
 
@@ -224,7 +234,9 @@ class InterleavedGateUp(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -1, -2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [parts[0][(*where[:-2], _times(where[-1], 2))]]
 
 
@@ -248,9 +260,11 @@ class PerExpert(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [part for expert in array for part in self.each.split(expert, in_shape[1:])]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         chosen = _by_expert(parts, shape[0])[where[0]]
-        return [part for own in chosen for part in self.each.narrow(own, shape[1:], where[1:])]
+        return [part for own in chosen for part in self.each.slice_parts(own, shape[1:], where[1:])]
 
 
 def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndarray]]:
@@ -271,7 +285,7 @@ class Weight:
     """One line of a family's table.
 
     Attributes:
-        axes: names of the array's axes; "a b -> c" is a product that contracts a and b,
+        axes: names of the array's axes; "a b -> c" is a matmul that contracts a and b,
             "s | a -> c" one for each s.
         hf: the tensor's name in a Hugging Face checkpoint, or several if the layout fuses them.
         layout: how the checkpoint's tensors become ours.
@@ -293,7 +307,7 @@ class Weight:
 
     @property
     def num_stacked(self) -> int:
-        """Leading axes that number products of their own."""
+        """Leading axes that number matmuls of their own."""
         stack, bar, _ = self.axes.partition("|")
         return len(stack.split()) if bar else 0
 

@@ -16,7 +16,7 @@ import jax
 
 LIBRARY = "librooflax_native.so"
 TARGETS = (
-    "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
+    "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write",
 )  # fmt: skip
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")

@@ -74,13 +74,13 @@ class Protocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            self._refuse(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
+            self._reject(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._num_header_bytes += len(name) + len(value)
         if len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse(
+            self._reject(
                 431, f"There are more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes."
             )
 
@@ -89,7 +89,7 @@ class Protocol(HttpToolsProtocol):
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _reject(self, status: int, message: str) -> None:
         self._refusal = ApiError(message, status=status, code="request_too_large")
         raise _Refused  # ends the parser, which calls send_400_response
 

@@ -9,11 +9,11 @@ With w the weight [in, out], q its codes, s its scales and g = k // 32:
     mxfp4      w[k, n] ~ e2m1(q[k, n]) * 2^(s[g, n] - 127),  as in GPT-OSS; s a byte
     fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
 
-Formats that round take activations as int8 inside the product: one scale per row for int8, one per
+Formats that round take activations as int8 inside the matmul: one scale per row for int8, one per
 row and group of 32 for the others.
 
 To add one: a class here and its names in ops.formats; XLA computes it then. A kernel is one more
-step for each platform: `Code` in csrc/kernels.h with `kLayouts` in csrc/product_ffi.cc and LAYOUTS
+step for each platform: `Code` in csrc/kernels.h with `kLayouts` in csrc/matmul_ffi.cc and LAYOUTS
 in ops/native.py; `CODES` and `UNPACK` in linear/gpu.py; `_weights` in linear/tpu.py.
 """
 

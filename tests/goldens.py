@@ -11,15 +11,18 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from tests.marks import cases
 
 FOLDER = Path(__file__).parent / "data" / "goldens"
 HAVE_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -72,6 +75,40 @@ _SMOLLM3 = {
     "rope_theta": 1000.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
+_MISTRAL = _LLAMA | {
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 7,
+    "rope_theta": 1000.0,
+}  # fmt: skip
+_SEED_OSS = _LLAMA | {
+    "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "rope_theta": 1000.0,
+    "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "hidden_size": 56,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+_MIXTRAL = _LLAMA | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 5,
+    "num_experts_per_tok": 2, "intermediate_size": 32, "rope_theta": 1000.0, "hidden_size": 56,
+}  # fmt: skip
+
+_GEMMA3 = _LLAMA | {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4,
+    "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 28, "sliding_window": 7, "sliding_window_pattern": 3,
+    "rope_theta": 1000.0, "rope_local_base_freq": 100.0,
+}  # fmt: skip
+del _GEMMA3["hidden_act"]
+
+_GRANITE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
+    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "hidden_size": 60,
+    "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7,
+    "logits_scaling": 1.6, "rope_theta": 1000.0,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -111,7 +148,53 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_oss_short": _GPT_OSS | {"num_hidden_layers": 2},
     "gpt_oss_mxfp4": _GPT_OSS
     | {"rope_scaling": _GPT_OSS["rope_scaling"] | {"truncate": True, "attention_factor": 1.25}},
+    "mistral": _MISTRAL,
+    "mistral_full": _MISTRAL
+    | {
+        "sliding_window": None, "head_dim": None, "hidden_size": 60, "num_key_value_heads": 3,
+    },
+    "seed_oss": _SEED_OSS,
+    "seed_oss_bias": _SEED_OSS
+    | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_dense": _QWEN3_MOE
+    | {
+        "num_hidden_layers": 4, "norm_topk_prob": False, "decoder_sparse_step": 2,
+        "mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    "mixtral": _MIXTRAL,
+    "mixtral_window": _MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True},
+    "gemma3_text": _GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "gemma3_text_nested": {k: v for k, v in _GEMMA3.items() if not k.startswith("rope_")}
+    | {
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+        },
+    },
+    "granite": _GRANITE,
+    "granite_bias": _GRANITE
+    | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
 }  # fmt: skip
+
+FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
+"""Families whose every test is in the default run; of the others it has one of parity."""
+
+
+def beyond_foundation(variants: Iterable[str]) -> list[str]:
+    """Those of the variants (or families) that are of other families than FOUNDATION."""
+    families = {v: VARIANTS.get(v, {"model_type": v})["model_type"] for v in variants}
+    return [variant for variant, family in families.items() if family not in FOUNDATION]
+
+
+def each(variants: Iterable[str]) -> list[Any]:
+    """Parameters of a test; those beyond the foundation are slow."""
+    variants = list(variants)
+    return cases(variants, slow=beyond_foundation(variants))
+
 
 BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
 BEAM_TOKENS = 24
@@ -197,7 +280,10 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = state.standard_normal(shape).astype(np.float32)
     small = ("bias", "sinks", "embed_tokens.weight", "wte.weight", "lm_head.weight")
     if "norm" in name or ".ln_" in name:
-        array = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
+        less = name.endswith("bias") or variant.startswith("gemma")  # Gemma's are less one
+        array = (0.0 if less else 1.0) + 0.1 * noise
+        if less and "layernorm" in name and "post_" in name:  # as large as the scaled embedding
+            array = array + 4.0
     elif name.endswith(small):
         array = 0.3 * noise
     else:  # large enough for varied text, small enough that rounding does not grow
@@ -236,13 +322,37 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def tensors(variant: str, reference: Reference) -> dict[str, np.ndarray]:
     """The checkpoint's tensors as the file holds them."""
     found: dict[str, np.ndarray] = {}
+    kind = reference.config["model_type"]
     for name, shape in reference.shapes.items():
         if is_packed(variant, name):
             blocks, scales = pack(np.random.RandomState(zlib.crc32(name.encode())), shape)
             found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        elif kind in EXPERT_NAMES and name.endswith("_proj"):
+            fused = values(variant, name, shape).astype(file_dtype(variant))
+            found |= experts_apart(name, fused, EXPERT_NAMES[kind])
         else:
-            found[name] = values(variant, name, shape).astype(file_dtype(variant))
+            stored = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+            found[stored] = values(variant, name, shape).astype(file_dtype(variant))
     return found
+
+
+EXPERT_NAMES = {
+    "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+"""Where checkpoints keep experts that transformers has fused in memory."""
+
+
+def experts_apart(name: str, fused: np.ndarray, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors of [experts, out, in] as transformers has them."""
+    folder, gate, up, down = names
+    prefix = name.replace("mlp.experts", folder).rpartition(".")[0]
+    parts = (gate, up) if name.endswith("gate_up_proj") else (down,)
+    return {
+        f"{prefix}.{expert}.{part}.weight": rows
+        for expert, both in enumerate(fused)
+        for part, rows in zip(parts, np.split(both, len(parts)), strict=True)
+    }
 
 
 def write_checkpoint(
@@ -423,9 +533,10 @@ def rope_reference(setting: str) -> tuple[np.ndarray, float]:
     return frequencies.numpy(), float(factor)
 
 
-def main() -> None:
+def main(variants: list[str]) -> None:
+    """Writes the references of these variants, or of all and those of beams and RoPE too."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for variant in VARIANTS:
+    for variant in variants or VARIANTS:
         found = live(variant)
         np.savez_compressed(
             FOLDER / f"{variant}.npz",
@@ -433,6 +544,8 @@ def main() -> None:
             logits=found.logits[:, list(KEPT_POSITIONS)],
             greedy=found.greedy,
         )
+    if variants:
+        return
     texts = {variant: live_beams(variant) for variant in BEAM_VARIANTS}
     (FOLDER / "beams.json").write_text(json.dumps(texts, separators=(",", ":")) + "\n")
     rope = {}
@@ -445,4 +558,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

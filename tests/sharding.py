@@ -32,6 +32,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": _LLAMA | {"model_type": "qwen3"},
     "smollm3": _LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8},
+    "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": 7},
+    "seed_oss": _LLAMA | {"model_type": "seed_oss"},
+    "qwen3_moe": _LLAMA | {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "decoder_sparse_step": 2,
+    },
+    "mixtral": _LLAMA | {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+    },
+    "gemma3_text": _LLAMA | {
+        "model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+    },
+    "granite": _LLAMA | {
+        "model_type": "granite", "attention_multiplier": 0.2,
+        "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -84,7 +84,12 @@ def same(whole, streamed):
 
 
 @pytest.mark.parametrize(
-    "name", cases(CONFIGS, slow=["gpt2", "gpt_oss", "qwen2"], every_jax=["llama"])
+    "name",
+    cases(
+        CONFIGS,
+        slow=["gpt2", "gpt_oss", "qwen2", *goldens.beyond_foundation(CONFIGS)],
+        every_jax=["llama"],
+    ),
 )
 def test_every_family_says_the_same(folder, name):
     same(*pair(folder(name), dtype="float32"))

@@ -146,12 +146,12 @@ def architecture(name, *more):
 REFUSED = {
     "architecture": (
         architecture("mamba"),
-        "architecture 'mamba'.*gpt2, llama, qwen2, qwen3, smollm3, gpt-oss",
+        "architecture 'mamba'.*gpt2, llama, qwen2, qwen3, smollm3, gpt-oss, seed_oss, qwen3moe",
     ),
     "no architecture": ([u32("a", 1)], "architecture None"),
     "split": (architecture("llama", u32("split.count", 3)), "one of 3 parts"),
     "unknown key": (architecture("llama", u32("llama.novel_trick", 1)), "'llama.novel_trick'"),
-    "experts": (architecture("llama", u32("llama.expert_count", 8)), "llama.expert_count = 8"),
+    "experts": (architecture("qwen2", u32("qwen2.expert_count", 8)), "qwen2.expert_count = 8"),
     "layer by layer": (
         architecture("llama", pair("llama.block_count", 9, struct.pack("<IQI", 4, 1, 1))),
         "layer by layer",

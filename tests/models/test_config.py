@@ -27,6 +27,12 @@ FAMILIES = {
     "qwen3": "qwen3_window",
     "smollm3": "smollm3_window",
     "gpt_oss": "gpt_oss_short",
+    "mistral": "mistral",
+    "seed_oss": "seed_oss_bias",
+    "qwen3_moe": "qwen3_moe",
+    "mixtral": "mixtral_window",
+    "gemma3_text": "gemma3_text",
+    "granite": "granite",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -40,8 +46,11 @@ OTHER = {
     "num_kv_heads": 1,
     "alpha": 0.7,
     "limit": 0.05,
-    "experts_per_token": 2,
+    "experts_per_token": 1,
     "qk_norm": 0.5,
+    "key": "dense_mlp",
+    "scale": 0.05,
+    "embed_scale": 5.0,
 }
 """A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
 
@@ -94,7 +103,7 @@ def variations(config):
 
 def shapes_of(config):
     sizes, table = config.axis_sizes, config.table
-    return {key: (weight.shape(sizes), weight.hf) for key, weight in table.items()}
+    return {key: (w.shape(sizes), w.hf, w.layout) for key, w in table.items()}
 
 
 def noisy(weights):
@@ -117,7 +126,10 @@ def logits_of():
     return lambda model: np.asarray(jitted(model, goldens.tokens()[:, :19]))
 
 
-@pytest.mark.parametrize("name", cases(FAMILIES, slow=["gpt_oss", "llama", "qwen2"]))
+@pytest.mark.parametrize(
+    "name",
+    cases(FAMILIES, slow=["gpt_oss", "llama", "qwen2", *goldens.beyond_foundation(FAMILIES)]),
+)
 def test_changing_any_field_changes_weights_logits_or_length(name, logits_of):
     _, config = read_config(goldens.VARIANTS[FAMILIES[name]])
     weights = noisy(random_weights(name, config))
@@ -314,7 +326,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change,
         (b"9" * 5000, r"not JSON: .*5000 digits\.$"),
         (b"{}", "no model_type"),
         (b'{"model_type": 3}', "no model_type"),
-        (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, qwen3, smollm3, gpt_oss"),
+        (b'{"model_type": "bert"}', "'bert'.*gpt2, llama, qwen2, qwen3, smollm3, gpt_oss, mistral"),
         (b'{"model_type": "../../evil"}', "not one of"),
     ],
 )

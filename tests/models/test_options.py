@@ -31,7 +31,10 @@ pytestmark = pytest.mark.oldest_jax
 
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "qwen3": "qwen3",
-    "smollm3": "smollm3_window", "gpt_oss": "gpt_oss",
+    "smollm3": "smollm3_window", "gpt_oss": "gpt_oss", "mistral": "mistral",
+    "seed_oss": "seed_oss_bias", "qwen3_moe": "qwen3_moe_dense",
+    "mixtral": "mixtral", "gemma3_text": "gemma3_text",
+    "granite": "granite",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

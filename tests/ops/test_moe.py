@@ -83,6 +83,24 @@ def test_route_takes_the_top_and_shares_among_them_alone(case):
     np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-5)
 
 
+def test_without_biases_and_without_renormalising():
+    """As experts of Qwen3-MoE may be; the shares sum to less than 1."""
+    case = MOE[1]
+    x, logits, (gate_up, _, down, _) = case.arrays()
+    ids, shares = route(jnp.asarray(logits), case.chosen, renormalise=False)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum(axis=1, keepdims=True)
+    wanted = np.take_along_axis(p, np.asarray(ids), axis=1)
+    np.testing.assert_allclose(shares, wanted, rtol=1e-5)
+    assert (np.asarray(shares).sum(axis=1) < 1).all()
+    zeros = np.zeros((len(gate_up), *gate_up.shape[2:])), np.zeros((len(down), x.shape[1]))
+    exact = by_hand(x, np.asarray(ids), np.asarray(shares), gate_up, zeros[0], down, zeros[1])
+    for implementation in ("reference", "xla", None):
+        for method in METHODS:
+            out = jitted(implementation, method)(x, ids, shares, gate_up, None, down, None)
+            np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16(method):
     x, logits, weights = MOE[1].arrays()

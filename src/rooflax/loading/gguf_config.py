@@ -23,7 +23,8 @@ from rooflax.nn.rope import inverse_frequencies
 
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
-    "gpt-oss": "gpt_oss",
+    "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
+    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -32,7 +33,7 @@ MAX_FACTOR_ERROR = 1e-5
 
 END_TEXTS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|return|>",
-    "<|call|>",
+    "<|call|>", "<end_of_turn>",
 )  # fmt: skip
 """Control tokens that end an answer; a file names one of them at most as its end of sequence."""
 
@@ -57,15 +58,27 @@ _GPT2 = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "vocab_size": "vocab_size",
 }
-_GPT_OSS = {
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN3_MOE = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_GPT_OSS = _EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
 }
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_GEMMA3 = {
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
 _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
-    "gpt_oss": _COMMON | _GPT_OSS,
+    "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
+    "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
+    "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -127,6 +140,8 @@ class _Metadata:
             )
         self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
         self._read: set[str] = set()
+        if self.family == "llama" and self.get("expert_count"):
+            self.family = "mixtral"
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -155,10 +170,16 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family in ("llama", "qwen3", "smollm3", "gpt_oss"):
+        if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text"):
             raw["attention_bias"] = "blk.0.attn_q.bias" in names
-        if self.family in ("llama", "smollm3"):
+        if self.family in ("llama", "smollm3", "seed_oss", "granite"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+        if self.family == "seed_oss":
+            raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "gemma3_text":
+            raw |= _query_scale(raw)
+        if self.family == "qwen3_moe":
+            raw["norm_topk_prob"] = True  # as llama.cpp computes it; the metadata does not say
         if self.family != "gpt2":
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
@@ -173,7 +194,7 @@ class _Metadata:
         self.expect("attention.value_length", head_dim)
         self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
-        if self.family != "gpt_oss":
+        if self.family not in ("gpt_oss", "qwen3_moe", "mixtral"):
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)
         theta = raw.get("rope_theta", 10_000.0)
@@ -228,6 +249,14 @@ class _Metadata:
                     f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
                     f"if that changes no logit, pass ignore_config_keys {shown}."
                 )
+
+
+def _query_scale(raw: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3's; the metadata has none, and llama.cpp knows the 27B model by its 62 layers."""
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if raw.get("num_hidden_layers") == 62 and heads and isinstance(hidden, int):
+        return {"query_pre_attn_scalar": hidden // heads}
+    return {"query_pre_attn_scalar": raw.get("head_dim", 256)}
 
 
 def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, Any] | None:

@@ -49,10 +49,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint's tensor: the stored tensors it is made of, and how."""
+    """A checkpoint's tensor: the stored tensors it is made of, and how.
+
+    Attributes:
+        expert: whose part of the stored tensors it is; None is all of them.
+    """
 
     stored: tuple[str, ...]
     change: Change
+    expert: int | None = None
 
 
 def unpermute(heads: int) -> Change:
@@ -78,9 +83,14 @@ def _interleave_bias(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 KEEP = Change(lambda parts: parts[0])
+LESS_ONE = Change(lambda parts: parts[0].astype(np.float32) - 1)
 TRANSPOSE = Change(lambda parts: parts[0].swapaxes(-1, -2), lambda s: (*s[:-2], *s[:-3:-1]))
 INTERLEAVE = Change(_interleave, lambda s: (*s[:-2], s[-1], *(2 * n for n in s[-2:-1])))
 INTERLEAVE_BIAS = Change(_interleave_bias, lambda s: (*s[:-1], 2 * s[-1]))
+
+
+Table = dict[str, tuple[tuple[str, ...], Change]]
+"""By a checkpoint's name the stored tensors and their change; {i} is a layer, {e} an expert."""
 
 
 class GGUFWeights:
@@ -115,7 +125,7 @@ class GGUFWeights:
         Raises:
             CheckpointError: the stored tensors do not fit together.
         """
-        infos = [self.file.info(stored) for stored in self._stored(name)]
+        infos = [self._info(stored, self._expert(name)) for stored in self._stored(name)]
         if len({info.shape for info in infos}) > 1:
             raise CheckpointError(
                 f"{self.file.path}: {' and '.join(self._stored(name))} differ in shape."
@@ -125,15 +135,26 @@ class GGUFWeights:
         kind = kinds.pop() if len(kinds) == 1 else "F32"
         return TensorInfo(kind, shape, sum(info.nbytes for info in infos))
 
+    def _info(self, stored: str, expert: int | None) -> TensorInfo:
+        info = self.file.info(stored)
+        if expert is None:
+            return info
+        return TensorInfo(info.dtype, info.shape[1:], info.nbytes // max(1, *info.shape[:1]))
+
     def _change(self, name: str) -> Change:
         return self.entries[name].change if name in self.entries else KEEP
 
+    def _expert(self, name: str) -> int | None:
+        return self.entries[name].expert if name in self.entries else None
+
     def read(self, name: str) -> np.ndarray:
         """A tensor in the checkpoint's layout: the file's own pages where they will do."""
-        return self._change(name).apply([self._numbers(stored) for stored in self._stored(name)])
+        expert = self._expert(name)
+        return self._change(name).apply([self._numbers(s, expert) for s in self._stored(name)])
 
-    def _numbers(self, stored: str) -> np.ndarray:
+    def _numbers(self, stored: str, expert: int | None) -> np.ndarray:
         array, kind = self.file.read(stored), self.file.info(stored).dtype
+        array = array if expert is None else array[expert]
         return array if is_plain(kind) else dequantize(kind, array)
 
     def release(self, name: str) -> None:
@@ -182,7 +203,8 @@ class GGUFWeights:
         return np.concatenate(codes)[order], np.concatenate(scales)[order]
 
     def _parts(self, slot: Slot) -> list[str]:
-        return [stored for name in slot.hf_names for stored in self.entries[name].stored]
+        names = (stored for name in slot.hf_names for stored in self.entries[name].stored)
+        return list(dict.fromkeys(names))  # those of experts are one stack
 
     def _order(self, slot: Slot) -> np.ndarray:
         """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
@@ -209,18 +231,23 @@ def _format(kinds: set[str]) -> str | None:
     return formats.pop() if len(formats) == 1 else ROUNDED
 
 
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("llama", "smollm3", "mixtral", "granite")
 """Families whose q and k rows the converter permutes, in layers without RoPE too."""
 
 
-def _entries(name: str, config: Decoder) -> dict[str, Entry]:
-    table = _GPT2 if name == "gpt2" else _LAYERS | (_EXPERTS if name == "gpt_oss" else _DENSE)
+def _entries(family: str, config: Decoder) -> dict[str, Entry]:
+    table = _OTHERS.get(family, _LAYERS | _DENSE)
     found = {}
     for hf, (stored, change) in table.items():
         for layer in range(config.num_layers) if "{i}" in hf else [0]:
             names = tuple(s.replace("{i}", str(layer)) for s in stored)
-            found[hf.replace("{i}", str(layer))] = Entry(names, change)
-    if name in PERMUTED:
+            name = hf.replace("{i}", str(layer))
+            if config.moe is None or "{e}" not in name:
+                found[name] = Entry(names, change)
+                continue
+            for expert in range(config.moe.num_experts):
+                found[name.replace("{e}", str(expert))] = Entry(names, change, expert)
+    if family in PERMUTED:
         for layer in range(config.num_layers):
             for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 for end in ("weight", "bias"):
@@ -229,7 +256,7 @@ def _entries(name: str, config: Decoder) -> dict[str, Entry]:
     return found
 
 
-def _renamed(*pairs: tuple[str, str]) -> dict[str, tuple[tuple[str, ...], Change]]:
+def _renamed(*pairs: tuple[str, str]) -> Table:
     """Weights and biases that only change their name."""
     return {
         f"{name}.{end}": ((f"{stored}.{end}",), KEEP)
@@ -257,11 +284,37 @@ _DENSE = _renamed(
     (f"{_MLP}.up_proj", "blk.{i}.ffn_up"),
     (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
 )
-_GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-_EXPERTS = _renamed(
+_POST_NORM = _renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
-    (f"{_MLP}.router", "blk.{i}.ffn_gate_inp"),
-) | {
+)
+_SANDWICH = _POST_NORM | _renamed(
+    ("model.layers.{i}.pre_feedforward_layernorm", "blk.{i}.ffn_norm"),
+    ("model.layers.{i}.post_feedforward_layernorm", "blk.{i}.post_ffw_norm"),
+)
+
+
+def _less_one(table: Table) -> Table:
+    """A table whose norms the converter adds one to."""
+    return {
+        name: (stored, LESS_ONE if "norm.weight" in name else change)
+        for name, (stored, change) in table.items()
+    }
+
+
+_SPARSE = "model.layers.{i}.block_sparse_moe"
+
+
+def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
+    """A router, and experts whose tensors are parts of stacks."""
+    parts = ((gate, "gate"), (up, "up"), (down, "down"))
+    return _renamed((f"{router}.gate", "blk.{i}.ffn_gate_inp")) | {
+        f"{expert}.{part}.weight": ((f"blk.{{i}}.ffn_{stored}_exps.weight",), KEEP)
+        for part, stored in parts
+    }
+
+
+_GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
+_GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
     f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
     f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), INTERLEAVE),
     f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), INTERLEAVE_BIAS),
@@ -284,3 +337,15 @@ _GPT2 = _renamed(
     (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
     *_PRODUCTS.items(),
 ) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}
+
+_OTHERS = {
+    "gpt2": _GPT2,
+    "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
+    "seed_oss": _LAYERS | _DENSE | _POST_NORM,
+    "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
+    "qwen3_moe": _LAYERS
+    | _DENSE
+    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _LAYERS | _DENSE | _experts(_SPARSE, f"{_SPARSE}.experts.{{e}}", "w1", "w3", "w2"),
+}
+"""Tables of the families whose tensors are not those of LLaMA."""

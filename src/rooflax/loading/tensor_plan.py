@@ -159,7 +159,7 @@ class TensorPlan:
         _reject("has tensors that this architecture does not use:", superfluous)
 
     def _waived(self, name: str, config: Decoder) -> bool:
-        if WAIVED_BUFFERS.fullmatch(name):
+        if WAIVED_BUFFERS.fullmatch(name) or self.names.skipped.fullmatch(name):
             return True
         if name != "lm_head.weight" or not config.tied_embeddings:
             return False
@@ -184,6 +184,7 @@ class _NameMap:
     def __init__(self, present: set[str], module: Any):
         self.present = present
         self.prefixes: tuple[str, ...] = getattr(module, "HF_PREFIXES", ("",))
+        self.skipped = re.compile(getattr(module, "SKIPPED", "(?!)"))
 
     def find(self, name: str) -> str | None:
         """The name under which a tensor lies in the checkpoint, None if it does not."""

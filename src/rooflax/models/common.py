@@ -62,6 +62,23 @@ def read_mlp(reader: ConfigReader, norm: NormKind, *, bias: bool = False) -> Mlp
     return Mlp(width, norm, reader.choice("hidden_act", tuple(ACTIVATIONS), "silu"), bias=bias)
 
 
+def read_experts(reader: ConfigReader, key: str, absent: int, chosen: int) -> tuple[int, int]:
+    """How many experts there are, and how many a token has.
+
+    Args:
+        key: of the first.
+        absent, chosen: the family's defaults.
+    """
+    count = reader.size(key, absent)
+    chosen = reader.size("num_experts_per_tok", chosen)
+    if chosen > count:
+        raise CheckpointError(
+            f"config.json has num_experts_per_tok = {chosen} of {key} = {count}; the first must "
+            f"not be larger."
+        )
+    return count, chosen
+
+
 def num_layers(reader: ConfigReader) -> int:
     return reader.size("num_hidden_layers", most=10_000)
 
@@ -105,7 +122,7 @@ def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
         "head_dim": attention.head_dim,
         "max_position_embeddings": decoder.max_position,
         "rms_norm_eps": attention.norm.eps,
-        "hidden_act": mlp.activation if isinstance(mlp, Mlp) else "silu",
+        "hidden_act": mlp.activation if isinstance(mlp.activation, str) else "silu",
         "tie_word_embeddings": decoder.tied_embeddings,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling.to_hf() if rope.scaling else None,

@@ -66,6 +66,7 @@ class ConfigReader:
         self._raw = dict(raw)
         self._ignore = tuple(ignore)
         self._read: dict[str, Any] = {}  # with the value that was given for it
+        self._parts: list[ConfigReader] = []
 
     @property
     def model_type(self) -> str:
@@ -84,6 +85,23 @@ class ConfigReader:
             value = default
         self._read[key] = value
         return value
+
+    def waive(self, *patterns: str) -> None:
+        """Keys that say nothing of the part of the model that is read."""
+        self._ignore += patterns
+
+    def part(self, key: str) -> ConfigReader:
+        """An object of config.json, as closed a world as the whole."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise CheckpointError(f"config.json has {key} = {value!r:.80}; it must be an object.")
+        self._parts.append(ConfigReader(value, ignore=self._ignore))
+        return self._parts[-1]
+
+    def assume(self, **defaults: Any) -> None:
+        """Values of keys that are absent or null: a family's own, which its files leave out."""
+        given = {key: value for key, value in self._raw.items() if value is not None}
+        self._raw = self._raw | defaults | given
 
     def given(self, key: str) -> bool:
         """Whether the key is there, null or not: some families take an absent one for another."""
@@ -274,6 +292,8 @@ class ConfigReader:
         Raises:
             UnsupportedModelError: naming the keys, or the value of one that says what we do not do.
         """
+        for part in self._parts:
+            part.finish()
         waived = (*WAIVED, *self._ignore)
         left = sorted(
             key

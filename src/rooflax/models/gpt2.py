@@ -20,7 +20,7 @@ HF_PREFIXES = ("transformer.", "")
 """Checkpoints name their tensors with this prefix, or without."""
 
 
-def _pair(key: str, hf: str, weight: Layout = Layout(), bias: Layout = Layout()) -> tuple:  # noqa: B008
+def _pair(key: str, hf: str, weight: Layout | None = None, bias: Layout | None = None) -> tuple:
     """A weight and its bias."""
     hf = f"transformer.{hf}"
     return (key, Stored(f"{hf}.weight", weight)), (f"{key}_bias", Stored(f"{hf}.bias", bias))

@@ -10,20 +10,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.errors import CheckpointError
 from rooflax.models.common import (
     layer_types,
     num_layers,
     read_attention,
     read_decoder,
+    read_experts,
     read_rope,
     windows_of,
     write_decoder,
 )
 from rooflax.models.config_reader import ConfigReader
-from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Layer, Moe, NormKind
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import MLP, Layer, Moe, NormKind
 from rooflax.nn.rope import Rope, RopeScaling
+from rooflax.nn.weights import InterleavedGateUp, Layout, Linear, Stored
 from rooflax.ops.linear import ClampedSwiglu
 
 NO_SCALING = {"rope_type": "default"}
@@ -31,6 +32,17 @@ NO_SCALING = {"rope_type": "default"}
 
 DEFAULT_ROPE = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3465735902799727)
 """What transformers assumes where config.json says nothing of RoPE."""
+
+NAMES = Names(
+    tuple(
+        (f"layers.{{i}}.mlp.{key}", Stored(f"{MLP}.{hf}", layout))
+        for key, hf, layout in (
+            ("router", "router.weight", Linear()),
+            ("gate_up", "experts.gate_up_proj", InterleavedGateUp()),
+            ("down", "experts.down_proj", Layout()),
+        )
+    )
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -44,7 +56,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     windows = (window if kind == "sliding_attention" else None for kind in types)
     moe = _read_moe(reader, attention.norm)
     layers = (Layer(replace(attention, window=w), moe) for w in windows)
-    return read_decoder(reader, layers, max_position=131_072)
+    return replace(read_decoder(reader, layers, max_position=131_072), names=NAMES)
 
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
@@ -60,22 +72,18 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
 
 def _read_moe(reader: ConfigReader, norm: NormKind) -> Moe:
     reader.expect("hidden_act", "silu")
-    count = reader.size("num_local_experts", 128)
-    chosen = reader.size("num_experts_per_tok", reader.get("experts_per_token", 4))
-    if chosen > count:
-        raise CheckpointError(
-            f"config.json has num_experts_per_tok = {chosen} of num_local_experts = {count}; the "
-            f"first must not be larger."
-        )
+    absent = reader.get("experts_per_token", 4)
+    count, chosen = read_experts(reader, "num_local_experts", 128, absent)
     alpha, limit = reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0)
     width = reader.size("intermediate_size")
-    return Moe(count, chosen, width, norm, ClampedSwiglu(alpha, limit))
+    return Moe(count, chosen, width, norm, ClampedSwiglu(alpha, limit), bias=True)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     written, windows = write_decoder(decoder, "gpt_oss", "GptOssForCausalLM"), windows_of(decoder)
     moe = decoder.moe
     assert moe is not None
+    assert isinstance(moe.activation, ClampedSwiglu)
     return written | {
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.experts_per_token,

@@ -12,7 +12,11 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
+FAMILIES = (
+    "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
+    "mixtral", "gemma3_text", "gemma3",
+    "granite",
+)  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax",
     "mxfp4",
@@ -21,7 +25,8 @@ READ_QUANTIZATION = (
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES."""
+    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, and
+    a pattern of those that it has no use for, SKIPPED."""
 
     def config_from_hf(self, reader: ConfigReader) -> Decoder:
         """The architecture that a config.json describes."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.nn import mesh
@@ -40,7 +41,7 @@ class Names:
 
         def renamed(key: str, line: Weight) -> Weight:
             place = places.get(key, Stored(line.hf, line.layout))
-            return replace(line, hf=place.hf, layout=place.layout)
+            return replace(line, hf=place.hf, layout=place.layout or line.layout)
 
         return {key: renamed(key, line) for key, line in table.items()}
 
@@ -55,6 +56,7 @@ class Decoder:
         tied_embeddings: the head is the embedding.
         learned_positions: a table of positions is added to the embedding.
         names: of its checkpoints' tensors.
+        embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
         ropes: of all layers; derived.
     """
 
@@ -66,6 +68,8 @@ class Decoder:
     tied_embeddings: bool = False
     learned_positions: bool = False
     names: Names = Names()
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
     ropes: tuple[Rope, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -192,6 +196,8 @@ class Decoder:
         context = Context(options, shards, num_tokens, rows)
         how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
         x = mesh.embed(weights["embed"], batch.tokens, shards, **how)
+        if self.embed_scale != 1.0:
+            x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:
             x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
         kinds = {layer: partial(layer, context=context) for layer in self.layers}
@@ -216,4 +222,5 @@ class Decoder:
         head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
         how = {"num_rows": num_rows, "implementation": options.kernels}
         parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
+        parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
         return mesh.gather_vocab(parts, self.vocab_size, shards)

@@ -6,9 +6,9 @@ bear the names of LLaMA's checkpoints; a family with other names maps them (`Dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,17 @@ from rooflax.nn import mesh
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import Attend, LayerWeights
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import QKV, Flat, GateUp, InterleavedGateUp, Linear, Weight
+from rooflax.nn.weights import (
+    QKV,
+    Flat,
+    GateUp,
+    InterleavedGateUp,
+    Layout,
+    Linear,
+    PerExpert,
+    PlusOne,
+    Weight,
+)
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
@@ -60,13 +70,19 @@ class Context:
 
 @dataclass(frozen=True)
 class NormKind:
-    """RMSNorm; with a bias LayerNorm."""
+    """RMSNorm; with a bias LayerNorm.
+
+    Attributes:
+        plus_one: checkpoints have the weight less one.
+    """
 
     eps: float
     bias: bool = False
+    plus_one: bool = False
 
-    def table(self, key: str, hf: str) -> Table:
-        lines = {key: Weight("hidden", f"{hf}.weight", init="ones")}
+    def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
+        layout = PlusOne() if self.plus_one else Layout()
+        lines = {key: Weight(axis, f"{hf}.weight", layout, "ones")}
         if self.bias:
             lines[f"{key}_bias"] = Weight("hidden", f"{hf}.bias", init="zeros")
         return lines
@@ -76,14 +92,55 @@ class NormKind:
 
 
 @dataclass(frozen=True)
+class Wiring:
+    """How a branch (attention or feed-forward network) is added to the residual stream.
+
+    Attributes:
+        before: a norm of what the branch reads.
+        after: a norm of what it gives, after the sum over tensor shards.
+        scale: of what is added.
+    """
+
+    before: bool = True
+    after: bool = False
+    scale: float = 1.0
+
+    def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
+        """The norms' lines, by their names in a layer of the checkpoint."""
+        lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
+        if self.after:
+            lines |= norm.table(f"{key}.post_norm", f"model.layers.{{i}}.{after}")
+        return lines
+
+    def __call__(
+        self, branch: Callable[..., Hidden], norm: NormKind, key: str, w: LayerWeights, x: Hidden
+    ) -> Hidden:
+        """x + scale * branch(x).
+
+        Args:
+            branch: called with a norm or None, and with what it adds to its result or None.
+        """
+        prologue = norm.of(w, f"{key}.norm") if self.before else None
+        if not self.after and self.scale == 1.0:
+            return branch(prologue, x)  # the matmul adds it
+        h = branch(prologue, None)
+        h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
+        return x + h * self.scale
+
+
+PRE, SANDWICH = Wiring(), Wiring(after=True)
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention with its norm before it and the residual behind it.
+    """Grouped-query attention, with its norms and the residual.
 
     Attributes:
         window: how many tokens a query sees, its own included; None is all.
         rope: None leaves positions out.
         sinks: a logit per query head that takes part in the softmax and has no value.
         qk_norm: epsilon of an RMSNorm of every query and key head before RoPE; None is none.
+        scale: of the scores; None is head_dim^-1/2.
     """
 
     num_heads: int
@@ -96,6 +153,8 @@ class Attention:
     qk_norm: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    scale: float | None = None
+    wiring: Wiring = PRE
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -109,15 +168,16 @@ class Attention:
     def table(self) -> Table:
         names = tuple(f"{ATTENTION}.{part}_proj" for part in "qkv")
         weights, biases = (tuple(f"{n}.{end}" for n in names) for end in ("weight", "bias"))
-        lines = self.norm.table("attn.norm", "model.layers.{i}.input_layernorm")
+        norms = "input_layernorm", "post_attention_layernorm"
+        lines = self.wiring.table(self.norm, "attn", *norms)
         lines["attn.qkv"] = Weight("hidden -> kv_heads qkv_group head_dim", weights, QKV())
         if self.qkv_bias:
             axes = "kv_heads qkv_group head_dim"
             lines["attn.qkv_bias"] = Weight(axes, biases, QKV(bias=True), "zeros")
         if self.qk_norm is not None:
             for part in "qk":
-                hf = f"{ATTENTION}.{part}_norm.weight"
-                lines[f"attn.{part}_norm"] = Weight("head_dim", hf, init="ones")
+                hf = f"{ATTENTION}.{part}_norm"
+                lines |= self.norm.table(f"attn.{part}_norm", hf, "head_dim")
         if self.sinks:
             lines["attn.sinks"] = Weight("heads", f"{ATTENTION}.sinks")
         output = f"{ATTENTION}.o_proj"
@@ -128,7 +188,18 @@ class Attention:
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
-        norm = self.norm.of(w, "attn.norm")
+        branch = partial(self._branch, w, x, attend, context)
+        return self.wiring(branch, self.norm, "attn", w, x)
+
+    def _branch(
+        self,
+        w: LayerWeights,
+        x: Hidden,
+        attend: Attend,
+        context: Context,
+        norm: Norm | None,
+        residual: Hidden | None,
+    ) -> Hidden:
         qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         if self.qk_norm is not None:
@@ -138,20 +209,25 @@ class Attention:
             cos, sin = context.rope[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
-        scale, sinks = self.head_dim**-0.5, w.get("attn.sinks")
+        scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
-        o_bias, residual = context.on_one_shard(w.get("attn.o_bias")), context.on_one_shard(x)
-        x = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
-        return context.all_reduce(x)
+        o_bias, residual = (
+            context.on_one_shard(w.get("attn.o_bias")),
+            context.on_one_shard(residual),
+        )
+        h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
+        return context.all_reduce(h)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Two matmuls with an activation between them, its norm before and the residual behind.
+    """Two matmuls with an activation between them, with its norms and the residual.
 
     Attributes:
         activation: a name of ops.activation.
         gated: the first matmul gives a gate and what it multiplies.
+        key: its name in the table and of its axis; a model that has experts in other layers has
+            another than theirs.
     """
 
     width: int
@@ -159,38 +235,61 @@ class Mlp:
     activation: str
     gated: bool = True
     bias: bool = False
+    key: str = "mlp"
+    wiring: Wiring = PRE
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        return {"mlp": self.width} | ({"gate_up": 2} if self.gated else {})
+        return {self.key: self.width} | ({"gate_up": 2} if self.gated else {})
 
     @property
     def _first(self) -> str:
-        return "mlp.gate_up" if self.gated else "mlp.up"
+        return f"{self.key}.gate_up" if self.gated else f"{self.key}.up"
 
     def table(self) -> Table:
-        lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
+        key = self.key
+        lines = _mlp_norms(self.wiring, self.norm, key)
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         weights, biases = (tuple(f"{MLP}.{p}.{end}" for p in parts) for end in ("weight", "bias"))
-        out, layout = ("gate_up mlp", GateUp()) if self.gated else ("mlp", Linear())
+        out, layout = (f"gate_up {key}", GateUp()) if self.gated else (key, Linear())
         flat = GateUp(bias=True) if self.gated else Flat()
         lines[self._first] = Weight(f"hidden -> {out}", weights, layout)
         if self.bias:
             lines[f"{self._first}_bias"] = Weight(out, biases, flat, "zeros")
         down = f"{MLP}.down_proj"
-        lines["mlp.down"] = Weight("mlp -> hidden", f"{down}.weight", Linear(), "residual")
+        lines[f"{key}.down"] = Weight(f"{key} -> hidden", f"{down}.weight", Linear(), "residual")
         if self.bias:
-            lines["mlp.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
+            lines[f"{key}.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        norm, first = self.norm.of(w, "mlp.norm"), self._first
+        branch = partial(self._branch, w, x, context)
+        return self.wiring(branch, self.norm, self.key, w, x)
+
+    def _branch(
+        self,
+        w: LayerWeights,
+        x: Hidden,
+        context: Context,
+        norm: Norm | None,
+        residual: Hidden | None,
+    ) -> Hidden:
+        key, first = self.key, self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = context.on_one_shard(w.get("mlp.down_bias")), context.on_one_shard(x)
+        down_bias, residual = (
+            context.on_one_shard(w.get(f"{key}.down_bias")),
+            context.on_one_shard(residual),
+        )
         activation = Activation(self.activation, gated=self.gated)
         how = {"prologue": activation, "residual": residual}
-        x = context.linear(h, w["mlp.down"], down_bias, **how)
-        return context.all_reduce(x)
+        h = context.linear(h, w[f"{key}.down"], down_bias, **how)
+        return context.all_reduce(h)
+
+
+def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> Table:
+    """A feed-forward network's norms; one on attention's result leaves that name to it."""
+    before = "pre_feedforward_layernorm" if wiring.after else "post_attention_layernorm"
+    return wiring.table(norm, key, before, "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -199,13 +298,18 @@ class Moe:
 
     Attributes:
         width: of one expert.
+        activation: a name of ops.activation, of the gate; or GPT-OSS's.
+        bias: of the router and of every expert's matmuls.
+        renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
     """
 
     num_experts: int
     experts_per_token: int
     width: int
     norm: NormKind
-    activation: ClampedSwiglu
+    activation: str | ClampedSwiglu
+    bias: bool = False
+    renormalise: bool = True
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -213,26 +317,32 @@ class Moe:
         return {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
     def table(self) -> Table:
-        stored, split = f"{MLP}.experts", InterleavedGateUp()
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
-        lines |= {
-            "mlp.router": Weight("hidden -> routes", f"{MLP}.router.weight", Linear()),
-            "mlp.router_bias": Weight("routes", f"{MLP}.router.bias", init="zeros"),
-            "mlp.gate_up": Weight(
-                "experts | hidden -> gate_up mlp", f"{stored}.gate_up_proj", split
-            ),
-            "mlp.gate_up_bias": Weight(
-                "experts gate_up mlp", f"{stored}.gate_up_proj_bias", split, "zeros"
-            ),
-            "mlp.down": Weight("experts | mlp -> hidden", f"{stored}.down_proj", init="residual"),
-            "mlp.down_bias": Weight("experts hidden", f"{stored}.down_proj_bias", init="zeros"),
-        }
+        lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
+        axes, stored = "experts | hidden -> gate_up mlp", self.stored("gate_proj", "up_proj")
+        lines["mlp.gate_up"] = Weight(axes, stored, PerExpert(GateUp()))
+        axes, stored = "experts | mlp -> hidden", self.stored("down_proj")
+        lines["mlp.down"] = Weight(axes, stored, PerExpert(Linear()), "residual")
+        if self.bias:
+            fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
+            lines["mlp.router_bias"] = Weight("routes", f"{MLP}.router.bias", init="zeros")
+            lines["mlp.gate_up_bias"] = Weight("experts gate_up mlp", fused, split, "zeros")
+            stored = f"{MLP}.experts.down_proj_bias"
+            lines["mlp.down_bias"] = Weight("experts hidden", stored, init="zeros")
         return lines
+
+    def stored(self, *parts: str, prefix: str = f"{MLP}.experts") -> tuple[str, ...]:
+        """The tensors of a checkpoint that has some for each expert."""
+        experts = range(self.num_experts)
+        return tuple(f"{prefix}.{expert}.{part}.weight" for expert in experts for part in parts)
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
-        router = context.linear(rows, w["mlp.router"], w["mlp.router_bias"], prologue=norm)
-        expert_ids, routing_weights = route(router, self.experts_per_token)
+        router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
+        how = {"renormalise": self.renormalise}
+        expert_ids, routing_weights = route(router, self.experts_per_token, **how)
+        gate = self.activation
+        gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
         num_local = w["mlp.gate_up"].shape[0]
         expert_ids, routing_weights = mesh.local_experts(
             expert_ids, routing_weights, num_local, context.shards
@@ -242,11 +352,11 @@ class Moe:
             expert_ids,
             routing_weights,
             w["mlp.gate_up"],
-            w["mlp.gate_up_bias"],
+            w.get("mlp.gate_up_bias"),
             w["mlp.down"],
-            context.on_one_shard(w["mlp.down_bias"]),
+            context.on_one_shard(w.get("mlp.down_bias")),
             norm=norm,
-            activation=self.activation,
+            activation=gate,
             method=context.options.moe,
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,

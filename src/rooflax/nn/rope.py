@@ -64,6 +64,11 @@ class Rope:
     theta: float
     scaling: RopeScaling | None = None
 
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_parameters` object of config.json."""
+        scaling = self.scaling.to_hf() if self.scaling else {"rope_type": "default"}
+        return scaling | {"rope_theta": self.theta}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ RULES = {
     "kv_heads": TENSOR,
     "heads": TENSOR,
     "mlp": TENSOR,
+    "dense_mlp": TENSOR,
     "vocab": TENSOR,
     "experts": EXPERT,
     "layers": STAGE,
@@ -105,7 +106,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Refuses a split that leaves a remainder, with the arithmetic."""
-    for axis in ("kv_heads", "mlp", "experts"):
+    for axis in ("kv_heads", "mlp", "dense_mlp", "experts"):
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:
             _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)

@@ -57,6 +57,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class PlusOne(Layout):
+    """A norm's weight, which the checkpoint has less one; ours is float32 at any precision."""
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = parts[0].astype(np.float32) + 1
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array - 1]
+
+
+@dataclass(frozen=True)
 class Flat(Layout):
     """A bias or other vector whose axes the checkpoint flattens into one."""
 
@@ -230,11 +241,43 @@ class InterleavedGateUp(Layout):
 
 
 @dataclass(frozen=True)
+class PerExpert(Layout):
+    """A stack of which each expert has tensors of its own: the first's, then the second's, ...
+
+    Attributes:
+        each: of one expert's tensors.
+    """
+
+    each: Layout
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return self.each.hf_shapes(in_shape[1:], out_shape) * in_shape[0]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        for own, expert in zip(_by_expert(parts, len(out)), out, strict=True):
+            self.each.join(own, expert)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [part for expert in array for part in self.each.split(expert, in_shape[1:])]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        chosen = _by_expert(parts, shape[0])[where[0]]
+        return [part for own in chosen for part in self.each.slice_parts(own, shape[1:], where[1:])]
+
+
+def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndarray]]:
+    size = len(parts) // count
+    return [parts[begin : begin + size] for begin in range(0, len(parts), size)]
+
+
+@dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint keeps a weight: fields of `Weight`."""
+    """Where a checkpoint keeps a weight: fields of `Weight`; without a layout it has the line's."""
 
     hf: str | tuple[str, ...]
-    layout: Layout = Layout()
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)

@@ -29,18 +29,26 @@ WHOLE_ROWS = 64
 
 @parts.experts
 def route(
-    router_logits: Float[Array, "tokens experts"], experts_per_token: int
+    router_logits: Float[Array, "tokens experts"],
+    experts_per_token: int,
+    *,
+    renormalise: bool = True,
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
-    """Each token's experts and their shares: the top logits, then softmax over those alone.
+    """Each token's experts, those of the top logits, and their routing weights.
 
-    A token's shares are the same bits among any number of tokens: XLA on CPU computes exp of an
+    Args:
+        renormalise: routing weights are softmax over the chosen logits alone; else over all.
+
+    A token's weights are the same bits among any number of tokens: XLA on CPU computes exp of an
     array's last few numbers otherwise than of the rest, so the rows are filled up.
 
     Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).
     """
     top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
-    full = jnp.pad(top, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
-    return ids, jax.nn.softmax(full, axis=-1)[: top.shape[0]]
+    among = top if renormalise else router_logits.astype(jnp.float32)
+    full = jnp.pad(among, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
+    weights = jax.nn.softmax(full, axis=-1)[: top.shape[0]]
+    return ids, weights if renormalise else jnp.take_along_axis(weights, ids, axis=-1)
 
 
 @parts.experts
@@ -49,9 +57,9 @@ def experts(
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
     gate_up: Float[Array, "experts hidden 2 mlp"] | Weight,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked | None,
     down: Float[Array, "experts mlp hidden"] | Weight,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
+    down_bias: Float[Array, "experts hidden"] | Stacked | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
@@ -68,6 +76,7 @@ def experts(
 
     Args:
         gate_up, down: quantised ones are stacks over the experts and round their rows.
+        gate_up_bias, down_bias: None is none.
         activation: [..., 2, mlp] to [..., mlp].
         norm: of the tokens, before everything.
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of

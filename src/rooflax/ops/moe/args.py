@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.real_rows import NumRows
-from rooflax.ops.weights import Stacked, Stored, Weight, as_weight
+from rooflax.ops.weights import Stacked, Stored, Weight, as_weight, taken
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,25 @@ class Experts:
 
     Attributes:
         w: [experts, in, out], or with `index` one of a stack of those.
-        bias: [experts, *out].
+        bias: [experts, *out]; None is none.
     """
 
     w: Stored
     index: Int[Array, ""] | None
-    bias: Array | Stacked
+    bias: Array | Stacked | None
 
     @property
     def stack(self) -> Stored:
         """The experts alone, copied out of their stack."""
         return self.w if self.index is None else self.w.member(self.index)
+
+    @property
+    def biases(self) -> Array | None:
+        """[experts, out] of these experts alone; None is none."""
+        if self.bias is None:
+            return None
+        bias = taken(self.bias)
+        return bias.reshape(bias.shape[0], -1)
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,9 @@ class MoeArgs:
         expert_ids: Int[Array, "tokens chosen"],
         expert_weights: Float[Array, "tokens chosen"],
         gate_up: Array | Weight,
-        gate_up_bias: Array | Stacked,
+        gate_up_bias: Array | Stacked | None,
         down: Array | Weight,
-        down_bias: Array | Stacked,
+        down_bias: Array | Stacked | None,
         **how: Any,
     ) -> MoeArgs:
         """Of leaves."""

@@ -20,7 +20,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     num_rows = None if args.num_tokens is None else args.num_tokens * chosen
 
     def through(x: jax.Array, e: Experts, prologue: object) -> jax.Array:
-        bias = e.bias.reshape(args.num_experts, -1)
+        bias = None if e.bias is None else e.bias.reshape(args.num_experts, -1)
         return selected_matmul(
             LinearArgs(x, e.w, e.index, bias, prologue, num_rows=num_rows),  # type: ignore[arg-type]
             select,

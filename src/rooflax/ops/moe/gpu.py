@@ -23,7 +23,7 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
-from rooflax.ops.weights import Quantized, Stored, taken
+from rooflax.ops.weights import Quantized, Stored
 
 WIDE_TILE = 128
 """Rows of a tile on the tensor cores."""
@@ -58,8 +58,9 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
         members = tile_expert if e.index is None else tile_expert + e.index * num_experts
         w = e.w if e.index is None else e.w.joined()
         y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, members, num_tiles.reshape(1))
-        wide = taken(e.bias).astype(jnp.float32)
-        return y + wide.reshape(wide.shape[0], -1)[tile_expert][:, None, :]
+        if e.biases is None:
+            return y
+        return y + e.biases.astype(jnp.float32)[tile_expert][:, None, :]
 
     h = through(x[token_of_slot], args.up)
     h = args.activation(h.reshape(len(token_of_slot), 2, -1))

@@ -15,13 +15,15 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     x, up, down = args.rows, args.up.stack, args.down.stack
-    gate_up_bias, down_bias = taken(args.up.bias), taken(args.down.bias)
     x32, gate_up32 = _operands(x.astype(jnp.float32), up)
     h = jnp.einsum("td,edcf->tecf", x32, gate_up32, precision=HIGHEST)
-    h = args.activation(h + gate_up_bias.astype(jnp.float32)[None])
+    if args.up.bias is not None:
+        h = h + taken(args.up.bias).astype(jnp.float32)[None]
+    h = args.activation(h)
     h, down32 = _operands(h, down)
     y = jnp.einsum("tef,efd->ted", h, down32, precision=HIGHEST)
-    y = y + down_bias.astype(jnp.float32)[None]
+    if args.down.bias is not None:
+        y = y + taken(args.down.bias).astype(jnp.float32)[None]
     chosen = jax.nn.one_hot(args.expert_ids, args.num_experts, dtype=jnp.float32)
     shares = jnp.einsum("tj,tje->te", args.expert_weights, chosen, precision=HIGHEST)
     return jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype)

@@ -18,7 +18,6 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear.tpu import DECODED, stack_of, tiled_matmul
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
-from rooflax.ops.weights import taken
 
 
 def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
@@ -34,7 +33,9 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
         w, layer = stack_of(e.w, e.index)
         members = layer * num_experts + tile_expert
         y = tiled_matmul(rows, w, members, num_tiles=num_tiles, tile=tile)
-        return y + taken(e.bias).reshape(num_experts, -1).astype(jnp.float32)[expert_of_slot]
+        if e.biases is None:
+            return y
+        return y + e.biases.astype(jnp.float32)[expert_of_slot]
 
     x = args.rows
     h = expert_matmul(x[token_of_slot], args.up).astype(x.dtype)

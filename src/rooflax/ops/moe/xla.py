@@ -15,7 +15,6 @@ from rooflax.ops.linear import xla as linear
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.moe import reference
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import taken
 
 LARGEST_TILE = 32
 
@@ -79,7 +78,7 @@ def _run_tiles(
 ) -> Float[Array, "slots hidden"]:
     """Every used tile through its expert, in float32; unused slots stay zero."""
     up, down = args.up.stack, args.down.stack
-    gate_up_bias, down_bias = taken(args.up.bias), taken(args.down.bias)
+    biases = args.up.biases, args.down.biases
     num_slots, chosen = tile_expert.shape[0] * tile, args.expert_ids.shape[1]
     token_of_pair = jnp.arange(pair_slot.shape[0], dtype=jnp.int32) // chosen
     token_of_slot = jnp.zeros(num_slots, jnp.int32).at[pair_slot].set(token_of_pair)
@@ -88,11 +87,10 @@ def _run_tiles(
         expert = tile_expert[index]
         tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, index * tile, tile)
         w_in, w_out = up.member(expert), down.member(expert)
-        h = linear.matmul(
-            LinearArgs(x[tokens], w_in, bias=gate_up_bias[expert].reshape(-1), dtype=x.dtype)
-        )
+        b_in, b_out = (None if bias is None else bias[expert] for bias in biases)
+        h = linear.matmul(LinearArgs(x[tokens], w_in, bias=b_in, dtype=x.dtype))
         h = args.activation(h.reshape(tile, 2, -1))
-        y = linear.matmul(LinearArgs(h, w_out, bias=down_bias[expert], dtype=h.dtype))
+        y = linear.matmul(LinearArgs(h, w_out, bias=b_out, dtype=h.dtype))
         y = y.astype(jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y, index * tile, axis=0)
 

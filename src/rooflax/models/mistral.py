@@ -1,0 +1,44 @@
+"""Mistral 7B, Nemo and Small: LLaMA with a window in every layer, or in none.
+
+A config.json without `sliding_window` means a window of 4096; null means none.
+
+Source: transformers, models/mistral/modeling_mistral.py; Jiang et al., Mistral 7B, 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models.common import (
+    num_layers,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_rope,
+    windows_of,
+    write_decoder,
+)
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.parts import Layer
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    attention = read_attention(reader, norm_eps=1e-6, kv_heads=8)
+    rope = read_rope(reader, attention.head_dim)
+    attention = replace(attention, rope=rope, window=read_window(reader, 4096))
+    layer = Layer(attention, read_mlp(reader, attention.norm))
+    return read_decoder(reader, [layer] * num_layers(reader), max_position=131_072)
+
+
+def read_window(reader: ConfigReader, absent: int | None) -> int | None:
+    """The window of all layers; null is none, and `absent` stands for no key at all."""
+    if reader.get("sliding_window", None) is None:
+        return None if reader.given("sliding_window") else absent
+    return reader.size("sliding_window")
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    written = write_decoder(decoder, "mistral", "MistralForCausalLM")
+    return written | {"sliding_window": windows_of(decoder)[0]}

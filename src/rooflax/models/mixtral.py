@@ -1,0 +1,51 @@
+"""Mixtral: Mistral with experts in place of the feed-forward network.
+
+Source: transformers, models/mixtral/modeling_mixtral.py; Jiang et al., Mixtral of Experts, 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.models.mistral import read_window
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import Layer, Moe
+from rooflax.nn.weights import GateUp, Linear, PerExpert, Stored
+from rooflax.ops.activation import ACTIVATIONS
+
+STORED = "model.layers.{i}.block_sparse_moe"
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    attention = common.read_attention(reader, norm_eps=1e-5, kv_heads=8)
+    rope = common.read_rope(reader, attention.head_dim, 1_000_000.0)
+    attention = replace(attention, rope=rope, window=read_window(reader, None))
+    reader.get("router_jitter_noise", None)  # of training
+    count, chosen = common.read_experts(reader, "num_local_experts", 8, 2)
+    activation = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
+    moe = Moe(count, chosen, reader.size("intermediate_size"), attention.norm, activation)
+    layers = [Layer(attention, moe)] * common.num_layers(reader)
+    return replace(common.read_decoder(reader, layers, max_position=131_072), names=_names(moe))
+
+
+def _names(moe: Moe) -> Names:
+    experts, mlp = f"{STORED}.experts", "layers.{i}.mlp"
+    places = (
+        (f"{mlp}.router", Stored(f"{STORED}.gate.weight", Linear())),
+        (f"{mlp}.gate_up", Stored(moe.stored("w1", "w3", prefix=experts), PerExpert(GateUp()))),
+        (f"{mlp}.down", Stored(moe.stored("w2", prefix=experts), PerExpert(Linear()))),
+    )
+    return Names(places)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    moe = decoder.moe
+    assert moe is not None
+    return common.write_decoder(decoder, "mixtral", "MixtralForCausalLM") | {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "sliding_window": decoder.layers[0].attention.window,
+    }

@@ -1,0 +1,100 @@
+"""Families for which no converted GGUF file is kept: files written with gguf-py's own names."""
+
+import re
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from rooflax import load
+from tests import goldens
+
+FLOAT = gguf.GGUFValueType.FLOAT32
+CASES = {
+    "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
+    "gemma3": "gemma3_text", "granite": "granite_bias",
+}  # fmt: skip
+"""gguf's architecture to the checkpoint that is written as one."""
+CHANGES = {"gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20}}
+"""What such a file cannot say."""
+
+
+def permuted(rows, heads):
+    """Rows of q or k as llama.cpp's converter has them in files of LLaMA's architecture."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def converted(raw, tensors):
+    """The checkpoint's tensors as llama.cpp's converter changes them: experts stacked, by name."""
+    experts, found = {}, {}
+    for name, array in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", []).append(array)
+        elif raw["model_type"] in ("mixtral", "granite") and re.search(r"\.[qk]_proj", name):
+            kind = "attention" if ".q_proj" in name else "key_value"
+            found[name] = permuted(array, raw[f"num_{kind}_heads"])
+        else:
+            is_less = raw["model_type"] == "gemma3_text" and name.endswith("norm.weight")
+            found[name] = array + 1 if is_less else array
+    return found | {name: np.stack(arrays) for name, arrays in experts.items()}
+
+
+def write_gguf(path, arch, variant, reference):
+    """The checkpoint as gguf-py names its parts."""
+    raw = goldens.VARIANTS[variant]
+    tensors = converted(raw, goldens.tensors(variant, reference))
+    writer = gguf.GGUFWriter(path, arch)
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(raw["rope_theta"])
+    if arch == "granite":
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
+    if arch == "gemma3":
+        writer.add_sliding_window(raw["sliding_window"])
+        writer.add_key_value("gemma3.rope.freq_base_swa", raw["rope_local_base_freq"], FLOAT)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(raw["rope_scaling"]["factor"])
+    if "num_experts_per_tok" in raw:
+        writer.add_expert_count(raw.get("num_experts") or raw["num_local_experts"])
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+    if "moe_intermediate_size" in raw:
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(code, raw["num_hidden_layers"])
+    for name, array in tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
+    reference = goldens.committed(CASES[arch])
+    folder = goldens.write_checkpoint(
+        tmp_path / "m", CASES[arch], reference, config=CHANGES.get(arch)
+    )
+    ours = load(write_gguf(tmp_path / "m.gguf", arch, CASES[arch], reference))
+    theirs = load(folder)
+    assert (ours.family, ours.config) == (theirs.family, theirs.config)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, theirs.weights)
+    assert all(jax.tree.leaves(same))

@@ -1,0 +1,74 @@
+"""Checkpoints with a vision tower: their text part is the text model, and the tower is skipped."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax import load
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.models.registry import read_config
+from tests import goldens
+
+TEXT = goldens.VARIANTS["gemma3_text"]
+WHOLE = {
+    "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": TEXT, "vision_config": {"model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tower"),
+    [("language_model.model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")],
+)
+def test_the_text_part_is_the_text_model(prefix, tower, tmp_path):
+    reference = goldens.committed("gemma3_text")
+    text = load(goldens.write_checkpoint(tmp_path / "text", "gemma3_text", reference))
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+        tensors[f"{tower}encoder.weight"] = np.zeros((3, 5), np.float32)
+        projector = tower.replace("vision_tower", "multi_modal_projector")
+        tensors[f"{projector}mm_input_projection_weight"] = np.zeros((3, 5), np.float32)
+
+    folder = goldens.write_checkpoint(tmp_path / "m", "gemma3_text", reference, change=change)
+    (folder / "config.json").write_text(json.dumps(WHOLE))
+    whole = load(folder)
+    assert whole.config == text.config
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), whole.weights, text.weights)
+    assert all(jax.tree.leaves(same))
+
+
+def test_files_that_leave_out_defaults_have_those_of_transformers():
+    """As Gemma 3 4B's text_config does."""
+    few = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    few |= {"intermediate_size": 10240, "sliding_window": 1024, "rope_scaling": rope}
+    _, config = read_config(WHOLE | {"text_config": few})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262_208, 8, 4)
+    assert (config.head_dim, config.max_position, config.tied_embeddings) == (256, 131_072, True)
+    full, local = config.layers[5].attention, config.layers[6].attention
+    assert (full.window, local.window, full.scale) == (None, 1024, 1 / 16)
+    assert full.rope and full.rope.theta == 1e6 and full.rope.scaling
+    assert local.rope and local.rope.theta == 1e4 and local.rope.scaling is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"text_config": None}, "no 'text_config'"),
+        ({"text_config": [1]}, "text_config = .*object"),
+        ({"text_config": TEXT | {"model_type": "llama"}}, "model_type = 'llama'"),
+        ({"text_config": TEXT | {"new_trick": 1}}, "'new_trick'"),
+        ({"text_config": TEXT | {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        ({"text_config": TEXT | {"use_bidirectional_attention": True}}, "bidirectional"),
+        ({"audio_config": {}}, "'audio_config'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = True"),
+    ],
+)
+def test_a_text_part_that_is_not_computed_is_refused(change, reason):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        read_config(WHOLE | change)

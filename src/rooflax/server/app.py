@@ -28,12 +28,14 @@ from rooflax.server.fields import Table
 from rooflax.server.json_body import read_json
 from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
+from rooflax.server.openapi import document
+from rooflax.server.page import page
 from rooflax.server.responses import responses
 from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 
 BODY_S = 30.0
-OPEN_PATHS = ("/health", "/ready", "/", "/favicon.ico")
+OPEN_PATHS = ("/health", "/ready", "/")
 """What anybody who reaches the server may ask."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id"
@@ -57,6 +59,7 @@ GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/ready": small.ready,
     "/version": small.version,
     "/props": small.props,
+    "/": page,
 }
 NOT_BUILT = (
     "/v1/embeddings", "/v1/rerank", "/v1/images/generations", "/v1/audio/speech",
@@ -74,6 +77,7 @@ def make_app(service: Service) -> ASGIApp:
     routes += [Route(path, _get(service, get), methods=["GET"]) for path, get in GETS.items()]
     routes += [Route(path, _not_built, methods=["GET", "POST"]) for path in NOT_BUILT]
     routes.append(Route("/metrics", exporter.answer, methods=["GET"]))
+    routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
     inner = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _routing_error, Exception: _error, ApiError: _error},
@@ -106,6 +110,10 @@ def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Respo
             return _said(request, error)
 
     return answer
+
+
+async def _openapi(_: Request) -> Response:
+    return Json(document(POSTS, GETS))
 
 
 async def _not_built(_: Request) -> Response:

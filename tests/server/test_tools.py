@@ -177,6 +177,38 @@ def test_templates_that_read_variables_get_them(live, monkeypatch, llm):
     assert found.json()["error"]["param"] == "reasoning_effort"
 
 
+def test_a_schema_begins_after_the_reasoning_that_the_prompt_opened(live, scripted, monkeypatch):
+    template = "{{ messages[0].content }}<think>{# </think> #}"
+    llm = scripted.llm
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": template})
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    scripted.script = scripted.says('Hm.</think>\n{"a": 1}')
+    message = whole(live, response_format=form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", '{"a": 1}')
+    params = scripted.asked[-1][1]
+    assert lets_through(llm, params, 'Hm.</think>\n{"a":1}')
+    assert not lets_through(llm, params, 'Hm.</think>\n{"b":1}')
+    whole(live, structured_outputs={"regex": "a/b+"})
+    assert lets_through(llm, scripted.asked[-1][1], "Hm.</think>a/bb")
+    body = {"messages": MESSAGES, "structured_outputs": {"choice": ["a"]}}
+    assert live.post(CHAT, body).json()["error"]["param"] == "structured_outputs"
+
+
+def test_channels_take_no_schema_and_no_beginning(live, scripted, monkeypatch):
+    template = "{{ messages[0].content }}<|start|>assistant{# <|channel|> <|message|> #}"
+    monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": template})
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
+        {"tools": [tool()], "tool_choice": "required"},
+    ):
+        found = live.post(CHAT, {"messages": MESSAGES} | fields)
+        assert found.status_code == 400
+        assert found.json()["error"]["code"] == "unsupported_value"
+
+
 def test_reasoning_fields_are_named_as_was_chosen(llm):
     from tests.server.live import ScriptedLLM
 

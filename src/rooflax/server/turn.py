@@ -132,6 +132,13 @@ class Turn:
             )
         if forced is not None:
             return {"grammar": forced}
+        if self._form and prompt.is_harmony:
+            raise ApiError(
+                "This model's answers have channels, which no schema or grammar describes; ask "
+                "without response_format and structured_outputs.",
+                code="unsupported_value",
+                param="response_format",
+            )
         if not (self._form and opens_reasoning):
             return self._form
         assert prompt.format is not None

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -353,6 +355,68 @@ def test_c2_a_client_that_leaves_ends_its_request(live, scripted, stream):
     connection.close()
     wait_for(lambda: scripted.num_open == 0, 5)
     assert scripted.num_cut == cut + 1
+
+
+def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
+    """Good ones, wrong ones, and ones that leave at any moment."""
+    scripted.pause_s = 0.002
+    rng = random.Random(0)
+    kinds = [
+        b"{", b'{"prompt": ""}', b'{"prompt": "x", "max_tokens": 20}',
+        b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true, "stream": true}',
+        b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true}',
+    ]  # fmt: skip
+    plans = [(rng.choice(kinds), rng.random() * 0.05, rng.random() < 0.6) for _ in range(400)]
+    statuses: list[int] = []
+
+    def run(mine) -> None:
+        for body, pause_s, leaves in mine:
+            head = request(
+                "POST", "/v1/completions", "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+            )  # fmt: skip
+            with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+                connection.sendall(head + body)
+                if leaves:
+                    time.sleep(pause_s)
+                    continue
+                found = b""
+                while piece := connection.recv(65536):
+                    found += piece
+                statuses.append(int(found.split()[1]))
+
+    assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    live.settle()
+    files = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    threads = [threading.Thread(target=run, args=(plans[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    live.settle()
+    wait_for(lambda: scripted.num_open == 0)
+    assert set(statuses) <= {200, 400, 429} and statuses.count(200) > 20
+    assert live.service._open_tokens == 0 and not +live.service._open_by_owner
+    if files:
+        wait_for(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2)
+
+
+def test_texts_that_wait_are_bounded(live, monkeypatch):
+    monkeypatch.setattr("rooflax.server.service.MAX_TEXTS", 0)
+    found = live.post("/tokenize", {"prompt": "x"})
+    assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
+
+
+def test_u2_texts_that_cannot_fit_are_refused_at_once(live):
+    text = "x" * 3_000_000
+    bodies = {
+        "/v1/completions": {"prompt": text, "add_special_tokens": False},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/tokenize": {"prompt": text},
+    }
+    for path, body in bodies.items():
+        found = live.post(path, body)
+        assert error_of(found)["code"] == "context_length_exceeded"
 
 
 def test_c4_a_fault_within_a_stream_is_an_event(live, scripted):

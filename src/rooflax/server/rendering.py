@@ -62,6 +62,7 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     template = llm.tokenizer.chat_template
     words = frozenset(_WORD.findall(template or ""))
     messages = plain_messages(found["messages"], keeps_developer="developer" in words)
+    service.check_size(sum(len(message.get("content", "")) for message in messages))
     format = format_of(template)
     choice = tool_choice(found, format)
     variables = _variables(found, words)

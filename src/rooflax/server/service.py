@@ -31,7 +31,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
 """Prompt tokens of all open requests, in contexts beyond those that run."""
-TEXT_THREADS = 4
+TEXT_THREADS, MAX_TEXTS = 4, 256
 
 
 class Service:
@@ -52,6 +52,7 @@ class Service:
         self.observe: Callable[[Delta], None] = lambda _: None
         self._state: State = "loading"
         self._open_by_owner, self._open_tokens = Counter[str](), 0
+        self._num_texts = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
 
@@ -179,28 +180,44 @@ class Service:
         return self.ready().llm.max_num_seqs
 
     async def in_thread(self, work: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Work that takes long, beside the loop: encoding, templates, large JSON."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt that fits the context.
+        """Work that takes long, beside the loop: encoding, templates, large JSON.
 
         Raises:
-            ApiError: it does not.
+            ApiError: 429, too much of it waits.
+        """
+        if self._num_texts >= MAX_TEXTS:
+            raise self._queue_full(f"{self._num_texts} texts wait to be read")
+        self._num_texts += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
+        finally:
+            self._num_texts -= 1
+
+    def check_size(self, num_characters: int) -> None:
+        """
+        Raises:
+            ApiError: a text cannot fit the context, however it is cut into tokens.
         """
         llm = self.ready().llm
+        longest = llm.tokenizer.longest_token
+        if longest is not None and num_characters > llm.max_model_len * longest:
+            raise ApiError(
+                f"The prompt has {num_characters:,} characters and the context holds "
+                f"{llm.max_model_len} tokens of at most {longest}; shorten the prompt.",
+                code="context_length_exceeded",
+                param="prompt",
+            )
 
-        def work() -> list[int]:
-            if add_special_tokens:
-                return llm.prompt_ids(text)
-            return llm.tokenizer.encode(text, add_special_tokens=False)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
 
-        try:
-            return await self.in_thread(work)
-        except RequestError as error:
-            code = "context_length_exceeded" if error.param == "prompt" else "invalid_value"
-            raise ApiError(str(error), code=code, param="prompt") from None
+        Raises:
+            ApiError: it cannot fit the context.
+        """
+        self.check_size(len(text))
+        encode = self.ready().llm.tokenizer.encode
+        return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
         """Token ids of a conversation, by the model's chat template.

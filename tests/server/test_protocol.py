@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rooflax import RequestError
+from rooflax import EngineError, RequestError
 from rooflax.engine.thread import Health
 from rooflax.server import answers, wire
 from rooflax.server.settings import Settings, host_name
@@ -440,6 +440,15 @@ def test_c5_c6_health_follows_the_engine(llm):
         assert server.http.get("/health").status_code == 200
         scripted.state = Health(True, "The engine's thread ended: it broke", 0, 0.0)
         assert server.http.get("/health").status_code == 503
+
+
+def test_c5_a_dead_engine_ends_the_process(llm):
+    scripted = ScriptedLLM(llm)
+    with serving(lambda _: scripted) as server:
+        scripted.state = Health(True, "The engine's thread ended: it broke", 0, 0.0)
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        assert isinstance(server.runner._failure, EngineError)
 
 
 def test_c6_a_request_has_a_deadline(llm):

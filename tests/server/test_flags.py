@@ -1,4 +1,4 @@
-"""Every flag of `rooflax serve` changes what is served, or is refused."""
+"""Every flag of `rooflax serve` changes what is served, or is rejected."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_table_names_every_flag():
     assert set(flags_of("serve")) == set(FLAGS)
 
 
-def test_every_flag_has_its_effect_or_is_refused(observe):
+def test_every_flag_has_its_effect_or_is_rejected(observe):
     base = observe(TINY)
     assert base[0] == 0, base
     assert base == observe(TINY)

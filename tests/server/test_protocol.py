@@ -407,7 +407,7 @@ def test_texts_that_wait_are_bounded(live, monkeypatch):
     assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
 
 
-def test_u2_texts_that_cannot_fit_are_refused_at_once(live):
+def test_u2_texts_that_cannot_fit_are_rejected_at_once(live):
     text = "x" * 3_000_000
     bodies = {
         "/v1/completions": {"prompt": text, "add_special_tokens": False},

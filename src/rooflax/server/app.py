@@ -228,8 +228,10 @@ class Guard:
             await send(message)
 
         try:
-            refused = self._refusal(scope, headers, is_preflight_of=origin if is_allowed else None)
-            answer: ASGIApp = self._app if refused is None else refused
+            rejected = self._rejection(
+                scope, headers, is_preflight_of=origin if is_allowed else None
+            )
+            answer: ASGIApp = self._app if rejected is None else rejected
             await answer(scope, receive, send_with)
         except ClientLeft:
             status = 499
@@ -252,7 +254,7 @@ class Guard:
             found.append((b"access-control-expose-headers", exposed))
         return found
 
-    def _refusal(
+    def _rejection(
         self, scope: Scope, headers: dict[bytes, bytes], is_preflight_of: str | None
     ) -> Response | None:
         """The answer of a request that goes no further."""

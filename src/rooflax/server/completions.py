@@ -13,9 +13,9 @@ from starlette.responses import Response
 from rooflax.completion import Completion, Delta
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, check_finished, completions_of, place, token_ids
+from rooflax.server.call import Call, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
-from rooflax.server.sampling import form_of, sampling_params
+from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.service import Service
 from rooflax.server.tables import COMPLETIONS, MAX_PROMPTS
 
@@ -116,7 +116,7 @@ class _Answer:
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         call, found = self.call, self.call.found
-        with place(call, len(self.prompts), self.params.n):
+        with call.service.reserved(len(self.prompts) * self.params.n, call.owner):
             self.ids = [
                 await call.service.encode(
                     prompt, add_special_tokens=found.get("add_special_tokens", True)
@@ -128,7 +128,9 @@ class _Answer:
             for ids in self.ids:
                 call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
                 call.usage.prompt_tokens += len(ids)
-            stream = call.service.stream(self.ids, self.params, cache_salt=call.cache_salt)
+            stream = call.service.stream(
+                self.ids, self.params, cache_salt=call.cache_salt, form_field=form_field(found)
+            )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     yield delta

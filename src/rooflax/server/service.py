@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError
+from rooflax.errors import QueueFull, RequestError
 from rooflax.server.errors import ApiError
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
@@ -259,8 +259,12 @@ class Service:
         *,
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
+        form_field: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The pieces of all prompts' samples; closing it ends them.
+
+        Args:
+            form_field: of the request, that asked for a schema, a regex or a grammar.
 
         Raises:
             RooflaxError: the request cannot be done, or failed.
@@ -272,9 +276,17 @@ class Service:
                 for ids in prompts
             ]
             async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
-                async for delta in deltas:
-                    self.observe(delta)
-                    yield delta
+                try:
+                    async for delta in deltas:
+                        self.observe(delta)
+                        yield delta
+                except QueueFull:
+                    raise
+                except RequestError as error:  # what cannot be compiled has no field of its own
+                    if error.param is not None or params.form is None:
+                        raise
+                    said = str(error)
+                    raise ApiError(said, code="invalid_schema", param=form_field) from None
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

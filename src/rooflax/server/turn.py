@@ -13,7 +13,7 @@ from rooflax.server.call import Call, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.reader import Event, Reader
 from rooflax.server.rendering import Prompt, render
-from rooflax.server.sampling import form_of, sampling_params
+from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import call_id
 
 
@@ -103,7 +103,11 @@ class Turn:
                 return found
 
             stream = service.stream(
-                [prompt.ids], params, cache_salt=call.cache_salt, decoders=reader
+                [prompt.ids],
+                params,
+                cache_salt=call.cache_salt,
+                decoders=reader,
+                form_field=form_field(self.found) if self._form else "tools",
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:

@@ -184,8 +184,13 @@ def effect_echo(live, scripted, path):
     assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert "".join(choice["logprobs"]["tokens"]) == "Hi"
-    chunks = stream_of(live, path, echo=True)
-    assert "".join(c["choices"][0]["text"] for c in chunks) == "HiHello, world."
+    for logprobs in ({}, {"logprobs": 1}):
+        (whole,) = ask(live, path, echo=True, **logprobs)["choices"]
+        pieces = [c["choices"][0] for c in stream_of(live, path, echo=True, **logprobs)]
+        assert "".join(c["text"] for c in pieces) == whole["text"] == "HiHello, world."
+        for name in whole["logprobs"] or ():
+            streamed = [each for c in pieces if c["logprobs"] for each in c["logprobs"][name]]
+            assert streamed == whole["logprobs"][name]
 
 
 def effect_best_of(live, scripted, path):

@@ -78,12 +78,6 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
             f"{num_prompts} prompts with n {samples} are more than {MAX_PROMPTS} answers.",
             param="n",
         )
-    if echo and logprobs is not None and call.is_streamed:
-        raise ApiError(
-            "echo with logprobs is not streamed; drop one of the three.",
-            code="unsupported_value",
-            param="echo",
-        )
     further: dict[str, Any] = {"max_tokens": max(1, max_tokens), "logprobs": logprobs}
     if echo and logprobs is not None:
         further["prompt_logprobs"] = max(logprobs, found.get("prompt_logprobs", 0))
@@ -200,7 +194,7 @@ class _Answer:
                     text = self._echoed(delta.prompt)
                     offsets[number] = 0
                     if text:
-                        yield chunk(_piece(number, text))
+                        yield chunk(self._echo_choice(number, text, delta, offsets))
                 choice = self._stream_choice(number, delta, offsets)
                 if choice["text"] or choice["logprobs"] or delta.completion is not None:
                     yield chunk(choice)
@@ -209,6 +203,17 @@ class _Answer:
                 usage.completion_tokens = 0
             yield event(head | {"choices": [], "usage": usage.openai()})
         yield DONE
+
+    def _echo_choice(
+        self, number: int, text: str, delta: Delta, offsets: dict[int, int]
+    ) -> dict[str, Any]:
+        choice = _piece(number, text)
+        if self.params.logprobs is not None:
+            before = delta.prompt_logprobs or ()
+            found = self.spelling.completion(self.ids[delta.prompt], [None, *before], 0)
+            offsets[number] = sum(map(len, found["tokens"]))
+            choice["logprobs"] = found
+        return choice
 
     def _stream_choice(self, number: int, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
         completion = delta.completion

@@ -5,12 +5,14 @@ Rows of the catalogue of faults are named: H of HTTP, A of access, C of concurre
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -300,6 +302,27 @@ def test_a6_errors_say_nothing_of_the_machine(live, scripted):
     assert "secret" not in found.text and "Traceback" not in found.text
 
 
+def test_a6_a_model_is_not_named_by_its_folder(llm, tmp_path):
+    scripted = ScriptedLLM(llm)
+    scripted.llm = copy.copy(llm)
+    scripted.llm.info = replace(llm.info, name=str(tmp_path))
+    with serving(lambda _: scripted) as server:
+        for path in ("/v1/models", "/props", "/metrics"):
+            assert str(tmp_path) not in server.http.get(path).text
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == tmp_path.name
+        assert server.post("/v1/chat/completions", CHAT).json()["model"] == tmp_path.name
+
+
+def test_several_served_names(llm):
+    with serving(lambda _: ScriptedLLM(llm), served_names=("a/b", "c")) as server:
+        assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["a/b", "c"]
+        assert server.http.get("/v1/models/a/b").json()["root"] == "a/b"
+        for name, told in (("c", "c"), (None, "a/b")):
+            found = server.post("/v1/chat/completions", CHAT | {"model": name})
+            assert found.json()["model"] == told
+        assert server.http.get("/v1/models/rooflax-chat-5m").status_code == 404
+
+
 def test_a7_request_ids(live):
     found = live.http.get("/version", headers={"x-request-id": "mine-1.2"})
     assert found.headers["x-request-id"] == "mine-1.2"
@@ -451,6 +474,27 @@ def test_c5_a_dead_engine_ends_the_process(llm):
         assert isinstance(server.runner._failure, EngineError)
 
 
+def test_c8_a_draining_server_takes_no_more_and_lets_the_open_ones_finish(llm):
+    scripted = ScriptedLLM(llm)
+    scripted.pause_s = 0.1
+    with serving(lambda _: scripted) as server:
+        found: list[httpx.Response] = []
+        url = f"{server.url}/v1/chat/completions"
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(url, json=CHAT, timeout=60))
+        )
+        asking.start()
+        wait_for(lambda: scripted.num_open == 1)
+        server.service.drains()
+        refused = server.post("/v1/chat/completions", CHAT)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "draining")
+        assert refused.headers["connection"] == "close"
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200
+        asking.join(30)
+        assert found[0].json()["choices"][0]["message"]["content"] == "Hello, world. How are you?"
+
+
 def test_c6_a_request_has_a_deadline(llm):
     scripted = ScriptedLLM(llm)
     scripted.script, scripted.pause_s = (lambda prompt, params, index: [65]), 0.05
@@ -478,6 +522,8 @@ def test_c11_while_loading_everything_says_so(llm):
         assert (found.status_code, error_of(found)["code"]) == (503, "loading")
         assert found.headers["retry-after"]
         assert server.http.get("/metrics").status_code == 200
+        for path in ("/v1/models", "/v1/models/x", "/props"):
+            assert server.http.get(path).status_code == 503
         go.set()
         wait_for(lambda: server.http.get("/ready").status_code == 200)
         assert server.post("/v1/chat/completions", CHAT).status_code == 200

@@ -152,7 +152,8 @@ def error_answer(scope: Scope, error: ApiError) -> Json:
     is_anthropic = scope["path"].startswith("/v1/messages")
     body = anthropic_body(error, scope["request_id"]) if is_anthropic else openai_body(error)
     headers = dict(error.headers)
-    if error.status in (401, 408, 413, 415):  # the rest of the body is not read
+    # The rest of the body is not read; or another server shall be asked.
+    if error.status in (401, 408, 413, 415) or error.code == "draining":
         headers["Connection"] = "close"
     return Json(body, status_code=error.status, headers=headers)
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rooflax.completion import Delta, TextDecoder
@@ -45,7 +46,7 @@ class Service:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.engine: AsyncLLM | None = None
-        self.progress, self.failure = "starting", ""
+        self.progress, self.failure, self._name = "starting", "", ""
         self.created, self.started_s, self.open = int(time.time()), time.monotonic(), 0
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
@@ -59,6 +60,7 @@ class Service:
     def is_loaded(self, engine: AsyncLLM) -> None:
         """The model is there."""
         self.engine, self._state = engine, "ready"
+        self._name = public_name(engine.llm.info.name)
 
     def fails(self, reason: str) -> None:
         """There will be no answers any more."""
@@ -82,9 +84,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served."""
-        if self.settings.served_names or self.engine is None:
-            return self.settings.served_names or (self.ready().llm.info.name,)
-        return (self.engine.llm.info.name,)
+        return self.settings.served_names or (self._name,)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -106,8 +106,9 @@ class Service:
         """The served name that a request means.
 
         Raises:
-            ApiError: 404, no model has that name.
+            ApiError: 404, no model has that name; 503, none is loaded.
         """
+        self.ready()
         names = self.names
         if name is None or name in names:
             return name or names[0]
@@ -287,6 +288,12 @@ class Service:
                         raise
                     said = str(error)
                     raise ApiError(said, code="invalid_schema", param=form_field) from None
+
+
+def public_name(model: str) -> str:
+    """A model's name without the place where its files are."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

@@ -430,6 +430,14 @@ def test_texts_that_wait_are_bounded(live, monkeypatch):
     assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
 
 
+def test_bodies_that_are_being_read_are_bounded_together(live, monkeypatch):
+    monkeypatch.setattr("rooflax.server.app.MAX_BODIES_BYTES", 100)
+    found = live.post("/tokenize", {"prompt": "x" * 200})
+    assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
+    assert live.service.num_body_bytes == 0
+    assert live.post("/tokenize", {"prompt": "x"}).status_code == 200
+
+
 def test_u2_texts_that_cannot_fit_are_rejected_at_once(live):
     text = "x" * 3_000_000
     bodies = {

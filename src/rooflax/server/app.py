@@ -35,6 +35,8 @@ from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 
 BODY_S = 30.0
+MAX_BODIES_BYTES = 256 * 2**20
+"""Of all bodies that are being read."""
 OPEN_PATHS = ("/health", "/ready", "/")
 """What anybody who reaches the server may ask."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -90,7 +92,7 @@ def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable
     async def answer(request: Request) -> Response:
         try:
             service.ready()
-            body = await read_body(request, service.settings.max_body_bytes)
+            body = await read_body(request, service)
             read = service.in_thread(read_json, body) if len(body) > LONG_TEXT else None
             found = read_json(body) if read is None else await read
             return await endpoint(service, request, found)
@@ -158,12 +160,13 @@ def error_answer(scope: Scope, error: ApiError) -> Json:
     return Json(body, status_code=error.status, headers=headers)
 
 
-async def read_body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, service: Service) -> bytes:
     """A JSON body, within limits of size and time.
 
     Raises:
-        ApiError: 413, 415 or 408.
+        ApiError: 413, 415 or 408; 429, too much is being read.
     """
+    most = service.settings.max_body_bytes
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
@@ -186,14 +189,19 @@ async def read_body(request: Request, most: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 body += piece
+                service.num_body_bytes += len(piece)
                 if len(body) > most:
                     raise too_large
+                if service.num_body_bytes > MAX_BODIES_BYTES:
+                    raise service.queue_full("Many large bodies are being read")
     except TimeoutError:
         raise ApiError(
             f"The body did not come within {BODY_S:g} s.", status=408, code="request_timeout"
         ) from None
     except ClientDisconnect:
         raise ClientLeft from None
+    finally:
+        service.num_body_bytes -= len(body)
     return bytes(body)
 
 

@@ -41,6 +41,7 @@ class Service:
     Attributes:
         progress: what loading does just now.
         open: sequences that were accepted and are not answered yet.
+        num_body_bytes: of bodies that are being read.
     """
 
     def __init__(self, settings: Settings):
@@ -53,7 +54,7 @@ class Service:
         self.observe: Callable[[Delta], None] = lambda _: None
         self._state: State = "loading"
         self._open_by_owner, self._open_tokens = Counter[str](), 0
-        self._num_texts = 0
+        self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
 
@@ -142,7 +143,7 @@ class Service:
         mine = self._open_by_owner[owner]
         share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
         if self.open + num_sequences > most or mine + num_sequences > share:
-            raise self._queue_full(f"{self.open} answers are open and {most} may be")
+            raise self.queue_full(f"{self.open} answers are open and {most} may be")
         self.open += num_sequences
         self._open_by_owner[owner] += num_sequences
         started = time.monotonic()
@@ -153,7 +154,8 @@ class Service:
             self._open_by_owner[owner] -= num_sequences
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
-    def _queue_full(self, why: str) -> ApiError:
+    def queue_full(self, why: str) -> ApiError:
+        """429, with the seconds after which a place is likely."""
         self.rejected["queue_full"] += 1
         wait_s = self._mean_s * max(1, self.open - self.slots) / self.slots
         seconds = min(LONGEST_RETRY_S, max(1, math.ceil(wait_s)))
@@ -168,7 +170,7 @@ class Service:
     def _prompt_tokens(self, num_tokens: int) -> Iterator[None]:
         most = self.ready().llm.max_model_len * (self.slots + MAX_WAITING_CONTEXTS)
         if self._open_tokens and self._open_tokens + num_tokens > most:
-            raise self._queue_full(f"the open prompts have {self._open_tokens} tokens")
+            raise self.queue_full(f"the open prompts have {self._open_tokens} tokens")
         self._open_tokens += num_tokens
         try:
             yield
@@ -187,7 +189,7 @@ class Service:
             ApiError: 429, too much of it waits.
         """
         if self._num_texts >= MAX_TEXTS:
-            raise self._queue_full(f"{self._num_texts} texts wait to be read")
+            raise self.queue_full(f"{self._num_texts} texts wait to be read")
         self._num_texts += 1
         try:
             loop = asyncio.get_running_loop()

@@ -80,6 +80,7 @@ def observe(monkeypatch, tmp_path, capfd):
         "model_info",
         lambda model, **how: asked.append(("find", model, how)) or find(model, **how),
     )
+    monkeypatch.setattr("gc.freeze", lambda: None)  # these tests go on in the same process
     monkeypatch.setattr("rooflax.cli.session.say_settings", lambda llm: asked.append("said"))
 
     def run(*argv):

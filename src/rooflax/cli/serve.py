@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import os
@@ -208,6 +209,8 @@ def _loader(
             )
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
+        gc.collect()
+        gc.freeze()  # what is there now stays; the collector need not look at it again
         return engine
 
     return load

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -120,8 +119,6 @@ class Runner:
         self.service.progress = text
 
     def _loaded(self, engine: AsyncLLM) -> None:
-        gc.collect()
-        gc.freeze()  # what is there now stays; the collector need not look at it again
         self.service.is_loaded(engine)
         seconds = time.monotonic() - self.service.started_s
         names = ", ".join(self.service.names)

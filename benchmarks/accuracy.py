@@ -24,7 +24,7 @@ import numpy as np
 from rooflax import Model, load, new_cache
 from rooflax.bench.environment import environment
 from rooflax.cli.windows import Window, windows
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops import native

@@ -5,7 +5,7 @@
 lines for `rooflax.ops.block_sizes.MEASURED`.
 
 A program is traced once for the questions that its kernels ask (`ops.block_sizes`). Then each
-question's candidates are compiled into it and timed in turns with the rule's sizes, one question
+question's candidates are compiled into it and timed interleaved with the rule's sizes, one question
 after the other, the answers so far in place. A candidate wins if the confidence interval of its
 ratio to the rule says that it is faster. Compiling is outside the clock.
 """
@@ -28,7 +28,8 @@ import numpy as np
 from rooflax.bench.statistics import MIN_PAIRS, Ratio, paired_ratio
 from rooflax.bench.timing import timed
 from rooflax.errors import RequestError
-from rooflax.loading.load import ModelInfo, model_info
+from rooflax.loading.model_info import ModelInfo, model_info
+from rooflax.loading.plan import make_plan
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.model import Model, build
@@ -178,14 +179,11 @@ def model_programs(info: ModelInfo, work: Work) -> list[Program]:
 
     Weights are random, at the widths that `LLM` would keep them with.
     """
-    platform = jax.default_backend()
-    precision, own_dtype = work.precision.resolve(platform), work.precision.dtype is None
-    dtype, kv_dtype = precision.dtype or "float32", precision.kv_dtype or "float32"
-    length = work.length(info)
-    config = one_period(info.config)
-    storage = info.storage(dtype, precision.quantize, narrow=False, keep=own_dtype)
+    length, config = work.length(info), one_period(info.config)
+    plan = make_plan(info, **vars(work.precision), max_model_len=length)
+    storage, kv_dtype = plan.storage, plan.kv_dtype
     sizes = {"storage": storage, "kv_dtype": kv_dtype, "rows": work.batch + 1, "tokens": length}
-    check_fits(estimate(info.family, config, **sizes), free_bytes(), f"a layer of {info.name}")
+    check_fits(estimate(config, **sizes), free_bytes(), f"a layer of {info.name}")
     weights = random_weights(info.family, config, seed=SEED, storage=storage)
     model = build(info.family, config, weights, length, storage.dtype)
     options = ExecutionOptions().with_layers(kernels_read_stacks=False)
@@ -272,7 +270,9 @@ def _measured(
     )
 
 
-REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RecursionError)
+REFUSALS = (
+    jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RecursionError, RequestError,
+)  # fmt: skip
 """What compilers raise, while lowering too, for sizes that they do not take."""
 
 

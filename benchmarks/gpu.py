@@ -175,10 +175,11 @@ def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
     import math
 
     from rooflax.ops.formats import FORMATS
-    from rooflax.ops.quantization import QuantizedArray, packed_arrays
+    from rooflax.ops.weights import class_of
 
     stack, in_shape, out_shape = shape
-    values, scales, sums = packed_arrays(kind, math.prod(in_shape), math.prod(out_shape), stack)
+    sizes = (math.prod(in_shape), math.prod(out_shape))
+    values, scales, sums = class_of(kind).like(*sizes, stack)
     code = FORMATS[kind].code
     bits = jax.random.bits(key, values.shape, jnp.uint8)
     if code == "fp8":  # none that is NaN, and all below 2
@@ -188,7 +189,7 @@ def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
     exponent = 127 + round(math.log2(scale))
     packed = jax.lax.bitcast_convert_type(bits, values.dtype)
     of_output = packed.astype(jnp.int32).sum(axis=(-3, -1)) if code == "int8" else jnp.zeros(0)
-    return QuantizedArray(
+    return class_of(kind)(
         packed,
         jnp.full(scales.shape, exponent if code == "mxfp4" else scale, scales.dtype),
         of_output.reshape(sums.shape).astype(sums.dtype),
@@ -326,16 +327,16 @@ def linear_case(format: str, rows: int, inner: int, outer: int, *, timed: bool) 
     import jax
     import jax.numpy as jnp
 
-    from rooflax.ops.linear import gpu, reference
-    from rooflax.ops.quantization import member
+    from rooflax.ops.linear import gpu, linear
+    from rooflax.ops.linear.args import LinearArgs
 
     members = 8
     x = jax.random.normal(jax.random.key(1), (members, rows, inner), jnp.bfloat16)
     w = _one(jax.random.key(0), "packed", ((members,), (inner,), (outer,)), format, 0.02)
-    one, x32 = member(w, jnp.int32(3)), x.astype(jnp.float32)
+    one, x32 = w.member(jnp.int32(3)), x.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(lambda a, w: reference.matmul(a, w, None))(x32[3], one)
-    found = jax.jit(lambda a, w: gpu.matmul(a, w, None))(x[3], one)
+        wanted = jax.jit(lambda a, w: linear(a, w, implementation="reference"))(x32[3], one)
+    found = jax.jit(lambda a, w: gpu.matmul(LinearArgs(a, w, dtype=a.dtype)))(x[3], one)
     row = compared(found.astype(jnp.float32), wanted, 2**-7)
     if timed and rows <= gpu.MOST_ROWS:
         ids, count = jnp.arange(members, dtype=jnp.int32), jnp.full(1, members, jnp.int32)
@@ -343,7 +344,7 @@ def linear_case(format: str, rows: int, inner: int, outer: int, *, timed: bool) 
         exact = run(x32, w, ids, count)
         row |= {"float32": compared(exact[3], wanted, 1e-4)}
         seconds = seconds_each(gpu.products, x32, w, ids, count)
-        row["read_gb_per_s"] = w.num_bytes / seconds / 1e9
+        row["read_gb_per_s"] = w.nbytes / seconds / 1e9
     return row
 
 
@@ -366,7 +367,7 @@ def attention_case(
 
     from rooflax.ops.attention import AttentionArgs, Paging, gpu, paged_attention
     from rooflax.ops.attention.pattern import Pattern
-    from rooflax.ops.quantization import QuantizedPool, tokens_as_int8
+    from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_int8
 
     rows, kv_heads, heads, block, table = (2, 1, 2, 16, 12) if tiny else (8, 8, 64, 16, 512)
     if queries > 1:
@@ -400,7 +401,11 @@ def attention_case(
     q32 = q.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         wanted = paged_attention(q32, *given, implementation="reference")
-    run = jax.jit(gpu.paged_attention)
+
+    def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
+        return gpu.paged_attention(q, as_pool(k_pool), as_pool(v_pool), *where)
+
+    run = jax.jit(attend)
     if queries > 1:  # weights are rounded for the tensor cores
         row = compared(run(q, *given).astype(jnp.float32), wanted, 2**-7)
         return row if tiny else row | {"seconds": seconds_each(run, q, *given)}
@@ -419,6 +424,7 @@ def experts_case(kind: str, tokens: int, tiny: bool) -> Figures:
 
     from rooflax.ops.activation import clamped_swiglu
     from rooflax.ops.moe import experts, gpu, route
+    from rooflax.ops.moe.args import MoeArgs
 
     count, chosen, size = (4, 2, 64) if tiny else (32, 4, 2880)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -436,7 +442,7 @@ def experts_case(kind: str, tokens: int, tiny: bool) -> Figures:
     with jax.default_matmul_precision("highest"):
         head = (x[:some].astype(jnp.float32), ids[:some], shares[:some], *arguments[2:])
         wanted = experts(*head, activation=clamped_swiglu, implementation="reference")
-    run = jax.jit(lambda x, *a: gpu.experts(x, *a, activation=clamped_swiglu, method="grouped"))
+    run = jax.jit(lambda *a: gpu.experts(MoeArgs.of(*a, activation=clamped_swiglu)))
     row = compared(run(x, *arguments)[:some].astype(jnp.float32), wanted, 2**-6)
     if not tiny:
         seconds = seconds_each(run, x, *arguments)

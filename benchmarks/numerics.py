@@ -20,14 +20,14 @@ import numpy as np
 
 from rooflax import load, new_cache
 from rooflax.bench.environment import environment
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.models.steps import prefill
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.attention import AttentionArgs, Dense, attention
-from rooflax.ops.kernels import OPERATIONS, available
+from rooflax.ops.kernels import OPERATIONS
 from rooflax.ops.linear import linear
 from rooflax.ops.norm import rms_norm
-from rooflax.ops.quantization import quantize
+from rooflax.ops.weights import quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FIGURES = ROOT / "docs" / "numerics.md", ROOT / "docs" / "numerics.json"
@@ -50,24 +50,24 @@ def error(found: Any, exact: np.ndarray) -> float:
 
 def names() -> list[str]:
     """Implementations that are here."""
-    return list(available(OPERATIONS["linear"]))
+    return OPERATIONS["linear"].available()
 
 
-def products() -> list[dict[str, Any]]:
+def matmuls() -> list[dict[str, Any]]:
     x, w = normal(ROWS, INNER, seed=1), normal(INNER, OUTER, seed=2)
     exact = x.astype(np.float64) @ w
     rows = []
     for dtype in ("float32", "bfloat16"):
         for name in names():
             y = linear(jnp.asarray(x), jnp.asarray(w, dtype), implementation=name)
-            rows.append({"what": f"product, weights {dtype}", "by": name, "error": error(y, exact)})
+            rows.append({"what": f"matmul, weights {dtype}", "by": name, "error": error(y, exact)})
     narrow = jnp.asarray(x, "bfloat16"), jnp.asarray(w, "bfloat16")
     y = linear(*narrow, implementation="xla")
-    rows.append({"what": "product, all bfloat16", "by": "xla", "error": error(y, exact)})
+    rows.append({"what": "matmul, all bfloat16", "by": "xla", "error": error(y, exact)})
     for format in FORMATS:
         packed = quantize(w, format, (INNER,), (OUTER,))
         y = linear(jnp.asarray(x), packed)
-        rows.append({"what": f"product, {format}", "by": names()[-1], "error": error(y, exact)})
+        rows.append({"what": f"matmul, {format}", "by": names()[-1], "error": error(y, exact)})
     return rows
 
 
@@ -92,9 +92,9 @@ def others() -> list[dict[str, Any]]:
     return rows
 
 
-def model_logits(kernels: str | None, dtype: str, kv: str, narrow: bool) -> np.ndarray:
+def model_logits(kernels: str | None, dtype: str, kv: str) -> np.ndarray:
     """[windows, vocab]: logits of the token after each window of held-out text."""
-    model = load(None, dtype=dtype, narrow=narrow)
+    model = load(None, dtype=dtype)
     ids = model_info(None).tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     options = ExecutionOptions(kernels=kernels)
     run = jax.jit(prefill, static_argnames="options")
@@ -107,7 +107,7 @@ def model_logits(kernels: str | None, dtype: str, kv: str, narrow: bool) -> np.n
 
 
 def models() -> list[dict[str, Any]]:
-    exact = model_logits("reference", "float32", "float32", False).astype(np.float64)
+    exact = model_logits("reference", "float32", "float32").astype(np.float64)
     cases = [("float32", name, "float32", "float32") for name in names() if name != "reference"]
     cases += [
         ("bfloat16 KV cache", None, "float32", "bfloat16"),
@@ -117,7 +117,7 @@ def models() -> list[dict[str, Any]]:
     ]
     rows = []
     for what, kernels, dtype, kv in cases:
-        found = model_logits(kernels, dtype, kv, False)
+        found = model_logits(kernels, dtype, kv)
         rows.append(
             {
                 "what": what,
@@ -154,7 +154,7 @@ def main() -> None:
         figures = {
             "environment": environment(),
             "platform": jax.default_backend(),
-            "operations": products() + others(),
+            "operations": matmuls() + others(),
             "models": models(),
         }
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ from rooflax.bench.statistics import paired_ratio
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.folders import CACHE_VARIABLE
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 
@@ -58,7 +58,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Against:
-    """A setting measured in turns with the default one.
+    """A setting measured interleaved with the default one.
 
     Attributes:
         option: the block of the page that shows it.

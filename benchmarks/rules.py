@@ -41,9 +41,9 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 PAGE = ROOT / "docs" / "benchmarking.md"
 FIGURES = ROOT / "docs" / "benchmarking-figures.json"
-BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
 
 TRIALS = 5
 WORK = Workload(None, prompt_tokens=16, output_tokens=64)
@@ -360,7 +360,7 @@ def notes_of_runs(f: Figures) -> list[str]:
             f"{TRIALS}. The means differ by more than {CLAIMED:.0%} in "
             f"{orders['apart']['claimed']} where {gap:.0f} s lie between the sides, in "
             f"{orders['adjacent']['claimed']} where one follows the other, and in "
-            f"{orders['interleaved']['claimed']} where the same runs are taken in turns. bench's "
+            f"{orders['interleaved']['claimed']} where the same runs are interleaved. bench's "
             f"99% interval gives a wrong verdict in {orders['apart']['verdicts']}, "
             f"{orders['adjacent']['verdicts']} and {orders['interleaved']['verdicts']} of them."
         ),
@@ -372,7 +372,7 @@ def cells_of_order(f: Figures) -> tuple[str, str, str, str]:
     return (
         "all of A, then all of B; two means",
         f"{found['apart']['claimed']} of {COMPARISONS} times it differs from itself",
-        "in turns; a 99% interval",
+        "interleaved; a 99% interval",
         f"{found['interleaved']['verdicts']} of {COMPARISONS}",
     )
 
@@ -415,7 +415,7 @@ RULES = {
     ),
     "not_awaited": Rule("a result that is not awaited", not_awaited, cells_of_awaiting),
     "one_trial": Rule("one trial instead of several", runs, cells_of_runs, notes_of_runs),
-    "order": Rule("A, then B, instead of in turns", runs, cells_of_order),
+    "order": Rule("A, then B, instead of interleaved", runs, cells_of_order),
     "old_ceiling": Rule(
         "a ceiling that was read once",
         old_ceiling,
@@ -495,11 +495,9 @@ def rendered(document: dict[str, Any]) -> str:
 
 def page_with_figures(page: str, document: dict[str, Any]) -> str:
     """The page with what is between its markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page lacks {BEGIN.strip()} or {END}")
-    return f"{before}{BEGIN}{rendered(document)}{END}{after}"
+    from benchmarks.pages import with_blocks
+
+    return with_blocks(page, {"figures": rendered(document).removesuffix("\n")})
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -21,8 +21,12 @@
 namespace rooflax {
 namespace {
 
-// Layouts of w, in the order of ops/linear/cpu.py.
 enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+// By the names of ops/formats.py.
+constexpr std::pair<const char*, Layout> kLayouts[] = {
+    {"matrix", Layout::kMatrix}, {"table", Layout::kTable}, {"int8", Layout::kInt8},
+    {"fp8", Layout::kFp8}, {"int8-g32", Layout::kInt8Groups}, {"int4", Layout::kInt4},
+    {"mxfp4", Layout::kMxfp4}};
 
 struct Inputs {
   F32 x;
@@ -450,3 +454,15 @@ ROOFLAX_HANDLER(rooflax_product, Call,
                     .Attr<float>("limit"));
 
 }  // namespace rooflax
+
+// Names of the layouts of w and their numbers: "matrix=0 table=1 ...".
+extern "C" __attribute__((visibility("default"))) const char* rooflax_layouts() {
+  static const std::string names = [] {
+    std::string all;
+    for (const auto& [name, layout] : rooflax::kLayouts) {
+      all += std::string(name) + "=" + std::to_string(static_cast<int64_t>(layout)) + " ";
+    }
+    return all;
+  }();
+  return names.c_str();
+}

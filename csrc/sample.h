@@ -17,11 +17,11 @@ constexpr float kBanned = -std::numeric_limits<float>::infinity();
 
 // What a slot's sequence wants, laid out as ops/sampling_columns.py says. Lists of ids are padded with
 // -1, those of the bias with a bias of 0.
-struct Wishes {
+struct SamplingRow {
   static constexpr int64_t kBias = 300, kAllowed = 1024, kStop = 32;
   float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
   uint32_t seed, sample_index;
-  int32_t top_k, num_logprobs, min_position, num_beams, is_guided;
+  int32_t top_k, num_logprobs, min_position, scores_adjusted, is_masked;
   int32_t bias_ids[kBias];
   float bias_values[kBias];
   int32_t allowed[kAllowed], stop[kStop];
@@ -40,21 +40,21 @@ struct Wishes {
 
 // A row on its way: what is known of it, and room for two copies of its logits.
 struct SampledRow {
-  const Wishes& wishes;
+  const SamplingRow& params;
   const float* logits;  // [vocab]
   int64_t vocab;
   int32_t position;  // that the new token will have
   const bool* in_prompt;  // [vocab]
   const int32_t* generated;  // [vocab], how often
-  const int32_t* mask;  // bits of the tokens that a guided row may choose; or null
+  const int32_t* mask;  // bits of the tokens that a masked row may choose; or null
   const int32_t* pending;  // tokens that `generated` does not have yet; -1 is none
   int64_t num_pending;
   float *adjusted, *work;  // [vocab], scratch
 
   bool knows(int32_t id) const { return id >= 0 && id < vocab; }
   bool adjusts() const {
-    return wishes.num_beams > 1 || wishes.penalises() || wishes.has_bias() || wishes.is_limited() ||
-           wishes.is_guided > 0 || position < wishes.min_position;
+    return params.scores_adjusted > 0 || params.penalises() || params.has_bias() || params.is_limited() ||
+           params.is_masked > 0 || position < params.min_position;
   }
 };
 
@@ -98,7 +98,7 @@ inline void Logprobs(const SampledRow& row, float largest, float* out) {
 
 // Penalties and the bias, on what `adjusted` holds.
 inline void Penalise(const SampledRow& row) {
-  const Wishes& w = row.wishes;
+  const SamplingRow& w = row.params;
   const auto penalised = [&](float x, bool in_prompt, int64_t count) {
     if (in_prompt || count > 0) x = x > 0 ? x / w.repetition_penalty : x * w.repetition_penalty;
     if (count > 0) x -= w.presence_penalty;
@@ -120,7 +120,7 @@ inline void Penalise(const SampledRow& row) {
       row.adjusted[*id] = penalised(unchanged, row.in_prompt[*id], count);
     }
   }
-  for (int64_t i = 0; i < Wishes::kBias; ++i) {
+  for (int64_t i = 0; i < SamplingRow::kBias; ++i) {
     if (w.bias_values[i] != 0 && row.knows(w.bias_ids[i])) {
       row.adjusted[w.bias_ids[i]] += w.bias_values[i];
     }
@@ -129,14 +129,14 @@ inline void Penalise(const SampledRow& row) {
 
 // -inf in `adjusted` for what the row may not choose.
 inline void Ban(const SampledRow& row) {
-  const Wishes& w = row.wishes;
+  const SamplingRow& w = row.params;
   if (w.is_limited()) {
-    float kept[Wishes::kAllowed];
-    for (int64_t i = 0; i < Wishes::kAllowed; ++i) {
+    float kept[SamplingRow::kAllowed];
+    for (int64_t i = 0; i < SamplingRow::kAllowed; ++i) {
       kept[i] = row.knows(w.allowed[i]) ? row.adjusted[w.allowed[i]] : 0;
     }
     std::fill(row.adjusted, row.adjusted + row.vocab, kBanned);
-    for (int64_t i = 0; i < Wishes::kAllowed; ++i) {
+    for (int64_t i = 0; i < SamplingRow::kAllowed; ++i) {
       if (row.knows(w.allowed[i])) row.adjusted[w.allowed[i]] = kept[i];
     }
   }
@@ -145,7 +145,7 @@ inline void Ban(const SampledRow& row) {
       if (row.knows(id)) row.adjusted[id] = kBanned;
     }
   }
-  if (w.is_guided > 0 && row.mask != nullptr) {
+  if (w.is_masked > 0 && row.mask != nullptr) {
     for (int64_t v = 0; v < row.vocab; ++v) {
       const auto word = static_cast<uint32_t>(row.mask[v / 32]);
       if ((word >> (v % 32) & 1) == 0) row.adjusted[v] = kBanned;
@@ -153,9 +153,9 @@ inline void Ban(const SampledRow& row) {
   }
 }
 
-// `adjusted` from the logits; of a beam from its log-probabilities.
+// `adjusted` from the logits, or with scores_adjusted from their log-probabilities.
 inline void Adjust(const SampledRow& row, float largest) {
-  if (row.wishes.num_beams > 1) {
+  if (row.params.scores_adjusted > 0) {
     Logprobs(row, largest, row.adjusted);
   } else {
     std::copy(row.logits, row.logits + row.vocab, row.adjusted);
@@ -240,7 +240,7 @@ inline Survivors SurvivorsWithin(const float* x, const float* weights, int64_t v
 constexpr int32_t kSortedTopK = 1024;
 
 // What survives a top-k of few tokens, and top-p and min-p after it.
-inline Survivors FewSurvivors(const Wishes& w, const float* x, int64_t vocab) {
+inline Survivors FewSurvivors(const SamplingRow& w, const float* x, int64_t vocab) {
   static thread_local std::vector<float> values, weights;
   static thread_local std::vector<int32_t> ids;
   const int64_t count = std::min<int64_t>(w.top_k, vocab);
@@ -258,7 +258,7 @@ inline Survivors FewSurvivors(const Wishes& w, const float* x, int64_t vocab) {
 }
 
 // What survives top-k, top-p over what top-k kept, and min-p.
-inline Survivors Filter(const Wishes& w, const float* x, int64_t vocab, float largest) {
+inline Survivors Filter(const SamplingRow& w, const float* x, int64_t vocab, float largest) {
   if (w.top_k > 0 && w.top_k <= kSortedTopK) return FewSurvivors(w, x, vocab);
   Survivors found;
   if (w.top_k > 0 && w.top_k < vocab) {
@@ -286,7 +286,7 @@ inline Survivors Filter(const Wishes& w, const float* x, int64_t vocab, float la
 
 // argmax of what survives of x / temperature, plus noise.
 inline int32_t Draw(const SampledRow& row, const float* x) {
-  const Wishes& w = row.wishes;
+  const SamplingRow& w = row.params;
   const Kernels& kernels = ChosenKernels();
   if (w.temperature != 1) {
     for (int64_t v = 0; v < row.vocab; ++v) row.work[v] = x[v] / w.temperature;
@@ -302,7 +302,7 @@ inline int32_t Draw(const SampledRow& row, const float* x) {
 
 // What the row chooses; `count` most likely tokens where it asks for log-probabilities, else zeros.
 inline SampledToken SampleRow(const SampledRow& row, int64_t count, int32_t* top, float* top_logprobs) {
-  const Wishes& w = row.wishes;
+  const SamplingRow& w = row.params;
   const Kernels& kernels = ChosenKernels();
   const int64_t best = kernels.argmax(row.logits, row.vocab);
   const float largest = row.logits[best];
@@ -319,7 +319,7 @@ inline SampledToken SampleRow(const SampledRow& row, int64_t count, int32_t* top
   found.is_allowed = x[found.token] != kBanned;
   found.is_finite = std::isfinite(x[found.token]) || !found.is_allowed;
   if (w.num_logprobs < 0) return found;
-  if (w.num_beams <= 1) {
+  if (w.scores_adjusted <= 0) {
     Logprobs(row, largest, row.work);
     x = row.work;
   }

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "ffi_common.h"
+#include "mask_exchange.h"
 #include "parallel.h"
 #include "sample.h"
 
@@ -30,7 +32,7 @@ bool Fits(F32 logits, S32 params, S32 positions, Pred in_prompt, S32 generated, 
   const auto is = [](const auto& buffer, int64_t a, int64_t b) {
     return Dim(buffer, 0) == a && Dim(buffer, 1) == b;
   };
-  return s.vocab > 0 && Dim(params, 1) * 4 == static_cast<int64_t>(sizeof(Wishes)) &&
+  return s.vocab > 0 && Dim(params, 1) * 4 == static_cast<int64_t>(sizeof(SamplingRow)) &&
          is(generated, s.slots, s.vocab) && is(in_prompt, s.slots, s.vocab) &&
          Rank(positions) == 1 && Dim(positions, 0) == s.rows && Rank(slots) == 1 &&
          Dim(slots, 0) == s.rows &&
@@ -38,8 +40,21 @@ bool Fits(F32 logits, S32 params, S32 positions, Pred in_prompt, S32 generated, 
          (s.pending == 0 || Dim(pending, 0) == s.rows);
 }
 
+// Who makes the masks of this step: nobody where the array is empty or names number 0. False if it does
+// not fit the step's masks.
+bool Exchange(S32 numbers, const Sizes& s, std::shared_ptr<MaskExchange>& host, int64_t& step) {
+  if (numbers.element_count() == 0) return true;
+  if (numbers.element_count() != 2) return false;
+  const int32_t number = numbers.typed_data()[0];
+  step = numbers.typed_data()[1];
+  if (number == 0) return true;
+  host = FindMaskExchange(number);
+  return host && step >= 0 && s.words > 0 && host->slots == s.slots && host->words == s.words &&
+         host->rows >= s.rows;
+}
+
 ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, Pred in_prompt,
-                  S32 generated, S32 slots, S32 masks, S32 pending, S32 num_rows,
+                  S32 generated, S32 slots, S32 masks, S32 pending, S32 num_rows, S32 exchange,
                   ffi::Result<S32> tokens, ffi::Result<Pred> is_finite, ffi::Result<Pred> is_allowed,
                   ffi::Result<F32> logprobs, ffi::Result<S32> top, ffi::Result<F32> top_logprobs) {
   Sizes s;
@@ -63,20 +78,28 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
     std::fill_n(top->typed_data() + row * width, width, 0);
     std::fill_n(top_logprobs->typed_data() + row * width, width, 0.0f);
   }
+  std::shared_ptr<MaskExchange> host;
+  int64_t step = 0;
+  if (!Exchange(exchange, s, host, step)) return Refuse("sample: a mask exchange that does not fit");
   for (int64_t row = 0; row < count; ++row) {
     const int32_t slot = slots.typed_data()[row];
     if (slot < 0 || slot >= s.slots) return Refuse("sample: a slot that is not there");
+  }
+  const int32_t* allowed = s.words == 0 ? nullptr : masks.typed_data();
+  if (host && step > 0) {
+    if (!host->AwaitMasks(step)) return Refuse("sample: masks that did not come");
+    allowed = host->masks.data();
   }
   const auto sample_row = [&](int64_t row) {
     static thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(2 * s.vocab)));
     const int64_t slot = slots.typed_data()[row], at = slot * s.vocab, width = Dim(*top, 1);
-    Wishes wishes;
-    std::memcpy(&wishes, params.typed_data() + slot * Dim(params, 1), sizeof(wishes));
+    SamplingRow wanted;
+    std::memcpy(&wanted, params.typed_data() + slot * Dim(params, 1), sizeof(wanted));
     const SampledToken found = SampleRow(
-        {wishes, logits.typed_data() + row * s.vocab, s.vocab, positions.typed_data()[row],
+        {wanted, logits.typed_data() + row * s.vocab, s.vocab, positions.typed_data()[row],
          in_prompt.typed_data() + at, generated.typed_data() + at,
-         s.words == 0 ? nullptr : masks.typed_data() + slot * s.words,
+         allowed == nullptr ? nullptr : allowed + slot * s.words,
          pending.typed_data() + row * s.pending, s.pending, scratch.data(),
          scratch.data() + s.vocab},
         width, top->typed_data() + row * width, top_logprobs->typed_data() + row * width);
@@ -87,6 +110,7 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
   };
   ParallelFor(count, ThreadsFor(pool, count * s.vocab),
               [&](auto task) { pool.Schedule(std::move(task)); }, sample_row);
+  if (host) host->PublishTokens(step, tokens->typed_data(), count);
   return ffi::Error::Success();
 }
 
@@ -94,7 +118,7 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
 
 ROOFLAX_HANDLER(rooflax_sample, Sample,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<Pred>()
-                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>()
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>()
                     .Ret<Pred>().Ret<Pred>().Ret<F32>().Ret<S32>().Ret<F32>());
 
 }  // namespace rooflax

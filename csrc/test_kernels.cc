@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mask_exchange.h"
 #include "parallel.h"
 #include "sample.h"
 
@@ -432,7 +433,7 @@ void TestSums(int64_t count) {
 // One row of the sampler, with everything that a sequence can want at once; -1 is nobody's id.
 void TestSample(int64_t vocab, float temperature, bool filters) {
   auto logits = Random(vocab, 9);
-  rooflax::Wishes w{};
+  rooflax::SamplingRow w{};
   w.temperature = temperature;
   w.top_p = filters ? 0.9f : 1.0f;
   w.top_k = filters ? (vocab > 2000 ? 2000 : 300) : 0;
@@ -441,8 +442,8 @@ void TestSample(int64_t vocab, float temperature, bool filters) {
   w.presence_penalty = w.frequency_penalty = 0.5f;
   w.num_logprobs = 2;
   w.min_position = 9;
-  w.num_beams = temperature > 0 ? 1 : 2;
-  w.is_guided = 1;
+  w.scores_adjusted = temperature > 0 ? 0 : 1;
+  w.is_masked = 1;
   std::fill(w.allowed, std::end(w.allowed), -1);
   std::fill(w.stop, std::end(w.stop), -1);
   const auto last = static_cast<int32_t>(vocab - 1);
@@ -467,9 +468,37 @@ void TestSample(int64_t vocab, float temperature, bool filters) {
   for (size_t i = 1; i < 3; ++i) Check("sample, order", values[i - 1] >= values[i] ? 1 : 0, 1, 0);
 }
 
+// A sampler and a host take turns, and a dispatch that ends early frees who waits.
+void TestMaskExchange() {
+  rooflax::MaskExchange exchange(2, 3, 1);
+  for (int dispatch = 0; dispatch < 20; ++dispatch) {
+    constexpr int64_t kSteps = 50;
+    const int64_t last = dispatch % 2 == 0 ? kSteps : kSteps / 2;  // the sampler's
+    exchange.Begin();
+    std::thread host([&] {
+      for (int64_t step = 1; step < kSteps && exchange.AwaitTokens(step - 1); ++step) {
+        exchange.masks[2] = 10 * exchange.tokens[1];
+        exchange.PublishMasks(step);
+      }
+    });
+    for (int64_t step = 0; step < last; ++step) {
+      if (step > 0) {
+        Check("masks that come", exchange.AwaitMasks(step), 1, 0);
+        Check("masks of the tokens", static_cast<float>(exchange.masks[2]), 10 * static_cast<float>(step - 1), 0);
+      }
+      const int32_t tokens[] = {7, static_cast<int32_t>(step)};
+      exchange.PublishTokens(step, tokens, 2);
+    }
+    exchange.End();
+    host.join();
+    Check("masks after the end", exchange.AwaitMasks(1), 0, 0);
+  }
+}
+
 }  // namespace
 
 int main() {
+  TestMaskExchange();
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {

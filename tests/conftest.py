@@ -27,7 +27,6 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401
-from tests.default_run import arrange  # noqa: E402
 
 install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
 
@@ -39,10 +38,19 @@ from rooflax.engine.compilation import enable_persistent_cache  # noqa: E402
 
 enable_persistent_cache()
 
+NEWER_JAX = jax.__version_info__ >= (0, 11)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    arrange(items)
+    items.sort(key=lambda item: not has_mark(item, "first"))
+    for item in items:
+        if NEWER_JAX and has_mark(item, "oldest_jax") and not has_mark(item, "every_jax"):
+            item.add_marker(pytest.mark.slow)
+
+
+def has_mark(item, name):
+    return item.get_closest_marker(name) is not None
 
 
 @pytest.fixture(autouse=True, scope="module")

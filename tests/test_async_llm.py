@@ -11,6 +11,8 @@ from rooflax.engine.sampling_params import SamplingParams
 from tests import goldens
 from tests.engine.load import random_requests
 
+pytestmark = pytest.mark.oldest_jax
+
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
@@ -54,6 +56,7 @@ def settle(server):
     assert not server._inboxes
 
 
+@pytest.mark.slow
 def test_many_callers_get_what_each_gets_alone(server, alone):
     requests = [r for r in random_requests(5, 24) if r.aborts is None]
 
@@ -314,6 +317,7 @@ def test_numbers_for_operators(folder):
     assert found["blocks_used"] == [0, 0] and all(found["blocks_total"])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -328,6 +332,7 @@ def test_arguments_out_of_range_are_refused(folder, given, reason):
         AsyncLLM(folder, **given)
 
 
+@pytest.mark.every_jax
 def test_requests_that_cannot_be_done_are_refused_before_they_wait(server):
     for prompt, params, reason in (
         ([], None, "no tokens"),

@@ -11,6 +11,8 @@ from rooflax.errors import RequestError
 from rooflax.nn.batch import Batch
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), list(range(100, 130))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -181,6 +183,7 @@ def test_what_is_not_finite_ends_all_beams_and_nobody_else(folder):
     assert np.isfinite(np.asarray(jax.tree.leaves(llm._engine.runner.cache.k)[0])).all()
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("given", "message"),
     [

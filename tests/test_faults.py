@@ -6,6 +6,7 @@ What is replaced here is what fails, never what is tested: how the engine and it
 import asyncio
 
 import jax
+import numpy as np
 import pytest
 
 from rooflax import RequestError, SamplingParams
@@ -169,9 +170,10 @@ def test_an_index_outside_its_array_is_an_error_of_the_kernel(server, alone, mon
     runner = server._thread.engine.runner
     inputs = runner._inputs
 
-    def broken(call, num_steps):
-        step, rows = inputs(call, num_steps)
-        for sequence, row in zip(call.sequences, rows, strict=True):
+    def broken(call, num_steps, exchange=0):
+        step, rows = inputs(call, num_steps, exchange)
+        numbers = np.arange(step.layout.sequences)[rows]
+        for sequence, row in zip(call.sequences, numbers, strict=True):
             if sequence.prompt_tokens == BAD:
                 columns = step.layout.split(step.packed)[1]
                 columns[row, -1] = columns[row, 8] = 10**6

@@ -11,6 +11,8 @@ from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, load, ne
 from rooflax.errors import RequestError
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
 
 
@@ -67,6 +69,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(llm):
     assert first.tokens == again.tokens != other.tokens
 
 
+@pytest.mark.slow
 def test_n_samples_are_adjacent_differ_and_start_as_one_sample_does(llm):
     found = llm.generate(PROMPTS[:2], params(n=3, seed=1, **SAMPLED))
     assert [c.index for c in found] == [0, 1, 2, 0, 1, 2]
@@ -77,6 +80,7 @@ def test_n_samples_are_adjacent_differ_and_start_as_one_sample_does(llm):
     assert greedy[0].tokens == greedy[1].tokens
 
 
+@pytest.mark.slow
 def test_more_requests_than_slots(folder):
     small = LLM(folder, max_num_seqs=2)
     few = params(max_tokens=6)
@@ -245,6 +249,7 @@ def test_logprobs_end_where_a_stop_string_cut(llm):
     assert len(completion.logprobs) == len(completion.tokens) < 20
 
 
+@pytest.mark.slow
 def test_score_of_prompts_of_any_length(llm):
     """A prompt's scores do not depend on its padding, and one token has none."""
     ids = [int(t) for t in np.random.RandomState(3).randint(0, 263, 131)]
@@ -286,6 +291,7 @@ def test_prompt_logprobs_equal_score(llm):
     assert found[0].tokens == llm.generate([prompt], params())[0].tokens
 
 
+@pytest.mark.every_jax
 def test_a_second_prompt_with_the_same_beginning_takes_it_from_the_cache(folder):
     llm = LLM(folder)
     prompt = list(range(70, 120))
@@ -348,6 +354,7 @@ def test_min_tokens_puts_off_every_way_to_stop(llm):
         llm.generate([PROMPTS[0]], params(min_tokens=2, stop_token_ids=range(33)))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), None])
 def test_what_is_not_finite_ends_alone_and_is_never_shared(folder, kernels):
     """Token 200's embedding is NaN: whoever reads it fails, nobody else sees it, then or later."""
@@ -404,6 +411,7 @@ def test_a_cancelled_sequence_says_so(llm):
     assert sequence.finish_reason == "abort"
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
@@ -421,6 +429,7 @@ def test_prompts_that_cannot_run_are_refused(llm, prompt, reason):
         llm.generate(prompt, params())
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("prompt", [[[1.5]], [["a"]], [[True]], [[None]], [3.5], None, [None]])
 def test_prompts_that_are_neither_text_nor_ids_are_refused(llm, prompt):
     with pytest.raises(RequestError, match=r"prompt|token id"):
@@ -431,6 +440,7 @@ def test_no_prompts_give_no_completions(llm):
     assert llm.generate([], params()) == []
 
 
+@pytest.mark.every_jax
 def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
     with pytest.raises(RequestError, match="263.*0 to.*262"):
         llm.generate([[1]], params(logit_bias={263: 1.0}))
@@ -439,8 +449,8 @@ def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
 @pytest.mark.parametrize(("quantize", "kv_dtype"), [(None, "float32"), ("w8a16", "float16")])
 def test_the_cache_is_float16_where_products_round(quantize, kv_dtype):
     llm = LLM("preset:gpt2-tiny", quantize=quantize)
-    assert llm.precision.kv_dtype == kv_dtype
-    assert LLM("preset:gpt2-tiny", quantize=quantize, kv_dtype="int8").precision.kv_dtype == "int8"
+    assert llm.plan.kv_dtype == kv_dtype
+    assert LLM("preset:gpt2-tiny", quantize=quantize, kv_dtype="int8").plan.kv_dtype == "int8"
     engine = llm.new_engine(num_slots=1, max_tokens=32)
     assert {pool.dtype.name for pool in jax.tree.leaves(engine.runner.cache)} == {kv_dtype}
 
@@ -457,6 +467,7 @@ def test_a_float16_cache_is_near_a_float32_one():
     assert 0 < 4 * near < far < 0.05
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):
     """By either of its names; native kernels and XLA's read the same numbers."""
     models = [
@@ -466,10 +477,11 @@ def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):
         LLM(folder),
     ]
     tokens = [llm.generate([[1, 2, 3]], params())[0].tokens for llm in models]
-    assert models[0].precision == models[1].precision and tokens[0] == tokens[1]
+    assert models[0].plan.precision == models[1].plan.precision and tokens[0] == tokens[1]
     assert models[0].kv_cache_bytes == models[2].kv_cache_bytes < models[3].kv_cache_bytes
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -525,6 +537,7 @@ def test_a_preset_is_the_same_on_every_run_and_prints_ids_without_a_token():
         LLM("preset:nothing")
 
 
+@pytest.mark.every_jax
 def test_a_mesh_that_is_none_is_refused():
     with pytest.raises(RequestError, match=r"mesh is 4; it must be a Mesh, or text like tensor=4"):
         LLM(mesh=4)

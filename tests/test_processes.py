@@ -33,13 +33,14 @@ def folder(tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
         ("gpt_oss", "stage=2,tensor=4"),
-        pytest.param("llama", "data=2,tensor=4", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "expert=4,tensor=2", marks=pytest.mark.slow),
-        pytest.param("qwen2", "sequence=2,data=4", marks=pytest.mark.slow),
+        ("llama", "data=2,tensor=4"),
+        ("gpt_oss", "expert=4,tensor=2"),
+        ("qwen2", "sequence=2,data=4"),
     ],
 )
 def test_two_processes_give_the_single_devices_tokens(folder, model, mesh):
@@ -87,6 +88,7 @@ def test_a_variable_that_is_no_number_is_refused(variable, monkeypatch):
         platform.join_processes(args)
 
 
+@pytest.mark.slow
 def test_only_the_first_process_prints(folder):
     """Through the command line, as one types it on each host."""
     with socket.socket() as free:

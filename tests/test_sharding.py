@@ -13,7 +13,10 @@ from rooflax.models.registry import read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
 from rooflax.nn.storage import Storage
 from tests import goldens
+from tests.marks import cases
 from tests.sharding import CONFIGS, Worker, write_checkpoint
+
+pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
@@ -67,7 +70,7 @@ def same(ask, model, mesh, **settings):
 
 def check_bytes(model, mesh, one, many):
     """Each device holds 1/N of what is split N ways, the vocabulary padded, and all of the rest."""
-    name, config = read_config(CONFIGS[model])
+    _, config = read_config(CONFIGS[model])
     shards = parse_mesh(mesh)
     table = config.table
     config = config_on(config, shards)
@@ -80,7 +83,7 @@ def check_bytes(model, mesh, one, many):
     )
     assert many["bytes"] == [wanted] * shards.num_devices
     how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    counted = estimate(name, read_config(CONFIGS[model])[1], **how, shards=shards).weights
+    counted = estimate(read_config(CONFIGS[model])[1], **how, shards=shards).weights
     assert counted == wanted + (model != "gpt2") * 4 * config.max_position * config.head_dim
     copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
     assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies
@@ -96,7 +99,9 @@ def check_gathers(many):
         assert shape[0] in (1, ROWS) and tuple(shape) not in weights, shape
 
 
-@pytest.mark.parametrize("mesh", SPLITS)
+@pytest.mark.parametrize(
+    "mesh", cases(SPLITS, slow=["data=2", "stage=2"], every_jax=["tensor=4", "expert=2"])
+)
 def test_a_split_gives_the_single_devices_tokens(ask, mesh):
     model = SPLITS[mesh]
     one, many = same(ask, model, mesh)
@@ -131,7 +136,7 @@ def test_options_change_nothing_on_a_mesh(ask, mesh, options):
 @pytest.mark.parametrize(
     ("model", "mesh", "format"),
     [
-        ("llama", "tensor=4", "w4a16"),
+        pytest.param("llama", "tensor=4", "w4a16", marks=pytest.mark.slow),
         ("gpt_oss", "tensor=2,expert=2,stage=2", "mxfp4-a16"),
         pytest.param("qwen2", "tensor=2", "w8a16-g32", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "expert=4,tensor=2", "w4a16+head=w8a16", marks=pytest.mark.slow),
@@ -144,7 +149,8 @@ def test_groups_of_quantised_weights_are_the_same_in_every_part(ask, model, mesh
     assert mesh == "stage=2,data=2" or one["bytes"][0] > 1.5 * many["bytes"][0]
 
 
-@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_one_scale_per_output_and_part_errs_no_more(ask, format):
     """The parts of a split input have scales of their own, over fewer numbers."""
     exact = np.array(ask("llama")["logits"])
@@ -153,6 +159,7 @@ def test_one_scale_per_output_and_part_errs_no_more(ask, format):
     assert 0 < errors[1] < 1.2 * errors[0]
 
 
+@pytest.mark.every_jax
 def test_a_split_that_cuts_a_group_is_refused_with_the_arithmetic(ask):
     found = ask("gpt_oss", "tensor=4", settings={"quantize": "int4"})
     assert "mlp.down has 16 inputs on each device" in found["error"]
@@ -172,14 +179,15 @@ def quantised(tmp_path_factory):
     return {"mxfp4": mxfp4, "packed": folder / "packed"} | files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "parts"),
     [
         ("mxfp4", "expert=5", 5),
         ("packed", "tensor=2,expert=2", 4),
         ("qwen2.q4_0.gguf", "stage=2", 2),
-        pytest.param("mxfp4", "stage=2,data=2", 2, marks=pytest.mark.slow),
-        pytest.param("gpt_oss_mxfp4.bf16.gguf", "expert=3", 3, marks=pytest.mark.slow),
+        ("mxfp4", "stage=2,data=2", 2),
+        ("gpt_oss_mxfp4.bf16.gguf", "expert=3", 3),
     ],
 )
 def test_what_a_checkpoint_holds_quantised_stays_so(ask, quantised, kind, mesh, parts):
@@ -205,6 +213,7 @@ def test_beams_drafts_and_a_cache_of_bytes_on_a_mesh(tmp_path, mesh, kv_dtype):
         assert found == wanted
 
 
+@pytest.mark.every_jax
 def test_what_does_not_divide_is_refused_with_the_arithmetic(ask):
     for model, mesh, said in (
         ("llama", "tensor=3", "4 kv_heads do not divide over 3 devices (4 = 3 x 1 + 1)"),
@@ -217,6 +226,7 @@ def test_what_does_not_divide_is_refused_with_the_arithmetic(ask):
         assert said in ask(model, mesh)["error"], mesh
 
 
+@pytest.mark.slow
 def test_the_text_of_a_mesh():
     assert parse_mesh("tensor=4,data=2") == Shards(data=2, tensor=4)
     assert parse_mesh("stage=1") == Shards() and Shards().num_devices == 1

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,19 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading import load
-from rooflax.loading.load import load_streamed, model_info, plan_of
+from rooflax.loading.load import load_plan
+from rooflax.loading.plan import PLANNED, make_plan
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
-from rooflax.models.memory import estimate
 from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
-from rooflax.models.streaming import LayerStream, StreamPlan, plan_streaming
+from rooflax.models.streaming import LayerStream, plan_streaming
 from rooflax.nn.execution import parse_bytes
 from tests import gguf_cases, goldens
+from tests.marks import cases
 from tests.sharding import CONFIGS, write_checkpoint
+
+pytestmark = pytest.mark.oldest_jax
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 PROMPTS = [np.random.RandomState(n).randint(0, 263, n).tolist() for n in (5, 16, 17, 33, 9)]
@@ -45,9 +49,15 @@ def folder(tmp_path_factory):
     return get
 
 
-def budget_of(llm):
+def layers_of(where, **how):
+    """What an endless budget would hold."""
+    asked = {name: value for name, value in how.items() if name in PLANNED}
+    return make_plan(where, weights_budget=1 << 40, **asked).offloading
+
+
+def budget_of(where, **how):
     """Room for one layer that stays and two on their way."""
-    plan = plan_of(llm.info, llm.storage, llm.max_model_len, 1 << 40)
+    plan = layers_of(where, **how)
     return plan.fixed_bytes + 3 * max(plan.layer_bytes)
 
 
@@ -58,7 +68,7 @@ def tokens(llm, params=GREEDY):
 def pair(where, **how):
     """The resident model, and the same streamed."""
     whole = LLM(where, **how)
-    streamed = LLM(where, weights_budget=budget_of(whole), **how)
+    streamed = LLM(where, weights_budget=budget_of(where, **how), **how)
     assert streamed.stream_plan is not None
     layers = streamed.model.config.num_layers
     assert streamed.stream_plan.streamed == tuple(range(1, layers))
@@ -73,17 +83,20 @@ def same(whole, streamed):
     assert counts.num_bytes == counts.num_steps * streamed.stream_plan.bytes_per_step > 0
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    "name", cases(CONFIGS, slow=["gpt2", "gpt_oss", "qwen2"], every_jax=["llama"])
+)
 def test_every_family_says_the_same(folder, name):
     same(*pair(folder(name), dtype="float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     [
         ("gpt_oss", {"quantize": "int8"}),
         ("qwen2", {"dtype": "bfloat16"}),
-        pytest.param("llama", {"speculate": "ngram"}, marks=pytest.mark.slow),
+        ("llama", {"speculate": "ngram"}),
         ("gpt2", {"options": ExecutionOptions(use_cache=False)}),
         ("llama", {"options": ExecutionOptions(kernels="xla")}),
         ("gpt2", {"check": True}),
@@ -103,15 +116,15 @@ def test_a_packed_folder_is_streamed_as_it_is(folder, tmp_path):
 def test_gguf_and_mxfp4_are_streamed(name, kind):
     """Of files with two layers only, so both are."""
     whole = LLM(gguf_cases.gguf(name, kind))
-    full = plan_of(whole.info, whole.storage, None, 1 << 40)
-    plan = StreamPlan(0, full.fixed_bytes, full.layer_bytes, (0, 1))
-    model = load_streamed(whole.info, plan, whole.storage)
+    plan = make_plan(whole.info, weights_budget=1 << 40)
+    model = load_plan(replace(plan, offloading=replace(plan.offloading, streamed=(0, 1))))
     run = step_functions(model, ExecutionOptions(decode_steps=1), None, 1).logits
     ids = np.array([PROMPTS[2]], np.int32)
     found, _ = run(model, (None, ()), ids, np.array([ids.size], np.int32))
     np.testing.assert_allclose(found[0], whole.logits(PROMPTS[2]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_device_with_memory_of_its_own_takes_layers_there(folder, monkeypatch):
     """Off CPU there is no arena: the device's memory is taken and given back."""
     monkeypatch.setattr(load, "Arena", lambda size: None)
@@ -121,7 +134,9 @@ def test_a_device_with_memory_of_its_own_takes_layers_there(folder, monkeypatch)
 
 def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
     _, streamed = pair(folder("qwen2"))
-    (sample,) = streamed.samples(0, PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=4))
+    (sample,) = streamed.processor.samples(
+        0, PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=4)
+    )
     engine = Engine(
         streamed.model, streamed.options, num_slots=2, max_tokens=64, prefill_chunk=16,
         prefix_caching=False,
@@ -165,13 +180,14 @@ def test_a_server_streams_and_compiles_nothing(folder):
     assert counts.requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "groups"), [("llama", 1), ("gpt_oss", 2)])
 def test_programs_do_not_grow_with_the_depth(tmp_path, monkeypatch, name, groups):
     found = []
     for depth in (4, 8):
         monkeypatch.setitem(CONFIGS, name, CONFIGS[name] | {"num_hidden_layers": depth})
         where = write_checkpoint(tmp_path / str(depth), name)
-        llm = LLM(where, weights_budget=budget_of(LLM(where)))
+        llm = LLM(where, weights_budget=budget_of(where))
         assert len(llm.stream_plan.streamed) == depth - 1
         jax.clear_caches()
         with count_compilations() as counts:
@@ -202,15 +218,14 @@ SIXTEEN_LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is Linux's to tell")
 def test_half_the_weights_of_memory_give_the_same_tokens(tmp_path):
     """A checkpoint of 404 MB in float32 in its own process, with all its weights and with half."""
     name, config = read_config(SIXTEEN_LAYERS)
     save_model(tmp_path, name, config, random_weights(name, config), dtype="float32")
     goldens.write_tokenizer(tmp_path)
-    info = model_info(tmp_path)
-    storage = info.storage("float32", None, narrow=True)
-    plan = plan_of(info, storage, None, 1 << 40)
+    plan = layers_of(tmp_path)
     weights = plan.fixed_bytes + sum(plan.layer_bytes)
     assert weights > 380_000_000
 
@@ -241,13 +256,12 @@ def test_the_plan_is_the_budgets_arithmetic():
 
 
 def test_the_estimates_weights_are_the_plans(folder):
-    llm = LLM(folder("gpt_oss"), quantize="int8")
-    plan = plan_of(llm.info, llm.storage, None, 1 << 40)
-    widths = {"storage": llm.storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    need = estimate(llm.info.family, llm.info.config, **widths)
+    plan = layers_of(folder("gpt_oss"), quantize="int8")
+    need = make_plan(folder("gpt_oss"), quantize="int8").memory
     assert plan.fixed_bytes + sum(plan.layer_bytes) == need.weights == plan.memory_bytes
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -289,7 +303,7 @@ def test_a_streamed_model_is_not_saved_nor_run_by_hand(folder, tmp_path):
 
 def test_weights_that_are_not_finite_are_found_in_streamed_layers(tmp_path):
     where = write_checkpoint(tmp_path, "llama")
-    budget = budget_of(LLM(where))
+    budget = budget_of(where)
     name, config = read_config(CONFIGS["llama"])
     weights = random_weights(name, config)
     weights["layers"][1]["mlp.down"] = weights["layers"][1]["mlp.down"].at[0, 0].set(jnp.nan)
@@ -307,6 +321,7 @@ def test_sizes_are_numbers_with_units(text, wanted):
     assert parse_bytes(text) == wanted
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "8 XB", 1.5, None, [1]])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(RequestError, match="must be a size"):

@@ -24,7 +24,8 @@ GROUPS = {
     "Generating": ("LLM", "AsyncLLM", "SamplingParams", "Completion", "Delta"),
     "Options": ("ExecutionOptions", "Precision"),
     "Models": (
-        "model_info", "ModelInfo", "Tokenizer", "load", "from_state_dict", "save", "Model",
+        "model_info", "ModelInfo", "make_plan", "Plan", "Tokenizer", "load", "from_state_dict",
+        "save", "Model",
     ),
     "Steps for a loop of your own": ("new_cache", "prefill", "decode_step"),
     "Errors": (

@@ -30,9 +30,12 @@ from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import AttentionArgs, Paging
 from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.moe import gpu as moe
-from rooflax.ops.quantization import QuantizedArray, QuantizedPool, packed_arrays
+from rooflax.ops.moe.args import MoeArgs
+from rooflax.ops.weights import class_of
 
 H200 = """
 gpu_device_info {
@@ -52,15 +55,27 @@ Struct = jax.ShapeDtypeStruct
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
+def multiply(x: Any, w: Any) -> Any:
+    return linear.matmul(LinearArgs(x, w, dtype=x.dtype))
+
+
 def products() -> Iterator[Case]:
     """A LLaMA 3.1 8B's largest weight, in every code, for one row and for eight."""
     inner, outer = 4096, 14336
     for format in ("w8a8", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"):
-        arrays = packed_arrays(format, inner, outer)
-        w = QuantizedArray(*arrays, format, (inner,), (outer,))  # type: ignore[arg-type]
+        kind = class_of(format)
+        w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
         for rows in (1, 8):
             x = Struct((rows, inner), jnp.bfloat16)
-            yield f"linear {format}, rows {rows}", lambda x, w: linear.matmul(x, w, None), (x, w)
+            yield (
+                f"linear {format}, rows {rows}",
+                lambda x, w: linear.matmul(LinearArgs(x, w)),
+                (x, w),
+            )
+
+
+def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
+    return attention.paged_attention(q, as_pool(k_pool), as_pool(v_pool), *where)
 
 
 def attentions() -> Iterator[Case]:
@@ -85,7 +100,7 @@ def attentions() -> Iterator[Case]:
                     Struct((heads,), "f4"),
                 )
                 args = AttentionArgs(0.1, window, sinks, pattern=pattern)  # type: ignore
-                yield f"attention {name} {kind}, queries {length}", attention.paged_attention, (
+                yield f"attention {name} {kind}, queries {length}", attend, (
                     q, pool, pool, Paging(*whole), args,  # type: ignore
                 )  # fmt: skip
 
@@ -98,7 +113,12 @@ def mixtures() -> Iterator[Case]:
         up, down = (Struct((count, *a, *b), jnp.bfloat16) for a, b in (ups, downs))
         if kind == "mxfp4-a16":
             up, down = (
-                QuantizedArray(*packed_arrays(kind, size, b[-1] * len(b), (count,)), kind, a, b)  # type: ignore
+                class_of(kind)(
+                    *class_of(kind).like(size, b[-1] * len(b), (count,)),
+                    kind,
+                    a,
+                    b,  # type: ignore
+                )
                 for a, b in (ups, downs)
             )
         biases = Struct((count, 2, size), jnp.bfloat16), Struct((count, size), jnp.bfloat16)
@@ -107,7 +127,7 @@ def mixtures() -> Iterator[Case]:
             chosen = Struct((tokens, 4), jnp.int32), Struct((tokens, 4), jnp.float32)
 
             def run(*arrays):
-                return moe.experts(*arrays, activation=clamped_swiglu, method="grouped")
+                return moe.experts(MoeArgs.of(*arrays, activation=clamped_swiglu))
 
             yield f"experts {kind}, tokens {tokens}", run, (
                 x, *chosen, up, biases[0], down, biases[1],

@@ -25,6 +25,12 @@ const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_product, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
     rooflax_cache_write;
+int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
+int32_t* rooflax_masks_words(int32_t number);
+void rooflax_masks_begin(int32_t number);
+void rooflax_masks_end(int32_t number);
+void rooflax_masks_delete(int32_t number);
+void rooflax_masks_publish(int32_t number, int64_t step);
 }
 
 struct XLA_FFI_Error {
@@ -580,13 +586,13 @@ void FuzzAttention() {
   if (call.RunExpecting(valid)) CheckAttention(call, rows, window, scale);
 }
 
-// Wishes of any kind: the ids need not be tokens.
-void FillWishes(Array& params, int64_t vocab, bool plain) {
-  using rooflax::Wishes;
+// SamplingRow of any kind: the ids need not be tokens.
+void FillSamplingRows(Array& params, int64_t vocab, bool plain) {
+  using rooflax::SamplingRow;
   params.Allocate();
   const auto id = [&] { return draw.OneIn(3) ? draw.Strange(vocab) : static_cast<int32_t>(draw.Below(vocab)); };
   for (int64_t slot = 0; slot < params.dims[0]; ++slot) {
-    Wishes w{};
+    SamplingRow w{};
     std::fill(std::begin(w.allowed), std::end(w.allowed), -1);
     std::fill(std::begin(w.stop), std::end(w.stop), -1);
     w.top_p = w.repetition_penalty = 1;
@@ -599,32 +605,70 @@ void FillWishes(Array& params, int64_t vocab, bool plain) {
       w.presence_penalty = draw.Of({0.0f, 0.5f});
       w.seed = static_cast<uint32_t>(draw.Next());
       w.top_k = draw.OneIn(2) ? 0 : draw.Strange(vocab);
-      w.num_beams = static_cast<int32_t>(draw.In(1, 2));
-      w.is_guided = static_cast<int32_t>(draw.In(0, 1));
+      w.scores_adjusted = static_cast<int32_t>(draw.In(0, 1));
+      w.is_masked = static_cast<int32_t>(draw.In(0, 1));
       w.min_position = draw.Of({0, 5, INT_MAX});
       for (int64_t i = draw.In(0, 3); i > 0; --i) {
-        const int64_t at = draw.Below(Wishes::kBias);
+        const int64_t at = draw.Below(SamplingRow::kBias);
         w.bias_ids[at] = id();
         w.bias_values[at] = draw.Float();
       }
       for (int64_t i = draw.OneIn(2) ? draw.In(0, 4) : 0; i > 0; --i) {
-        w.allowed[draw.Below(Wishes::kAllowed)] = id();
+        w.allowed[draw.Below(SamplingRow::kAllowed)] = id();
       }
-      for (int64_t i = draw.In(0, 3); i > 0; --i) w.stop[draw.Below(Wishes::kStop)] = id();
+      for (int64_t i = draw.In(0, 3); i > 0; --i) w.stop[draw.Below(SamplingRow::kStop)] = id();
     }
     std::memcpy(params.As<char>() + slot * static_cast<int64_t>(sizeof(w)), &w, sizeof(w));
   }
 }
 
+// Who makes the masks of a step: nobody, an exchange that has them already, or one that does not fit.
+struct MaskOffer {
+  Array array;
+  bool valid = true;
+  int32_t number = 0;
+  MaskOffer(Array array) : array(std::move(array)) {}
+  MaskOffer(MaskOffer&& other)
+      : array(std::move(other.array)), valid(other.valid), number(std::exchange(other.number, 0)) {}
+  ~MaskOffer() { rooflax_masks_delete(number); }
+};
+
+MaskOffer DrawMaskOffer(int64_t rows, int64_t slots, int64_t words) {
+  MaskOffer offer{Array(kS32, {draw.OneIn(2) ? 0 : 2})};
+  offer.array.Allocate();
+  if (offer.array.dims[0] == 0) return offer;
+  const int32_t step = draw.OneIn(4) ? draw.Strange(9) : static_cast<int32_t>(draw.In(0, 3));
+  offer.array.At<int32_t>(1) = step;
+  const int kind = static_cast<int>(draw.In(0, 2));
+  if (kind == 0) {  // a number that nobody was given, but for 0
+    offer.array.At<int32_t>(0) = draw.OneIn(2) ? 0 : -1 - static_cast<int32_t>(draw.In(0, 9));
+    offer.valid = offer.array.At<int32_t>(0) == 0;
+    return offer;
+  }
+  const int64_t other = kind == 2 ? draw.In(0, 1) : 0;
+  offer.number = rooflax_masks_new(rows + 1, slots + other, words);
+  offer.array.At<int32_t>(0) = offer.number;
+  if (offer.number == 0) return offer;  // it has no slots or no words
+  rooflax_masks_begin(offer.number);
+  if (int32_t* masks = rooflax_masks_words(offer.number)) {
+    for (int64_t i = 0; i < (slots + other) * words; ++i) masks[i] = static_cast<int32_t>(draw.Next());
+  }
+  rooflax_masks_publish(offer.number, step);
+  const bool ended = draw.OneIn(5);
+  if (ended) rooflax_masks_end(offer.number);
+  offer.valid = other == 0 && step >= 0 && !(ended && step > 0);
+  return offer;
+}
+
 void FuzzSample() {
-  using rooflax::Wishes;
+  using rooflax::SamplingRow;
   const int64_t rows = draw.In(0, 3), slots = draw.In(0, 2), pending = draw.In(0, 3);
   const int64_t vocab = draw.OneIn(50) ? draw.In(1100, 1500) : draw.In(1, 70);
   const int64_t top = draw.In(1, std::min<int64_t>(vocab, 5)), words = draw.OneIn(2) ? (vocab + 31) / 32 : 0;
   using Dims = std::vector<int64_t>;
   Call call{rooflax_sample, {}, {}, {}};
   call.args.emplace_back(kF32, Dims{rows, vocab});
-  call.args.emplace_back(kS32, Dims{slots, static_cast<int64_t>(sizeof(Wishes) / 4)});
+  call.args.emplace_back(kS32, Dims{slots, static_cast<int64_t>(sizeof(SamplingRow) / 4)});
   call.args.emplace_back(kS32, Dims{rows});
   call.args.emplace_back(kPred, Dims{slots, vocab});
   call.args.emplace_back(kS32, Dims{slots, vocab});
@@ -633,15 +677,20 @@ void FuzzSample() {
   call.args.emplace_back(kS32, pending == 0 ? Dims{0, 0} : Dims{rows, pending});
   RealRows real = DrawRealRows(rows);
   call.args.push_back(std::move(real.array));
+  MaskOffer offer = DrawMaskOffer(rows, slots, words);
+  call.args.push_back(std::move(offer.array));
   for (Type type : {kS32, kPred, kPred, kF32}) call.rets.emplace_back(type, Dims{rows});
   for (Type type : {kS32, kF32}) call.rets.emplace_back(type, Dims{rows, top});
-  if (call.Mutate()) return call.RunMutated();
+  if (call.Mutate()) {
+    rooflax_masks_end(offer.number);  // or it may be waited for
+    return call.RunMutated();
+  }
   const bool plain = draw.OneIn(4);
   FillLogits(call.args[0]);
-  FillWishes(call.args[1], vocab, plain);
+  FillSamplingRows(call.args[1], vocab, plain);
   for (size_t i : {2, 3, 4, 6, 7}) call.args[i].Fill();
   FillIndices(call.args[5], slots, 6);
-  if (!call.RunExpecting(real.valid && AllBelow(call.args[5], real.rows, slots))) return;
+  if (!call.RunExpecting(real.valid && offer.valid && AllBelow(call.args[5], real.rows, slots))) return;
   for (int64_t row = 0; row < rows; ++row) {
     const int32_t token = call.rets[0].At<int32_t>(row);
     const auto is_true = [&](size_t ret) { return call.rets[ret].At<uint8_t>(row) == 1; };
@@ -652,7 +701,7 @@ void FuzzSample() {
     Expect(token >= 0 && token < vocab, "a token outside the vocabulary");
     Expect(AllBelow(call.rets[4].Part(rows, row, {top}), top, vocab), "a top token outside the vocabulary");
     const int64_t slot = call.args[5].At<int32_t>(row);
-    Wishes w;
+    SamplingRow w;
     std::memcpy(&w, call.args[1].As<char>() + slot * static_cast<int64_t>(sizeof(w)), sizeof(w));
     const float* x = call.args[0].As<float>() + row * vocab;
     if (plain) Expect(token == NaiveArgmax(x, vocab), "the most likely token");
@@ -660,8 +709,10 @@ void FuzzSample() {
     if (w.is_limited()) {
       Expect(std::find(w.allowed, std::end(w.allowed), token) != std::end(w.allowed), "an id that is not allowed");
     }
-    if (w.is_guided > 0 && words > 0) {
-      const auto word = static_cast<uint32_t>(call.args[6].At<int32_t>(slot * words + token / 32));
+    if (w.is_masked > 0 && words > 0) {
+      const int32_t* masks = call.args[6].As<int32_t>();
+      if (offer.number != 0 && call.args[9].At<int32_t>(1) > 0) masks = rooflax_masks_words(offer.number);
+      const auto word = static_cast<uint32_t>(masks[slot * words + token / 32]);
       Expect((word >> (token % 32) & 1) != 0, "an id outside the mask");
     }
     if (call.args[2].At<int32_t>(row) < w.min_position) {

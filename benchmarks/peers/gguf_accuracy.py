@@ -26,7 +26,7 @@ import numpy as np
 
 from rooflax import LLM, ExecutionOptions
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
 

@@ -209,8 +209,8 @@ def introduction(document: dict[str, Any]) -> list[str]:
     batches_facts = [
         (
             "Tokens per second, the median of the trials; random weights of real sizes. Engines "
-            "take turns, trial by trial; only one computes at a time. `N x P` is N prompts of P "
-            f"tokens; decode is the {steps} steps after the first token."
+            "are interleaved, trial by trial; only one computes at a time. `N x P` is N prompts of "
+            f"P tokens; decode is the {steps} steps after the first token."
         ),
         (
             "The roofline is the longer of reading and multiplying at the ceilings around each "

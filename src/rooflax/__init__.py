@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from rooflax.llm import LLM
-    from rooflax.loading.load import ModelInfo, from_state_dict, load, model_info
+    from rooflax.loading.load import from_state_dict, load
+    from rooflax.loading.model_info import ModelInfo, model_info
+    from rooflax.loading.plan import Plan, make_plan
     from rooflax.loading.save import save
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
@@ -39,8 +41,10 @@ _HOME = {
     "ExecutionOptions": "rooflax.nn.execution",
     "Precision": "rooflax.nn.execution",
     "Model": "rooflax.models.model",
-    "ModelInfo": "rooflax.loading.load",
-    "model_info": "rooflax.loading.load",
+    "ModelInfo": "rooflax.loading.model_info",
+    "model_info": "rooflax.loading.model_info",
+    "Plan": "rooflax.loading.plan",
+    "make_plan": "rooflax.loading.plan",
     "Tokenizer": "rooflax.loading.tokenizer",
     "load": "rooflax.loading.load",
     "from_state_dict": "rooflax.loading.load",
@@ -66,6 +70,7 @@ __all__ = [
     "ExecutionOptions",
     "Model",
     "ModelInfo",
+    "Plan",
     "Precision",
     "QueueFull",
     "RequestError",
@@ -76,6 +81,7 @@ __all__ = [
     "decode_step",
     "from_state_dict",
     "load",
+    "make_plan",
     "model_info",
     "new_cache",
     "prefill",

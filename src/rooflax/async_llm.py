@@ -11,25 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
-from rooflax.engine.engine import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS, STEP_S, Engine
-from rooflax.engine.plan import plan_server
+from rooflax.engine.engine import STEP_S, Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.inputs import Prompt, as_params
-from rooflax.llm import LLM, MAX_SLOTS
-from rooflax.loading.load import ModelInfo
+from rooflax.llm import LLM
+from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.plan import PLANNED, Plan, make_plan
 from rooflax.loading.tokenizer import LONG_TEXT
-from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.layout import most_new_tokens
-from rooflax.nn.mesh import shards_of
-from rooflax.nn.shards import Shards
 
 DEFAULT_MAX_WAITING = 256
 
@@ -64,7 +59,7 @@ class AsyncLLM:
 
     Args:
         model: as for `LLM`.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: sequences that run at once; None is 16.
         max_waiting: sequences that may wait beyond those; more are refused with QueueFull.
         max_tokens_per_step: prompt tokens and decoding sequences of one step; None is what takes at
             most 0.3 s, up to 512.
@@ -78,9 +73,9 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Path | ModelInfo | None = None,
+        model: str | Path | ModelInfo | Plan | None = None,
         *,
-        max_num_seqs: int = MAX_SLOTS,
+        max_num_seqs: int | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
         max_tokens_per_step: int | None = None,
         kv_blocks: tuple[int, ...] | None = None,
@@ -95,51 +90,36 @@ class AsyncLLM:
                 raise RequestError(
                     f"{name} is {value!r}; it must be a whole number from 1 up.", param=name
                 )
-        self.llm = LLM(model, max_num_seqs=max_num_seqs, **arguments)
         if jax.process_count() > 1:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
-        if not (self.llm.options.use_cache and self.llm.options.jit):
+        asked = {name: arguments.pop(name) for name in PLANNED & arguments.keys()}
+        plan = make_plan(model, max_num_seqs=max_num_seqs, **asked)
+        if not (plan.options.use_cache and plan.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
-        _check_blocks(kv_blocks, self.llm.model.config.groups.windows)
-        engine = self._engine(max_num_seqs, max_tokens_per_step, kv_blocks)
+        plan = plan.serving(max_tokens_per_step=max_tokens_per_step, num_blocks=kv_blocks)
+        self.llm = LLM(plan, **arguments)
+        engine = self._engine(plan, STEP_S if max_tokens_per_step is None else None)
         self._inboxes: dict[int, _Inbox] = {}
         self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
         self._thread.wait_until_warm()
 
-    def _engine(
-        self, num_slots: int, asked: int | None, num_blocks: tuple[int, ...] | None
-    ) -> Engine:
-        llm, per_step = self.llm, max(asked or DEFAULT_PREFILL_CHUNK, num_slots)
-        chunk = min(per_step, DEFAULT_PREFILL_CHUNK, llm.max_model_len)
-        speculation = llm.speculation(num_slots, llm.max_model_len)  # its memory comes first
-        draft_tokens = speculation.longest if speculation else 0
-        kv_dtype = llm.precision.kv_dtype or "float32"
-        if num_blocks is None:
-            num_blocks = plan_server(
-                llm.model.config,
-                kv_dtype=kv_dtype,
-                num_slots=num_slots,
-                max_tokens=llm.max_model_len,
-                new_tokens=most_new_tokens(
-                    chunk, llm.options.decode_steps or MOST_DECODE_STEPS, draft_tokens
-                ),
-                free=_free_for_parts(llm.mesh),
-            )
+    def _engine(self, plan: Plan, step_s: float | None) -> Engine:
+        llm = self.llm
         return Engine(
             llm.model,
-            llm.options,
-            num_slots=num_slots,
-            max_tokens=llm.max_model_len,
-            kv_dtype=kv_dtype,
-            prefill_chunk=chunk,
-            token_budget=per_step,
-            step_s=STEP_S if asked is None else None,
-            num_blocks=num_blocks,
+            plan.options,
+            num_slots=plan.max_num_seqs,
+            max_tokens=plan.max_model_len,
+            kv_dtype=plan.kv_dtype,
+            prefill_chunk=plan.prefill_chunk,
+            token_budget=plan.max_tokens_per_step,
+            step_s=step_s,
+            num_blocks=plan.num_blocks,
             prefix_caching=llm.prefix_caching,
-            speculation=speculation,
+            speculation=llm.speculation(plan.max_num_seqs, plan.max_model_len),
             isolates_faults=True,
-            mesh=llm.mesh,
+            mesh=plan.mesh,
         )
 
     @property
@@ -207,16 +187,16 @@ class AsyncLLM:
     async def _samples(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str
     ) -> list[Sample]:
-        """As `LLM.samples`; what takes long is done beside the loop, so that streams go on."""
-        loop, llm = asyncio.get_running_loop(), self.llm
+        """A request's sequences; what takes long is done beside the loop, so that streams go on."""
+        loop, processor = asyncio.get_running_loop(), self.llm.processor
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            ids = await loop.run_in_executor(self._texts, llm.prompt_ids, prompt)
+            ids = await loop.run_in_executor(self._texts, processor.prompt_ids, prompt)
         else:
-            ids = llm.prompt_ids(prompt)
-        while not llm.forms.has(params):
-            with llm.forms.compiling(self._compiler, params) as compiled:
+            ids = processor.prompt_ids(prompt)
+        while not processor.forms.has(params):
+            with processor.forms.compiling(self._compiler, params) as compiled:
                 await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
-        return llm.samples(0, ids, params, cache_salt)
+        return processor.samples(0, ids, params, cache_salt)
 
     def _forget(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -270,26 +250,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown(drain=False)
-
-
-def _check_blocks(kv_blocks: object, windows: tuple[int | None, ...]) -> None:
-    if kv_blocks is None:
-        return
-    numbers = kv_blocks if isinstance(kv_blocks, tuple | list) else ()
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in numbers)
-    if len(numbers) != len(windows) or not whole:
-        raise RequestError(
-            f"kv_blocks is {kv_blocks!r}; it must be {len(windows)} whole numbers from 2 up, one "
-            f"for each group of layers.",
-            param="kv_blocks",
-        )
-
-
-def _free_for_parts(mesh: Mesh | None) -> int | None:
-    """Free memory for a KV cache of which each device has a part."""
-    shards = shards_of(mesh) or Shards()
-    free = free_bytes(shards.num_devices)
-    return None if free is None else free * shards.tensor * shards.stage
 
 
 def _put(pairs: list[tuple[_Inbox, StepOutput]]) -> None:

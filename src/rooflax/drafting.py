@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from rooflax.engine.draft_model import ModelDrafter
 from rooflax.engine.engine import Engine
-from rooflax.engine.speculation import DEFAULT_DRAFT_TOKENS, NgramDrafter, Speculation
+from rooflax.engine.speculation import NgramDrafter, Speculation
 from rooflax.errors import RequestError
 from rooflax.loading.tokenizer import Tokenizer
-
-NGRAM = "ngram"
 
 
 @dataclass(frozen=True)
@@ -20,23 +18,22 @@ class Drafting:
 
     Attributes:
         vocab_size: of the model that is drafted for.
-        num_tokens: the most drafts of a sequence in a step; None is what one product holds on CPU.
+        num_tokens: the most drafts of a sequence in a step.
         new_engine: of the smaller model, by slots and tokens; None drafts from the text so far.
         max_tokens: the longest context of the smaller model.
     """
 
     vocab_size: int
-    num_tokens: int | None
+    num_tokens: int
     new_engine: Callable[[int, int], Engine] | None = None
     max_tokens: int = 0
 
     def for_engine(self, num_slots: int, max_tokens: int) -> Speculation:
         """What an engine of this size needs."""
-        longest = self.num_tokens or DEFAULT_DRAFT_TOKENS
         if self.new_engine is None:
-            return Speculation(NgramDrafter(), longest)
+            return Speculation(NgramDrafter(), self.num_tokens)
         engine = self.new_engine(num_slots, min(max_tokens, self.max_tokens))
-        return Speculation(ModelDrafter(engine, self.vocab_size), longest)
+        return Speculation(ModelDrafter(engine, self.vocab_size), self.num_tokens)
 
 
 def check_same_tokens(

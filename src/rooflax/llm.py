@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
-from rooflax.drafting import NGRAM, Drafting, check_same_tokens
-from rooflax.engine.beams import BeamGroup, check_beams
+from rooflax.drafting import Drafting, check_same_tokens
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
-from rooflax.engine.request_checks import check_length, check_prompt, check_salt, check_sequence
+from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
-from rooflax.engine.speculation import Speculation, check_speculate
+from rooflax.engine.speculation import Speculation
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
+from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts, is_whole
 from rooflax.loading.chat_template import encode_chat
-from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.loading.load import ModelInfo, load, load_streamed, model_info, plan_of
-from rooflax.models.memory import check_fits, estimate
-from rooflax.models.model import Model, resolve_max_model_len
-from rooflax.models.streaming import AnyModel, StreamedModel, StreamPlan
-from rooflax.nn import mesh as mesh_lib
-from rooflax.nn.device_memory import free_bytes
-from rooflax.nn.execution import ExecutionOptions, Precision, parse_bytes, streaming_options
-from rooflax.nn.host_memory import give_back_freed
-from rooflax.nn.placement import Placer
-from rooflax.nn.shards import Shards
-from rooflax.ops import kernels
-from rooflax.structured import Forms
+from rooflax.loading.load import load_plan
+from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.plan import Plan, make_plan
+from rooflax.models.streaming import StreamPlan
+from rooflax.nn.execution import ExecutionOptions
 
-MAX_SLOTS = 16
 SMALLEST_ENGINE_TOKENS = 256
 
 
@@ -58,22 +48,22 @@ class LLM:
 
     Args:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
-            embedded default; or what `model_info` found.
-        quantize: weight format, "int8" or "int4" (ops.quantization); None keeps the weights.
+            embedded default; or what `model_info` found, or what `make_plan` planned, which decides
+            all but `prefix_caching`, `check` and `progress`.
+        quantize: weight format, "int8" or "int4" (ops.weights.formats); None keeps the weights.
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
             GGUF file's quantised weights as they are; a dtype is what they are turned into.
         kv_dtype: of the KV cache; None is dtype, but float16 on a CPU where products round (with
             `quantize`, or a folder written so).
         max_model_len: longest context; None is what the model was made for.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: sequences that run at once; None is 16.
         prefix_caching: keep what prompts computed, and share it with those that begin the same.
         speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
             smaller model of the same tokenizer, named as `model` is; None is nobody.
         num_draft_tokens: the most drafts in a step; None is 7.
         options: what may change speed but never a token, as long as the KV cache is as wide as
-            the activations; None is
-            the defaults.
+            the activations; None is the defaults.
         weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
             from the file at every step. None loads them all.
         mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
@@ -86,13 +76,13 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | ModelInfo | None = None,
+        model: str | Path | ModelInfo | Plan | None = None,
         *,
         quantize: str | None = None,
         dtype: str | None = None,
         kv_dtype: str | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = MAX_SLOTS,
+        max_num_seqs: int | None = None,
         prefix_caching: bool = True,
         speculate: str | Path | None = None,
         num_draft_tokens: int | None = None,
@@ -105,150 +95,64 @@ class LLM:
         check: bool = False,
         progress: Callable[[int], None] | None = None,
     ):
-        if not is_whole(max_num_seqs) or max_num_seqs < 1:
-            raise RequestError(
-                f"max_num_seqs is {max_num_seqs!r}; it must be at least 1.", param="max_num_seqs"
-            )
-        if options is None:
-            options = ExecutionOptions()
-        if not isinstance(options, ExecutionOptions):
-            raise RequestError(
-                f"options is {options!r:.80}; it must be ExecutionOptions.", param="options"
-            )
-        kernels.check_kernels(options.kernels)
-        check_speculate(speculate, num_draft_tokens, options.use_cache)
-        _check_processes(mesh, speculate, options)
-        budget = None if weights_budget is None else parse_bytes(weights_budget)
-        native_linear = kernels.chosen(options.kernels)["linear"] == "native"
-        whole = mesh is None and budget is None
-        options = options.with_layers(kernels_read_stacks=native_linear and whole)
-        streaming = options if budget is None else streaming_options(options, mesh is not None)
         enable_persistent_cache()
         started = time.perf_counter()
-        if not isinstance(mesh, str | Mesh | None):
-            raise RequestError(
-                f"mesh is {mesh!r}; it must be a Mesh, or text like tensor=4,data=2.", param="mesh"
-            )
-        self.mesh = mesh = mesh_lib.make_mesh(mesh) if isinstance(mesh, str) else mesh
-        self.options, self.max_num_seqs = options, max_num_seqs
+        plan = make_plan(
+            model,
+            quantize=quantize,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            options=options,
+            weights_budget=weights_budget,
+            mesh=mesh,
+            speculate=speculate,
+            num_draft_tokens=num_draft_tokens,
+            revision=revision,
+            offline=offline,
+            ignore_config_keys=ignore_config_keys,
+        )
+        _check_processes(plan)
+        self.plan = plan
+        self.info, self.options, self.mesh = plan.info, plan.options, plan.mesh
+        self.max_model_len, self.max_num_seqs = plan.max_model_len, plan.max_num_seqs
         self.prefix_caching = prefix_caching
-        given, platform = Precision(dtype, kv_dtype, quantize), jax.default_backend()
-        self.info = (
-            model
-            if isinstance(model, ModelInfo)
-            else model_info(
-                model, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
-            )
-        )
-        self.tokenizer = self.info.tokenizer()
-        draft = None
-        if speculate is not None and speculate != NGRAM:
-            draft = model_info(speculate, offline=offline, ignore_config_keys=ignore_config_keys)
+        self.processor = InputProcessor(plan)
+        self.tokenizer = self.processor.tokenizer
+        if plan.draft is not None:
+            draft = plan.draft.info
             check_same_tokens(self.info.name, self.tokenizer, draft.name, draft.tokenizer())
-        self.defaults = self.info.generation_defaults()
-        self.forms = Forms(self.tokenizer, self.info.config.vocab_size, self.stop_ids)
-        self.max_model_len = resolve_max_model_len(self.info.config, max_model_len)
         self._compiled = CompileCounts()  # of loading, until the first generation reports it
-        self.storage = self.info.storage(
-            given.resolve(platform).dtype or "float32",
-            quantize,
-            narrow=dtype is None and native_linear,
-            keep=dtype is None,
-        )
-        self.precision = given.resolve(platform, rounded=self.storage.rounds)
-        plan = budget and plan_of(self.info, self.storage, self.max_model_len, budget)
         with count_compilations(self._compiled):
-            if plan and plan.streamed:
-                self.options = streaming
-                self.model: AnyModel = self._load_streamed(plan, check, progress)
-            else:
-                self.model = self._load(check, progress)
+            self.model = load_plan(plan, check=check, progress=progress)
         self.load_s = time.perf_counter() - started
         self._engine: Engine | None = None
         self._lock = threading.Lock()  # of engines: steps of several threads take turns
         self._drafting = None
-        if speculate == NGRAM:
-            self._drafting = Drafting(self.info.config.vocab_size, num_draft_tokens)
-        elif draft is not None:
-            drafting = LLM(
-                draft,
-                quantize=quantize,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                options=options,
-                mesh=mesh,
-                check=check,
-            )
+        if plan.num_draft_tokens:
+            smaller = None if plan.draft is None else LLM(plan.draft, check=check)
             self._drafting = Drafting(
                 self.info.config.vocab_size,
-                num_draft_tokens,
-                drafting.new_engine,
-                drafting.max_model_len,
+                plan.num_draft_tokens,
+                smaller and smaller.new_engine,
+                smaller.max_model_len if smaller else 0,
             )
-
-    def _load(self, check: bool, progress: Callable[[int], None] | None) -> Model:
-        place = None if self.mesh is None else Placer(self.info.config, self.mesh)
-        scan = self.options.layers == "scan"
-        model = load(
-            self.info,
-            dtype=self.storage.dtype,
-            quantize=self.storage.quantize,
-            narrow=self.storage.narrow,
-            keep=bool(self.storage.kept),
-            max_model_len=self.max_model_len,
-            check=check,
-            progress=progress,
-            place=place,
-            stacked=scan,
-        )
-        if self.mesh is not None and place is not None:
-            model = model.placed(place, self.mesh, scan=scan)
-        jax.block_until_ready(model.weights)
-        give_back_freed()
-        return model
-
-    def _load_streamed(
-        self, plan: StreamPlan, check: bool, progress: Callable[[int], None] | None
-    ) -> StreamedModel:
-        how = {"max_model_len": self.max_model_len, "check": check, "progress": progress}
-        model = load_streamed(self.info, plan, self.storage, **how)
-        jax.block_until_ready(model.weights)
-        give_back_freed()
-        return model
-
-    def _check_memory(self, rows: int, tokens: int) -> None:
-        """Refuses a KV cache that does not fit; the weights are there already."""
-        shards = mesh_lib.shards_of(self.mesh) or Shards()
-        need = estimate(
-            self.info.family,
-            self.info.config,
-            storage=self.storage,
-            kv_dtype=self.precision.kv_dtype or "float32",
-            rows=rows,
-            tokens=tokens,
-            shards=shards,
-        )
-        what = f"{self.info.name} with {rows} x {tokens} tokens"
-        check_fits(replace(need, weights=0), free_bytes(shards.num_devices), what)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every end-of-sequence id of the checkpoint."""
-        ids = set(self.defaults.eos_token_ids)
-        if not ids and self.info.folder is not None and self.tokenizer.eos_id is not None:
-            ids.add(self.tokenizer.eos_id)
-        # What the model cannot generate ends nothing.
-        return frozenset(i for i in ids if 0 <= i < self.info.config.vocab_size)
+        return self.processor.stop_ids
 
     @property
     def format(self) -> str:
         """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
-        return self.storage.format
+        return self.plan.storage.format
 
     @property
     def stream_plan(self) -> StreamPlan | None:
         """Which layers are streamed; None where all of them are in memory."""
-        return self.model.plan if isinstance(self.model, StreamedModel) else None
+        return self.plan.offloading if self.plan.is_offloaded else None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -261,36 +165,7 @@ class LLM:
         Raises:
             RequestError: it is neither text nor token ids.
         """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes)
-        ids = list(prompt) if is_list else []
-        if set(map(type, ids)) <= {int} and is_list:
-            return ids
-        if not is_list or not all(is_whole(token) for token in ids):
-            raise RequestError(
-                f"A prompt is {prompt!r:.80}; it must be text or a list of token ids.",
-                param="prompt",
-            )
-        return [int(token) for token in ids]
-
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """As `encode`, of a prompt that may fit; one that cannot is rejected without being encoded.
-
-        Raises:
-            RequestError: it is neither text nor token ids, or longer than the context.
-        """
-        longest = self.tokenizer.longest_token
-        if isinstance(prompt, str):
-            if longest is not None and len(prompt) > self.max_model_len * longest:
-                raise RequestError(
-                    f"The prompt has {len(prompt):,} characters and the context holds "
-                    f"{self.max_model_len} tokens of at most {longest}; shorten the prompt.",
-                    param="prompt",
-                )
-        elif isinstance(prompt, Sequence) and len(prompt) >= self.max_model_len:
-            check_length(len(prompt), self.max_model_len)
-        return self.encode(prompt)
+        return self.processor.encode(prompt)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids.
@@ -400,68 +275,9 @@ class LLM:
         param_list = as_params(params, len(prompt_list), sampling)
         samples = []
         for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
-            samples.extend(self.samples(index, self.prompt_ids(prompt), given))
+            samples += self.processor.samples(index, self.processor.prompt_ids(prompt), given)
         if samples:
             yield from self._run(samples)
-
-    def samples(
-        self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""
-    ) -> list[Sample]:
-        """A request's `n` sequences, checked, each with its way back to text.
-
-        With beams these are the first `n` of the group.
-
-        Raises:
-            RequestError: what this model cannot do, or a form that cannot be compiled.
-        """
-        asked, given = given.max_tokens, given.with_defaults(self._default_values())
-        vocab = self.info.config.vocab_size
-        check_prompt(ids, vocab, self.max_model_len)
-        check_salt(cache_salt)
-        stop = frozenset(given.stop_token_ids)
-        if not given.ignore_eos:
-            stop |= self.stop_ids
-        room = self.max_model_len - len(ids)
-        if asked is not None and asked > room:
-            raise RequestError(
-                f"max_tokens is {asked} and the context of {self.max_model_len} has room for "
-                f"{room} after a prompt of {len(ids)}; lower it, or leave it out to fill the "
-                f"context.",
-                param="max_tokens",
-            )
-        max_tokens = min(given.max_tokens or room, room)
-        guide = self.forms.guide(given, stop)
-        sequences = [
-            EngineSequence(
-                request_id,
-                ids,
-                given,
-                max_tokens,
-                stop,
-                index,
-                cache_salt=cache_salt,
-                guide=guide.copy() if guide and index else guide,
-            )
-            for index in range(max(given.n, given.num_beams))
-        ]
-        check_sequence(sequences[0], vocab, self.max_model_len)
-        if given.num_beams > 1:
-            check_beams(given, stop, vocab, self.max_num_seqs)
-            BeamGroup(sequences)
-        return [
-            Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
-            for sequence in sequences[: given.n]
-        ]
-
-    def _default_values(self) -> dict[str, Any]:
-        d = self.defaults
-        values = {
-            name: getattr(d, name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        } | {"max_tokens": d.max_new_tokens}
-        if d.do_sample is False:  # said outright: greedy, as in transformers
-            values["temperature"] = 0.0
-        return values
 
     def _run(self, samples: list[Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
@@ -524,13 +340,13 @@ class LLM:
             RequestError: its KV cache does not fit into memory.
         """
         speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
-        self._check_memory(num_slots, max_tokens)
+        self.plan.check_fits(num_slots, max_tokens)
         return Engine(
             self.model,
             self.options,
             num_slots=num_slots,
             max_tokens=max_tokens,
-            kv_dtype=self.precision.kv_dtype or "float32",
+            kv_dtype=self.plan.kv_dtype,
             prefix_caching=self.prefix_caching,
             speculation=speculation,
             mesh=self.mesh,
@@ -600,21 +416,21 @@ def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:
         sample.times_s = [time_s + seconds for time_s in sample.times_s]
 
 
-def _check_processes(mesh: object, speculate: object, options: ExecutionOptions) -> None:
+def _check_processes(plan: Plan) -> None:
     """
     Raises:
         RequestError: what several processes of one job cannot do alike.
     """
     if jax.process_count() == 1:
         return
-    if mesh is None:
+    if plan.mesh is None:
         raise RequestError(
             f"There are {jax.process_count()} processes and no mesh; give one of all their "
             f"{jax.device_count()} devices."
         )
-    if not options.jit:
+    if not plan.options.jit:
         raise RequestError("Several processes run compiled steps only; leave jit on.")
-    if speculate is not None:
+    if plan.num_draft_tokens:
         raise RequestError(
             "speculate goes by each process's own clock, and several processes must do the same; "
             "leave it out."

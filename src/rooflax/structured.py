@@ -10,19 +10,19 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import QueueFull, RequestError
+from rooflax.errors import QueueFull, RequestError, first_line
 from rooflax.loading.incremental import spelled_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ MISSING = (
 )
 
 
+class _Place(NamedTuple):
+    """Where a text stands: what may follow, whether only the end can, and why nothing can."""
+
+    mask: np.ndarray
+    is_complete: bool
+    error: str | None
+
+
 class FormGuide:
     """The tokens that may come next, as an `engine.sequence.Guide`.
 
@@ -51,52 +59,72 @@ class FormGuide:
     def __init__(self, matcher: Any, forms: Forms, ends: frozenset[int]):
         self._matcher, self._forms = matcher, forms
         self._ends = np.array(sorted(end for end in ends if end < forms.vocab_size), np.int64)
-        self._is_complete, self._error = False, None
         self._words = np.zeros(forms.num_words, np.int32)
         self._pointer, self._num_bytes = self._words.ctypes.data, self._words.nbytes
-        self._mask = self._words[: (forms.vocab_size + 31) // 32]
-        self._look()
+        self._tokens: list[int] = []
+        self._ahead: deque[tuple[int, _Place]] = deque()
+        self._place = self._look()
 
     @property
     def mask(self) -> np.ndarray:
-        return self._mask
+        return self._place.mask
 
     @property
     def is_complete(self) -> bool:
-        return self._is_complete
+        return self._place.is_complete
 
     @property
     def error(self) -> str | None:
-        return self._error
+        return self._place.error
 
     def copy(self) -> FormGuide:
-        """Another that stands at the same place."""
+        """Another that stands at the same place; nothing has been accepted yet."""
+        assert not self._tokens
         return FormGuide(self._matcher.deep_copy(), self._forms, frozenset(self._ends.tolist()))
 
     def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._look()
+        self._tokens.append(token)
+        if self._ahead:
+            looked_at, self._place = self._ahead.popleft()
+            assert looked_at == token
+        else:
+            self._matcher.consume_token(token)
+            self._place = self._look()
 
-    def _look(self) -> None:
+    def look_ahead(self, token: int) -> np.ndarray:
+        try:
+            self._matcher.consume_token(token)
+            place = self._look()
+        except BaseException as fault:  # a library's panic is no Exception
+            why = f"The form that was asked for cannot go on: {first_line(fault)}"
+            place = _Place(np.zeros_like(self.mask), False, why)
+        self._ahead.append((token, place))
+        return place.mask
+
+    def go_back(self) -> None:
+        self._ahead.clear()
+        self._matcher.reset()
+        self._matcher.consume_tokens(self._tokens)
+
+    def _look(self) -> _Place:
         """The mask of what comes next; where that is the end alone, the text is complete."""
-        words, matcher = self._words, self._matcher
+        forms, matcher, error = self._forms, self._matcher, None
         may_end = matcher.is_accepting()
-        self._is_complete = may_end and matcher.is_stopped()
-        if self._is_complete:
-            words[:] = 0
-        elif not matcher.is_error():
+        is_complete = may_end and matcher.is_stopped()
+        if not is_complete and not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(self._pointer, self._num_bytes)
+        if is_complete or matcher.is_error():
+            self._words[:] = 0
         if matcher.is_error():
-            words[:] = 0
-            self._error = f"The form that was asked for cannot go on: {reason(matcher)}."
-            return
-        words &= self._forms.known
-        if not words.any():
-            self._is_complete = may_end
+            error = f"The form that was asked for cannot go on: {reason(matcher)}."
+        words = self._words & forms.known
+        if error is None and words.tobytes() == forms.no_words:  # faster than any()
+            is_complete = may_end
             if not may_end:
-                self._error = "The form that was asked for cannot go on: no token fits."
-        if may_end:
+                error = "The form that was asked for cannot go on: no token fits."
+        if may_end and error is None:
             np.bitwise_or.at(words.view(np.uint32), self._ends // 32, _bit(self._ends))
+        return _Place(words[: forms.num_mask_words], is_complete, error)
 
 
 @dataclass
@@ -121,6 +149,8 @@ class Forms:
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._end = max(vocab_size, tokenizer.vocab_size)  # an id of our own, where texts may end
         self.num_words = (self._end + 32) // 32
+        self.num_mask_words = (vocab_size + 31) // 32
+        self.no_words = bytes(4 * self.num_words)
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._awaited: dict[tuple[str, str], _Awaited] = {}
         self._vocabulary: Any = None

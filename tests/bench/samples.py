@@ -1,5 +1,7 @@
 """Figures made by hand, in the shape of measured ones."""
 
+from dataclasses import replace
+
 from rooflax.bench.breakdown import DISPATCH, OTHER
 from rooflax.bench.ceilings import Ceiling
 from rooflax.bench.counting import StepCost
@@ -38,7 +40,8 @@ def row(work, steps=None):
         "options": raw["options"],
         "layers": "unrolled",
         "kernels": XLA,
-        "precision": vars(work.precision.resolve("cpu")),
+        "passed_over": [],
+        "precision": vars(replace(work.precision, dtype="float32", kv_dtype="float32")),
         "deterministic": work.deterministic,
         "weights_bytes": 4_000_000,
         "kv_cache_bytes": 1_000_000,

@@ -6,7 +6,7 @@ import pytest
 from rooflax.bench.counting import decode_cost, expected_experts, prefill_cost, visible_pairs
 from rooflax.bench.measure import Bench
 from rooflax.bench.workload import Workload
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.storage import Storage
 
 WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}

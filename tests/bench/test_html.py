@@ -15,6 +15,8 @@ from rooflax.bench.report import ablation_cells
 from rooflax.errors import RequestError
 from rooflax.models.memory import gib
 
+pytestmark = pytest.mark.oldest_jax
+
 pytest.importorskip("matplotlib")
 
 DATA = Path(__file__).parents[1] / "data" / "bench"

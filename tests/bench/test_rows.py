@@ -27,10 +27,12 @@ from rooflax.bench.worker import measure_apart
 from rooflax.bench.workload import Workload, combinations
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.execution import ExecutionOptions, Precision
 from rooflax.ops import native
 from tests.bench.samples import NATIVE, XLA, measured, row
+
+pytestmark = pytest.mark.oldest_jax
 
 TINY = Workload("preset:qwen2.5-tiny", prompt_tokens=4, output_tokens=6, trials=5)
 EXTRA = 1 << 28
@@ -42,6 +44,7 @@ def real():
     return measure_apart(TINY)
 
 
+@pytest.mark.slow
 def test_a_row_in_its_own_process_has_its_own_memory(real):
     result = real["result"]
     assert set(result) == set(row(TINY)) | {"ceilings"}
@@ -55,6 +58,7 @@ def test_a_row_in_its_own_process_has_its_own_memory(real):
     assert real["environment"]["jax"]
 
 
+@pytest.mark.slow
 def test_memory_is_the_models_and_not_the_ceilings():
     """The ceilings' buffer and the check of the output count for nothing."""
     script = f"""
@@ -82,6 +86,7 @@ print(json.dumps([found["peak_rss_bytes"], found["memory"], measure.peak_rss_byt
     assert memory["anonymous_after_bytes"] < memory["anonymous_peak_bytes"] + EXTRA // 4
 
 
+@pytest.mark.slow
 def test_deterministic_rows_set_the_flags_and_say_what_they_cost():
     fixed = measure_apart(replace(TINY, deterministic=True))
     assert "deterministic_ops" in fixed["environment"]["xla_flags"]
@@ -144,14 +149,17 @@ def test_ablation_turns_on_what_the_architecture_has():
     assert not any("native" in r.label for r in bare)
 
 
+COARSE = Precision("float32", "float16", "int8")
+
+
 def test_the_cache_of_an_ablation_rounds_nothing():
     """Beside products that round it would be float16, and a row without a cache knows no width."""
     quantized = replace(TINY, precision=Precision(quantize="int8"))
-    assert comparable(quantized, rounded=True).precision.kv_dtype == "float32"
+    assert comparable(quantized, COARSE).precision.kv_dtype == "float32"
     chosen = replace(TINY, precision=Precision(kv_dtype="int8", quantize="int8"))
-    assert comparable(chosen, rounded=True) == chosen
-    assert comparable(TINY, rounded=False) == TINY
-    assert comparable(TINY, rounded=True).precision.kv_dtype == "float32"  # a folder written so
+    assert comparable(chosen, replace(COARSE, kv_dtype="int8")) == chosen
+    assert comparable(TINY, Precision("float32", "float32")) == TINY
+    assert comparable(TINY, COARSE).precision.kv_dtype == "float32"  # a folder written so
 
 
 SWITCHED = {
@@ -189,6 +197,7 @@ def test_decode_steps_that_were_asked_for_wait_for_the_cache():
         assert r.work.options.use_cache or r.work.options.decode_steps is None, r.label
 
 
+@pytest.mark.slow
 def test_a_process_says_which_kernels_would_run():
     wanted = "native" if native.is_ready() else "xla"
     assert measure_apart(TINY, "kernels")["result"] == dict.fromkeys(XLA, wanted)
@@ -196,6 +205,7 @@ def test_a_process_says_which_kernels_would_run():
         measure_apart(replace(TINY, options=ExecutionOptions(kernels="pallas")), "kernels")
 
 
+@pytest.mark.slow
 def test_ablation_rows_really_give_the_same_tokens():
     work = replace(TINY, trials=1, output_tokens=48)
     slow = replace(work, options=ExecutionOptions(use_cache=False))
@@ -367,6 +377,7 @@ def test_programs_of_one_name_are_merged():
     assert parts == {"dot.1": "matmuls", "add.2": "other", "exp.3": "attention"}
 
 
+@pytest.mark.slow
 def test_the_quick_check_passes():
     """`bench --quick`: at least 3x, the same tokens."""
     found = quick()

@@ -17,7 +17,7 @@ from tests.bench.samples import row
 Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 
 DATA = Path(__file__).parents[1] / "data" / "bench"
-OPTIONAL = {"ablation", "deterministic_over_plain", "mesh"}
+OPTIONAL = {"ablation", "deterministic_over_plain", "mesh", "passed_over"}
 WORK = Workload(None, prompt_tokens=4, output_tokens=6, trials=5)
 
 

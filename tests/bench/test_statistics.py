@@ -11,6 +11,8 @@ from rooflax.bench.statistics import Summary, doubts, paired_ratio, unpaired_rat
 from rooflax.bench.workload import Workload
 from rooflax.errors import RequestError
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def test_summary_by_hand():
     summary = Summary.of([1, 2, 6])
@@ -61,6 +63,7 @@ def test_too_few_trials_are_refused():
         paired_ratio([1, 2, 3], [1, 2, 3])
 
 
+@pytest.mark.slow
 def test_of_twenty_comparisons_of_a_model_with_itself_at_least_eighteen_give_no_verdict():
     work = Workload("preset:qwen2.5-tiny", prompt_tokens=8, output_tokens=17, trials=6)
     jobs = [Bench(work).run, Bench(work).run]

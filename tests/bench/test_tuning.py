@@ -10,9 +10,11 @@ import pytest
 from benchmarks import block_sizes as tuning
 from benchmarks.block_sizes import Program, Work, model_programs, one_period, tune, tune_model
 from rooflax.errors import RequestError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.execution import Precision
 from rooflax.ops import accelerator, block_sizes, native, tpu
+
+pytestmark = pytest.mark.oldest_jax
 
 SECONDS = {(1,): 0.004, (2,): 0.001, (3,): 0.008}
 """What a fake kernel takes, by the size of its blocks."""

@@ -16,6 +16,8 @@ from rooflax.llm import Completion, Delta
 from rooflax.loading.harmony import HarmonyFilter, speaks_harmony
 from rooflax.loading.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY = "preset:qwen2.5-tiny"
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 TEMPLATE = (
@@ -197,6 +199,7 @@ def test_a_turn_that_fails_while_answering_is_not_remembered(talk, harmony):
     assert "first" not in llm.asked[0]
 
 
+@pytest.mark.every_jax
 def test_a_base_model_goes_on_with_the_text_and_says_so(rooflax):
     ran = rooflax("chat", TINY, "-n", 3, "--temp", 0, stdin=b"def f(\nx\n")
     first = rooflax("generate", TINY, "-n", 3, "--temp", 0, "-p", "def f(").out

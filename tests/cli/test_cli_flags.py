@@ -19,10 +19,14 @@ from rooflax.cli import terminal, verify
 from rooflax.cli.main import VERBS, parser_of
 from rooflax.engine import compilation
 from rooflax.llm import LLM
-from rooflax.loading import hub, load
+from rooflax.loading import hub, load, model_info, plan
+from rooflax.loading.model_info import ModelInfo
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.bench.samples import measured
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 TINY = "preset:qwen2.5-tiny"
 PROMPT = ("-p", "def f(")
@@ -57,7 +61,7 @@ LAYERS = {
 }
 EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]}
 PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
-DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "nobody drafts")}
+DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "without --speculate")}
 QUANTIZE = {"--quantize": ["int8"]}
 DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
@@ -201,6 +205,10 @@ SERVED |= {
 }
 
 
+RUN = ("quantize", "max_model_len", "weights_budget")
+FIND = ("revision", "offline", "ignore_config_keys")
+
+
 def flags_of(verb):
     for action in parser_of(verb)._actions:
         longs = [name for name in action.option_strings if name.startswith("--")]
@@ -220,11 +228,10 @@ def seen(monkeypatch, tmp_path):
     asked = []
 
     class Spy(LLM):
-        def __init__(self, info, **kwargs):
+        def __init__(self, plan, **kwargs):
             kwargs.pop("progress")
-            given = {"quantize": kwargs.get("quantize"), "max_model_len": kwargs["max_model_len"]}
-            asked.append(("LLM", info.name, {k: str(v) for k, v in kwargs.items()}))
-            super().__init__(info, **given)
+            asked.append(("LLM", plan.info.name, kwargs))
+            super().__init__(plan)
 
         def stream(self, prompts, params=None):
             asked.append(("stream", prompts, params))
@@ -233,6 +240,11 @@ def seen(monkeypatch, tmp_path):
     def find(model, **kwargs):
         asked.append(("model_info", model, kwargs))
         return load_info(model, **kwargs)
+
+    def plan_for(model, **kwargs):
+        asked.append(("make_plan", {k: str(v) for k, v in kwargs.items()}))
+        runs = set(kwargs) if isinstance(model, ModelInfo) else {*RUN, *FIND}
+        return make_plan(model, **{name: kwargs[name] for name in runs & set(kwargs)})
 
     def train(model, config, training, held_out, folder, *, progress=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
@@ -243,9 +255,10 @@ def seen(monkeypatch, tmp_path):
         asked.append(("load", kwargs))
         return load_load(info, **kwargs)
 
-    load_info, load_load = load.model_info, load.load
+    load_info, make_plan, load_load = model_info.model_info, plan.make_plan, load.load
     monkeypatch.setattr("rooflax.llm.LLM", Spy)
-    monkeypatch.setattr(load, "model_info", find)
+    monkeypatch.setattr(model_info, "model_info", find)
+    monkeypatch.setattr(plan, "make_plan", plan_for)
     monkeypatch.setattr(load, "load", load_model)
     monkeypatch.setattr("rooflax.train.loop.run_training", train)
     monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)
@@ -329,7 +342,9 @@ def _write_files(folder):
     (folder / "x.json").write_text("{}")
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize(
+    "verb", cases(COMMANDS, slow=["generate"], every_jax=["doctor", "inspect"])
+)
 def test_every_flag_has_its_effect_or_is_refused(observe, verb):
     base, table = COMMANDS[verb]
     if verb == "doctor":
@@ -359,6 +374,7 @@ def _without_model(base):
     return base[1:] if base and base[0] == TINY else base
 
 
+@pytest.mark.every_jax
 def test_short_and_other_names_mean_the_same():
     parse = parser_of("generate").parse_args
     pairs = [
@@ -375,6 +391,7 @@ def test_short_and_other_names_mean_the_same():
     assert parse(["-n", "3", TINY]) == parse([TINY, "-n", "3"])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -411,7 +428,7 @@ ANY_JOB = {"json", "quiet", "verbose"}
 ONE_ROW = {"model", "layers", "gqa", "moe", "no_cache", "no_jit", "dtype", "threads", "quantize"}
 
 
-@pytest.mark.parametrize("job", BENCH_JOBS)
+@pytest.mark.parametrize("job", cases(BENCH_JOBS, every_jax=["versus"]))
 def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job):
     argv, honoured = BENCH_JOBS[job]
     if job not in ("quick", "compare"):

@@ -9,6 +9,8 @@ from rooflax import LLM, SamplingParams
 from rooflax.cli import statistics, terminal
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY = "preset:qwen2.5-tiny"
 PROMPT = "def f(x):"
 
@@ -73,6 +75,7 @@ def test_wrong_meshes_are_refused(rooflax, mesh, said):
     assert said in ran.err
 
 
+@pytest.mark.slow
 def test_log_probabilities_that_are_no_numbers_are_no_json(rooflax, tmp_path):
     def change(tensors):
         tensors["model.norm.weight"][:] = np.nan
@@ -85,6 +88,7 @@ def test_log_probabilities_that_are_no_numbers_are_no_json(rooflax, tmp_path):
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.every_jax
 def test_beams_come_best_first_with_their_scores(rooflax, llm):
     flags = ("--num-beams", 3, "--length-penalty", 0.5, "--early-stopping", "true", "--samples", 2)
     ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 6, *flags, "--json")

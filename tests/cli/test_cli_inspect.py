@@ -1,10 +1,13 @@
 """`rooflax inspect`, `models` and `doctor`: what is said before anything is loaded."""
 
+import asyncio
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from rooflax import AsyncLLM
 from rooflax.loading import hub, load, weights
 from rooflax.loading.safetensors import TensorToWrite, write_safetensors
 from rooflax.loading.save import save_model
@@ -51,6 +54,28 @@ def test_batch_length_and_width_change_the_estimate(rooflax):
     assert rooflax("inspect", "preset:gpt2-tiny", "--batch", 0).code == 2
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "how"),
+    [
+        ("preset:gpt-oss-tiny", ("-q", "int8", "-c", 300), {"quantize": "int8"}),
+        ("preset:qwen2.5-tiny", ("--kv-dtype", "int8", "-c", 300), {"kv_dtype": "int8"}),
+        (None, ("-c", 300), {}),
+    ],
+)
+def test_what_is_announced_is_what_is_allocated(rooflax, model, flags, how):
+    """The arrays of a loaded model, of its cache for one sequence, and of a server's cache."""
+    found = json.loads(rooflax("inspect", *filter(None, [model]), *flags, "--json").out)["memory"]
+    server = AsyncLLM(model, max_model_len=300, **how)
+    asyncio.run(server.shutdown(drain=False))
+    llm, runner = server.llm, server._thread.engine.runner
+    assert found["weights_bytes"] == sum(a.nbytes for a in jax.tree.leaves(llm.model))
+    assert found["kv_cache_bytes"] == llm.new_engine(1, 300).kv_cache_bytes
+    assert found["server"]["kv_blocks"] == list(runner.num_blocks)
+    pools = jax.tree.leaves(runner.cache)
+    assert found["server"]["kv_cache_bytes"] == sum(pool.nbytes for pool in pools)
+    assert found["server"]["sequences"] == found["server"]["of_full_length"] == runner.num_slots
+
+
 def test_formats_of_a_folder_come_from_its_headers(rooflax, tmp_path, nothing_loads):
     name, config = read_config(PRESETS["gpt2-tiny"])
     save_model(tmp_path / "m", name, config, random_weights(name, config), dtype="bfloat16")
@@ -86,7 +111,7 @@ def test_bytes_per_device_of_a_mesh_that_is_not_here(rooflax):
     assert found["weights_bytes"] / found["mesh"]["weights_bytes_per_device"] > 6
     assert found["kv_cache_bytes"] == 2 * found["mesh"]["kv_cache_bytes_per_device"]
     shown = rooflax(*flags, "--mesh", "tensor=8").out
-    assert "on each of 8 devices (tensor=8)\n  weights    4.91 GiB" in shown
+    assert "on each of 8 devices (tensor=8)\n  weights    4.88 GiB" in shown
     assert "only these devices could say" in shown
     ran = rooflax(*flags, "--mesh", "tensor=8", "-q", "mxfp4")
     assert ran.code == 2 and "(360 = 11 x 32 + 8)" in ran.err

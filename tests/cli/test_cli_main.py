@@ -14,6 +14,8 @@ from rooflax.cli import models
 from rooflax.cli.main import VERBS, main
 from rooflax.errors import CheckpointError, EngineError, RequestError
 
+pytestmark = pytest.mark.oldest_jax
+
 COMMAND = [sys.executable, "-m", "rooflax"]
 DIRECT = "import sys; from rooflax.cli.main import main; "
 

@@ -11,6 +11,8 @@ from rooflax import LLM, RequestError
 from rooflax.cli.perplexity import result, score_windows
 from rooflax.cli.windows import windows
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY = "preset:qwen2.5-tiny"
 TEXT = "import os\n\n\ndef main(path):\n    return os.path.join(path, 'naïve')\n" * 4
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.oldest_jax
+
 SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
 
 
@@ -14,10 +16,11 @@ def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
     assert ran.code in (0, 1), ran.err
     found = json.loads(ran.out)
     assert found["passed"] == (ran.code == 0)
-    assert found["speedup"] == found["together_tok_per_s"] / found["alone_tok_per_s"] > 1
+    assert found["speedup"] == found["together_tok_per_s"] / found["alone_tok_per_s"]
     assert found["share"] == found["together_tok_per_s"] / found["parts_tok_per_s"]
 
 
+@pytest.mark.every_jax
 def test_requests_at_a_rate_all_end(rooflax):
     ran = rooflax("bench", "preset:gpt2", "--request-rate", 20, "--requests", 4, *SHORT, "--json")
     assert ran.code == 0, ran.err

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from rooflax.loading.load import model_info, plan_of
+from rooflax.loading.plan import make_plan
 from tests.sharding import write_checkpoint
+
+pytestmark = pytest.mark.oldest_jax
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +18,7 @@ def where(tmp_path_factory):
 @pytest.fixture(scope="module")
 def budget(where):
     """Room for one layer that stays and two on their way."""
-    info = model_info(where)
-    plan = plan_of(info, info.storage("float32", None, narrow=True), None, 1 << 40)
+    plan = make_plan(where, weights_budget=1 << 40).offloading
     return plan.fixed_bytes + 3 * max(plan.layer_bytes)
 
 

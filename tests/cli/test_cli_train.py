@@ -7,8 +7,11 @@ import signal
 import pytest
 
 from rooflax.errors import RequestError
-from rooflax.loading.load import embedded_folder, load
+from rooflax.loading.load import load
+from rooflax.loading.model_info import embedded_folder
 from rooflax.train import loop
+
+pytestmark = pytest.mark.oldest_jax
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24,

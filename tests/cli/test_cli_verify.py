@@ -7,11 +7,13 @@ import sys
 import pytest
 
 from rooflax.cli import verify
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
+
+pytestmark = pytest.mark.oldest_jax
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,7 @@ def test_a_checkpoint_equals_transformers(rooflax, folder):
     assert all(row["new_tokens"] == 5 for row in found["prompts"])
 
 
+@pytest.mark.every_jax
 @pytest.mark.filterwarnings("ignore")
 def test_what_differs_is_code_1(rooflax, folder, monkeypatch):
     pytest.importorskip("torch")

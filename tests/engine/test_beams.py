@@ -69,11 +69,12 @@ def given(sequence):
     return [(m.output_tokens, m.score) for m in sequence.siblings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
         ("llama_gqa", True),
-        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+        ("gpt_oss", False),
     ],
 )
 def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):

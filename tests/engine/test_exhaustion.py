@@ -9,6 +9,8 @@ from rooflax import LLM, AsyncLLM, EngineError, SamplingParams
 from rooflax.engine import exhaustion
 from rooflax.engine.runner import Runner
 
+pytestmark = pytest.mark.oldest_jax
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 SENTENCE = (
     r"^{}Memory ran out: 1.00 GiB was needed for a step and .* is free; .* in order of effect: "
@@ -46,6 +48,7 @@ def exhausted_once(monkeypatch):
     monkeypatch.setattr(Runner, "run", failing)
 
 
+@pytest.mark.every_jax
 def test_llm_survives(exhausted_once):
     llm = LLM("preset:gpt2-tiny", max_model_len=64)
     with pytest.raises(EngineError, match=SENTENCE.format("")) as caught:
@@ -65,6 +68,7 @@ def test_a_server_runs_the_request_again(exhausted_once):
     assert len(asyncio.run(ask())[0].tokens) == 4
 
 
+@pytest.mark.slow
 def test_a_server_says_why_if_that_fails_too_and_goes_on(monkeypatch):
     run, calls = Runner.run, []
 

@@ -1,4 +1,4 @@
-"""Reusing masks changes how many tokens a dispatch gives, and never which."""
+"""Decode steps beside guided rows: how many tokens a dispatch gives changes, never which."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.runner import Runner
 from rooflax.engine.sequence import Sequence
+from rooflax.ops import native
 from rooflax.ops.sampling import TokenCounts
 from rooflax.ops.sampling_columns import NO_ID
 
@@ -31,14 +32,22 @@ def free(**given):
     return SamplingParams(max_tokens=40, seed=3, ignore_eos=True, **given)
 
 
-@pytest.fixture(scope="module")
-def single():
-    return LLM(options=ExecutionOptions(decode_steps=1))
+@pytest.fixture(scope="module", params=["native", "xla"])
+def kernels(request):
+    """With masks made while steps run, and with those of the first step reused."""
+    if request.param == "native" and not native.is_ready():
+        pytest.skip("the native library was not built")
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def several():
-    return LLM(options=ExecutionOptions(decode_steps=8))
+def single(kernels):
+    return LLM(options=ExecutionOptions(decode_steps=1, kernels=kernels))
+
+
+@pytest.fixture(scope="module")
+def several(kernels):
+    return LLM(options=ExecutionOptions(decode_steps=8, kernels=kernels))
 
 
 @pytest.mark.parametrize(
@@ -51,20 +60,24 @@ def several():
     ids=["greedy", "repetition", "presence, frequency and logprobs"],
 )
 def test_tokens_are_those_of_single_steps(single, several, monkeypatch, given):
-    steps = []
+    steps, exchanges = [], []
     dispatch = Runner._dispatch
 
-    def counting(self, call, num_steps=1, masks=None):
-        steps.append(num_steps)
-        return dispatch(self, call, num_steps, masks)
+    def counting(self, call, num_steps=1, masks=None, exchange=0):
+        if call.sequences:
+            steps.append(num_steps)
+        result = dispatch(self, call, num_steps, masks, exchange)
+        exchanges.append(exchange > 0)
+        return result
 
     monkeypatch.setattr(MaskReuse, "num_steps", lambda self, sequences, most: most)
     monkeypatch.setattr(Runner, "_dispatch", counting)
     wishes = [guided(**given), free(**given), guided(**given), free(**given)]
     wanted = single.generate(PROMPTS, wishes)
     assert max(steps) == 1
+    steps.clear()
     found = several.generate(PROMPTS, wishes)
-    assert max(steps) == 8
+    assert max(steps) == 8 and any(exchanges) == (several.options.kernels == "native")
     for a, b in zip(wanted, found, strict=True):
         assert (a.tokens, a.text, a.finish_reason, a.logprobs) == (
             b.tokens, b.text, b.finish_reason, b.logprobs,

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 
 from tests.engine import pinned
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 WANTED = json.loads((Path(__file__).parents[1] / "data" / "pinned_tokens.json").read_text())
 
 
-@pytest.mark.parametrize("family", pinned.FAMILIES)
+@pytest.mark.parametrize(
+    "family", cases(pinned.FAMILIES, default=["qwen2_window", "gpt_oss"], every_jax=["gpt_oss"])
+)
 def test_tokens_and_scores_are_those_of_rectangles(family, tmp_path):
     found = pinned.scenarios(tmp_path, (family,))
     assert set(found) == {name for name in WANTED if name.startswith(f"{family} ")}

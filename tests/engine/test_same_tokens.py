@@ -16,16 +16,15 @@ from rooflax.nn.layout import blocks_needed
 from rooflax.ops.native import is_ready
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
+from tests.marks import cases
+
+pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
 CHUNKS = (16, 64, MAX_TOKENS)
 SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False), (True, False)))
 SLOTS = 6
 DRAFT_TOKENS = 5
-
-
-DEFAULT = {("qwen2_window", 16, 8, True, True), ("gpt2", MAX_TOKENS, 1, False, False)}
-"""Each compiles about fifteen programs anew; these hold every switch on and off."""
 
 
 class Mixed(Drafter):
@@ -107,13 +106,7 @@ def small_engine(
 
 @pytest.mark.parametrize(
     ("family", "chunk", "steps", "cache", "drafts"),
-    [
-        pytest.param(
-            *setting,
-            marks=() if setting in DEFAULT else pytest.mark.slow,
-        )
-        for setting in SETTINGS
-    ],
+    cases(SETTINGS, default=[("qwen2_window", 16, 8, True, True)]),
 )
 def test_a_crowded_engine_gives_what_each_request_gives_alone(
     families, few_programs, family, chunk, steps, cache, drafts
@@ -139,11 +132,12 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
     assert cache or hits == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize(
     "preset",
     [
-        pytest.param("preset:gpt2-tiny", marks=pytest.mark.slow),
+        "preset:gpt2-tiny",
         "preset:qwen2.5-tiny",
     ],
 )
@@ -151,9 +145,9 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(
     ("roomy", "drafts"),
     [
         (False, True),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
+        (False, False),
+        (True, False),
+        (True, True),
     ],
 )
 def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy, drafts):
@@ -179,9 +173,3 @@ def test_keys_and_values_are_the_same_to_the_bit_on_cpu(preset, roomy, drafts):
             getattr(crowd.runner.cache, name), getattr(alone.runner.cache, name), strict=True
         ):
             np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[theirs])
-
-
-def test_the_default_settings_hold_every_switch_on_and_off():
-    assert set(SETTINGS) > DEFAULT
-    for axis in (2, 3, 4):
-        assert {s[axis] for s in DEFAULT} == {s[axis] for s in SETTINGS}

@@ -51,7 +51,11 @@ def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=
     num_blocks = tuple(1 + max(n, int(share * slots * n)) for n in needed)
     blocks = BlockManager(windows, num_blocks, BLOCK_SIZE, prefix_caching=given.pop("cache", True))
     budget = {"token_budget": slots * chunk, "prefill_chunk": chunk, "decode_steps": steps} | given
-    return Scheduler(blocks, num_slots=slots, **budget)
+
+    def limit_steps(decodes, most):  # as the engine's
+        return 1 if any(s.num_candidates is not None for s in decodes) else most
+
+    return Scheduler(blocks, num_slots=slots, limit_steps=limit_steps, **budget)
 
 
 class StubModel:
@@ -153,7 +157,7 @@ def check_decode_rows(writer, step):
     if step.prefills or not step.decodes:
         return
     new = Writer(writer.layout, SLOTS)
-    new.header[:] = step.num_steps, len(step.decodes)
+    new.header[:] = step.num_steps, len(step.decodes), 0
     for seq in step.decodes:
         seq.num_uncounted, seq.num_discarded = seq.num_tokens % 2, seq.num_tokens % 3
         new.add(seq, seq.num_computed_tokens, 1)

@@ -21,6 +21,8 @@ from rooflax.engine.speculation import (
 )
 from rooflax.nn.execution import ExecutionOptions
 
+pytestmark = pytest.mark.oldest_jax
+
 CODE = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
     "    def get_x(self):\n        return self.x\n\n    def get_y(self):\n        return self.y\n\n"
@@ -121,10 +123,14 @@ def unhesitating(monkeypatch):
     [
         {},
         {"temperature": 0.7, "seed": 3},
-        {"temperature": 0.9, "seed": 1, "top_k": 20, "top_p": 0.9},
+        pytest.param(
+            {"temperature": 0.9, "seed": 1, "top_k": 20, "top_p": 0.9}, marks=pytest.mark.slow
+        ),
         {"repetition_penalty": 1.2},
-        {"presence_penalty": 0.4, "frequency_penalty": 0.3},
-        {"temperature": 0.5, "frequency_penalty": 0.2, "n": 3},
+        pytest.param({"presence_penalty": 0.4, "frequency_penalty": 0.3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"temperature": 0.5, "frequency_penalty": 0.2, "n": 3}, marks=pytest.mark.slow
+        ),
         {"logprobs": 3, "min_tokens": 20, "stop": ("return",)},
         {"logit_bias": {30: 5.0}, "banned_token_ids": (40, 41)},
         {"max_tokens": 1},
@@ -166,9 +172,10 @@ def test_ngrams_change_no_token_with_other_options(plain, unhesitating, options)
     assert found.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
-    [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.8, "seed": 5}],
+    [{}, {"temperature": 0.8, "seed": 5}],
     ids=str,
 )
 def test_a_model_that_is_its_own_draft_is_always_right(unhesitating, given):
@@ -181,6 +188,7 @@ def test_a_model_that_is_its_own_draft_is_always_right(unhesitating, given):
         assert completion.num_accepted_tokens == completion.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_knows_nothing_changes_no_token(plain, unhesitating):
     drafting = LLM(speculate="preset:gpt2-tiny")
     wanted = plain.generate([CODE, "import"], params())
@@ -197,11 +205,12 @@ async def _served(prompts, **given):
         return [c.tokens for (c,) in results], llm.metrics(), llm.warm_up_report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculate",
     [
         "ngram",
-        pytest.param("preset:gpt2-tiny", marks=pytest.mark.slow),
+        "preset:gpt2-tiny",
     ],
 )
 def test_drafts_of_a_server_compile_nothing_after_warm_up(plain, unhesitating, speculate):
@@ -215,6 +224,7 @@ def test_drafts_of_a_server_compile_nothing_after_warm_up(plain, unhesitating, s
     assert any("verify" in line.name for line in warm_up_report)
 
 
+@pytest.mark.every_jax
 def test_what_cannot_draft_is_refused():
     with pytest.raises(RequestError, match="num_draft_tokens is 0"):
         LLM(speculate="ngram", num_draft_tokens=0)
@@ -231,6 +241,7 @@ class Poisoned(Drafter):
         return [[7] * num_tokens for _ in sequences]
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), None])
 def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels):
     """Its sequence starts over without drafts, and gives what it gives alone."""
@@ -257,7 +268,8 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [True, False])
 def test_more_blocks_than_a_step_reads_are_no_harm(plain, unhesitating, jit):
     """Room for 32 tokens, of which the next step takes one, at the edge of a bucket."""
     options = ExecutionOptions(kernels="xla", jit=jit)

@@ -13,12 +13,15 @@ from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.gguf_config import llama3_scaling
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling, inverse_frequencies
 from tests import gguf_cases, goldens
 from tests.loading.conftest import TEXT
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 EXACT = {name: kinds[0] for name, kinds in gguf_cases.FILES.items() if kinds[0] in ("f32", "bf16")}
 ROUNDED = [(n, kind) for n, kinds in gguf_cases.FILES.items() for kind in kinds if kind[0] == "q"]
@@ -53,7 +56,7 @@ def logits(model, rows=2, seq=41):
     return np.asarray(model.logits(hidden))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", cases(EXACT, slow=["llama2", "llama3", "qwen2"]))
 def test_a_float_file_computes_what_the_checkpoint_computes(name, original):
     ours, theirs = load(gguf_cases.gguf(name, EXACT[name])), load(original(name))
     assert ours.config == theirs.config
@@ -62,7 +65,8 @@ def test_a_float_file_computes_what_the_checkpoint_computes(name, original):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.every_jax
+@pytest.mark.parametrize("name", cases(EXACT, slow=["gpt2", "llama2", "llama3", "qwen2"]))
 def test_the_same_greedy_tokens(name, original):
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     ours, theirs = (

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from rooflax import load
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from tests import gguf_cases
+
+pytestmark = pytest.mark.oldest_jax
 
 SMALL = gguf_cases.gguf("llama3", "q4_0")
 HEADER = SMALL.read_bytes()
@@ -227,7 +229,7 @@ def opens(path: Path) -> None:
         info.tokenizer().encode("def main():")
         info.generation_defaults()
         load(info)
-        load(info, keep=True)
+        load(info, dtype=None)
 
 
 def _boundaries():

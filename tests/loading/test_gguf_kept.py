@@ -1,5 +1,7 @@
 """Weights that a GGUF file holds quantised stay so: the codes and scales are the file's."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ from rooflax import LLM, ExecutionOptions, SamplingParams, load
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import codes_and_scales, dequantize, rounded_codes
-from rooflax.loading.load import model_info
-from rooflax.models.memory import estimate
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.quantization import dequantize as unpacked
+from rooflax.loading.load import load_plan
+from rooflax.loading.plan import make_plan
+from rooflax.ops.weights import packed_format
 from tests import gguf_cases, goldens
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 QUANTISED = [(n, k) for n, kinds in gguf_cases.FILES.items() for k in kinds if k[0] == "q"]
 QUANTISED.append(("gpt_oss_mxfp4", "bf16"))  # the experts
@@ -21,24 +25,27 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 def is_packed(leaf):
-    return isinstance(leaf, QuantizedArray)
+    return packed_format(leaf) is not None
 
 
 def leaves(model):
     return jax.tree.leaves(model.weights, is_leaf=is_packed)
 
 
-@pytest.mark.parametrize(("name", "kind"), QUANTISED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(QUANTISED, slow=[("gpt2", "q8_0"), ("llama3", "q8_0"), ("llama_k", "q4_k_m")]),
+)
 def test_kept_weights_are_the_files_own_numbers(name, kind):
     path = gguf_cases.gguf(name, kind)
-    plain, kept = load(path), load(path, keep=True)
+    plain, kept = load(path), load(path, dtype=None)
     formats = set()
     for floats, leaf in zip(leaves(plain), leaves(kept), strict=True):
         if not is_packed(leaf):
             np.testing.assert_array_equal(leaf, floats)
             continue
         formats.add(leaf.format)
-        matrix = np.asarray(unpacked(leaf))
+        matrix = np.asarray(leaf.numbers())
         found = matrix.T if floats.shape == leaf.shape[::-1] else matrix
         wanted = np.asarray(floats)
         if leaf.format in EXACT_FORMATS:
@@ -51,19 +58,19 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), QUANTISED)
 def test_the_estimate_counts_what_is_kept(name, kind):
-    info = model_info(gguf_cases.gguf(name, kind))
-    storage = info.storage("float32", None, narrow=False, keep=True)
-    widths = {"storage": storage, "kv_dtype": "float32", "rows": 1, "tokens": 16}
-    need = estimate(info.family, info.config, **widths)
-    assert need.weights == sum(a.nbytes for a in jax.tree.leaves(load(info, keep=True)))
+    plan = make_plan(gguf_cases.gguf(name, kind))
+    plan = replace(plan, storage=replace(plan.storage, narrow=False))
+    loaded = sum(a.nbytes for a in jax.tree.leaves(load_plan(plan)))
+    assert plan.estimate().weights == loaded
 
 
+@pytest.mark.every_jax
 def test_the_order_of_outputs_is_the_layouts():
     """Fused and permuted products: with distinct rows a swap of any two would show."""
     file = GGUFFile(gguf_cases.gguf("llama3", "q8_0"))
-    kept = load(file.path, keep=True).weights["layers"][1]["attn.qkv"]
+    kept = load(file.path, dtype=None).weights["layers"][1]["attn.qkv"]
     v = dequantize("Q8_0", file.read("blk.1.attn_v.weight"))
-    ours = np.asarray(unpacked(kept)).reshape(32, 2, 4, 24)
+    ours = np.asarray(kept.numbers()).reshape(32, 2, 4, 24)
     np.testing.assert_array_equal(ours[:, 1, 3], v[24:].T)
 
 
@@ -84,7 +91,9 @@ OPTIONS_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind"), OPTIONS_CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"), cases(OPTIONS_CASES, default=[("gpt_oss_mxfp4", "bf16")])
+)
 def test_no_option_changes_a_token(name, kind):
     path = gguf_cases.gguf(name, kind)
     wanted = [c.tokens for c in LLM(path).generate(goldens.prompts(), GREEDY)]
@@ -93,6 +102,7 @@ def test_no_option_changes_a_token(name, kind):
         assert [c.tokens for c in found] == wanted
 
 
+@pytest.mark.every_jax
 def test_experts_compute_what_the_checkpoints_do(tmp_path):
     """Both keep MXFP4, from nibbles in different orders."""
     folder = gguf_cases.write_original(tmp_path, "gpt_oss_mxfp4")
@@ -103,6 +113,7 @@ def test_experts_compute_what_the_checkpoints_do(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.every_jax
 def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
     source = gguf_cases.gguf("llama3", "q8_0")
     file = GGUFFile(source)
@@ -112,9 +123,9 @@ def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
     content[begin : begin + 2] = np.float16(np.inf).tobytes()
     path = tmp_path / "inf.gguf"
     path.write_bytes(content)
-    for keep in (True, False):
+    for dtype in (None, "float32"):
         with pytest.raises(CheckpointError, match="NaN or infinity"):
-            load(path, keep=keep, check=True)
+            load(path, dtype=dtype, check=True)
 
 
 def test_blocks_and_codes_say_the_same():

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import pytest
 from jax.numpy import float32
 
-from rooflax import LLM
+from rooflax import LLM, ExecutionOptions, Precision
 from rooflax.errors import CheckpointError, RequestError, RooflaxError
-from rooflax.loading.load import embedded_folder, load, model_info
+from rooflax.loading.load import load, load_plan
+from rooflax.loading.model_info import embedded_folder, model_info
+from rooflax.loading.plan import make_plan, resolve_precision
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.steps import new_cache
 from rooflax.nn.storage import Storage
@@ -64,13 +67,20 @@ def test_max_model_len_sizes_the_rope_table(folder):
     assert model.max_model_len == 32 and model.rope[0].sin.shape == (32, 10)
 
 
+def planned_as(folder, *, reads_bfloat16):
+    """The widths of a model's weights on a CPU where nobody asks for other ones."""
+    info = model_info(folder)
+    return resolve_precision(info, Precision(), "cpu", reads_bfloat16=reads_bfloat16)[1]
+
+
 def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path):
     """As GPT-OSS's does not: its bfloat16 weights stay so, the same numbers in half the memory."""
     raw = json.loads((folder / "config.json").read_text())
     assert not {"dtype", "torch_dtype"} & raw.keys()
-    assert model_info(folder).storage("float32", None, narrow=True).narrow
-    assert not model_info(folder).storage("float32", None, narrow=False).narrow
-    narrow, wide = load(folder, narrow=True), load(folder)
+    assert planned_as(folder, reads_bfloat16=True).narrow
+    assert not planned_as(folder, reads_bfloat16=False).narrow
+    plan = make_plan(folder, options=ExecutionOptions(layers="unrolled"))
+    narrow, wide = load_plan(replace(plan, storage=Storage(narrow=True))), load(folder)
     assert (
         narrow.weights["lm_head"].dtype == "bfloat16" and wide.weights["lm_head"].dtype == float32
     )
@@ -81,7 +91,7 @@ def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path
 
     other = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", goldens.committed("llama_gqa"))
     assert not {"dtype", "torch_dtype"} & json.loads((other / "config.json").read_text()).keys()
-    assert not model_info(other).storage("float32", None, narrow=True).narrow  # float32 in the file
+    assert not planned_as(other, reads_bfloat16=True).narrow  # float32 in the file
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -89,7 +99,6 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     model = load(folder, dtype=dtype)
     info = model_info(folder)
     need = estimate(
-        info.family,
         info.config,
         storage=Storage(dtype),
         kv_dtype=dtype,
@@ -105,9 +114,7 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
     info = model_info(folder)
-    need = estimate(
-        info.family, info.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64
-    )
+    need = estimate(info.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64)
     check_fits(need, need.total, "it")
     with pytest.raises(RequestError, match=r"weights \+ .*KV cache \+ .*workspace = .*is free"):
         check_fits(need, need.total - 1, "it")

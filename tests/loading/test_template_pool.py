@@ -16,6 +16,8 @@ from rooflax.errors import CheckpointError
 from rooflax.loading import template_pool
 from rooflax.loading.chat_template import render
 
+pytestmark = pytest.mark.oldest_jax
+
 CHAT = [{"role": "user", "content": "hello"}]
 GOOD = (Path(__file__).parent / "chat_templates" / "llama3.jinja").read_text()
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -78,6 +80,7 @@ def test_hostile_templates_end_soon_and_small():
     assert kibibytes <= 256 * 1024
 
 
+@pytest.mark.slow  # times mean something on a quiet machine only
 def test_a_good_template_takes_little_once_warm():
     def milliseconds():
         begin = time.perf_counter()

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.incremental import spelled_bytes
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]

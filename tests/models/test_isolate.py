@@ -11,6 +11,7 @@ from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops.attention import api as attention_api
+from rooflax.ops.dispatch import Backend
 from tests import isolate
 
 
@@ -78,18 +79,19 @@ def faulty(compute, first_position):
 
 
 @pytest.mark.parametrize(
-    ("implementations", "option", "position"),
+    ("operation", "option", "position"),
     [
-        (attention_api.IMPLEMENTATIONS, "kernels=default", 3),
-        (attention_api.PAGED_IMPLEMENTATIONS, "use_cache=True", 6),
+        (attention_api.DENSE, "kernels=default", 3),
+        pytest.param(attention_api.PAGED, "use_cache=True", 6, marks=pytest.mark.slow),
     ],
 )
 def test_isolate_names_option_layer_and_token_of_a_fault(
-    monkeypatch, jitted_reference, implementations, option, position
+    monkeypatch, jitted_reference, operation, option, position
 ):
     model = small_model()
     task = isolate.reference_task(model, [[5, 9, 2, 7, 1], [3, 8]], 3)
-    monkeypatch.setitem(implementations, "xla", faulty(implementations["xla"], position))
+    wrong = faulty(operation.backend("xla").run, position)
+    monkeypatch.setitem(operation.backends, "xla", Backend(wrong))
     monkeypatch.setattr(isolate, "greedy_tokens", lambda *_: task.greedy)
     target = replace(jitted_reference, kernels=None, use_cache=True)
     found = isolate.isolate(model, target, task)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,13 +18,16 @@ from rooflax.errors import RequestError
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
-from rooflax.nn.batch import Batch
 from rooflax.nn.shards import Shards, check_split, padded_vocab
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
 from tests import goldens
+from tests.chunks import assert_same_bits
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "qwen3": "qwen3",
@@ -74,12 +76,14 @@ def check(case, variant, **options):
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 
 
-@pytest.mark.parametrize("setting", pairs(), ids=name_of)
+@pytest.mark.parametrize("setting", cases(pairs(), default=pairs()[1:4]), ids=name_of)
 def test_pairs_of_switches_leave_the_tokens_unchanged(case, setting):
     check(case, "gpt_oss_short", **setting)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama_bias", "qwen2_window", "gpt_oss"])
+@pytest.mark.parametrize(
+    "variant", cases(["gpt2", "llama_bias", "qwen2_window", "gpt_oss"], every_jax=["gpt2"])
+)
 def test_scanned_layers_leave_the_tokens_unchanged(case, variant):
     check(case, variant, layers="scan")
 
@@ -91,7 +95,10 @@ def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, 
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
 
 
-@pytest.mark.parametrize(("variant", "use_cache"), [("gpt2", False), ("gpt_oss_short", True)])
+@pytest.mark.parametrize(
+    ("variant", "use_cache"),
+    cases([("gpt2", False), ("gpt_oss_short", True)], slow=[("gpt2", False)]),
+)
 def test_without_jit_the_tokens_are_the_same(case, variant, use_cache):
     """Short: every operation is dispatched by itself."""
     this = case(variant)
@@ -108,6 +115,7 @@ def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, monkeypatch
         case("llama_gqa").llm(kernels="native").generate([[1, 2]], GREEDY)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -121,6 +129,7 @@ def test_an_option_that_does_not_exist_is_refused(field, value):
         ExecutionOptions(**{field: value})
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("variant", ["llama3_tied", "gpt_oss"])
 def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
     model = case(variant).model
@@ -131,6 +140,7 @@ def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
     assert not re.search(r"stablehlo\.(sine|cosine|tan)\b", text)
 
 
+@pytest.mark.every_jax
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 @pytest.mark.parametrize(("name", "kinds"), [("preset:gpt2-tiny", 1), ("preset:gpt-oss-tiny", 2)])
 def test_a_layer_is_lowered_once_for_all_layers_of_its_kind(name, kinds):
@@ -171,6 +181,7 @@ def test_two_hundred_tokens_across_bucket_edges_compile_nothing_after_warm_up(ti
     assert counts.requests == 0
 
 
+@pytest.mark.every_jax
 def test_another_checkpoint_of_the_same_shape_compiles_nothing(case, tmp_path):
     this = case("llama_gqa")
 
@@ -187,6 +198,7 @@ def test_another_checkpoint_of_the_same_shape_compiles_nothing(case, tmp_path):
     assert second[0].timings["compilations"] == 0
 
 
+@pytest.mark.slow  # times mean something on a quiet machine only
 def test_cached_is_at_least_three_times_faster_than_uncached(tiny):
     """64 tokens after a prompt of 180, on the same model; the better of three runs each."""
     prompt = np.random.RandomState(0).randint(0, 4096, 180).tolist()
@@ -211,8 +223,15 @@ def mesh():
     return jax.make_mesh((2,), ("tensor",))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
-    "options", [{}, {"layers": "scan"}, {"use_cache": False}], ids=["plain", "scan", "no cache"]
+    "options",
+    cases(
+        [{}, {"layers": "scan"}, {"use_cache": False}],
+        slow=[{"use_cache": False}],
+        every_jax=[{}, {"layers": "scan"}],
+    ),
+    ids=["plain", "scan", "no cache"],
 )
 def test_two_devices_give_the_single_devices_tokens(case, mesh, options):
     """The vocabulary of 263 does not divide by two, so it is padded."""
@@ -232,6 +251,7 @@ def test_other_families_on_two_devices(case, mesh, variant):
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 
 
+@pytest.mark.every_jax
 def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, mesh):
     with pytest.raises(RequestError, match=r"3 kv_heads.*3 = 2 x 1 \+ 1"):
         LLM(case("qwen2").folder, mesh=mesh)
@@ -239,6 +259,7 @@ def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, me
         check_split({"kv_heads": 6, "mlp": 104}, Shards(tensor=3))
 
 
+@pytest.mark.slow
 def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
     """One K/V head on two devices: each has it whole, and half of its query heads."""
     raw = goldens.VARIANTS["llama_bias"] | {"num_key_value_heads": 1}
@@ -258,15 +279,15 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
 
 FORMATS = (None, "int8", "int4", "mxfp4")
 BY_DEFAULT = {
-    ("gpt2", "int4"), ("llama_gqa", None), ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"),
-    ("gpt_oss", None), ("qwen3", "int4"), ("smollm3_window", None),
+    ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"), ("qwen3", "int4"), ("smollm3_window", None),
 }  # fmt: skip
 EACH_FORMAT = pytest.mark.parametrize(
     ("variant", "format"),
-    [
-        pytest.param(*each, marks=() if each in BY_DEFAULT else pytest.mark.slow)
-        for each in itertools.product(FAMILIES.values(), FORMATS)
-    ],
+    cases(
+        itertools.product(FAMILIES.values(), FORMATS),
+        default=BY_DEFAULT,
+        every_jax=[("gpt_oss", "mxfp4")],
+    ),
 )
 
 
@@ -277,29 +298,7 @@ def test_native_logits_are_the_same_bits_in_any_chunk_and_batch(case, variant, f
     model = case(variant).model
     if format:
         model = replace(model, weights=quantized_weights(model, format))
-    run = jax.jit(forward_logits)
-    tokens = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
-
-    def logits(rows, pieces):
-        cache = new_cache(model, rows=len(rows), max_tokens=32)
-        table = (np.arange(2 * len(rows), dtype=np.int32).reshape(len(rows), 2) + 1,)
-        tables = table * len(model.config.groups.windows)
-        out, begin = [], 0
-        for end in pieces:
-            count, first = end - begin, (np.zeros(len(rows), np.int32),) * len(tables)
-            starts = np.arange(len(rows), dtype=np.int32) * count
-            lens, at = (np.full(len(rows), n, np.int32) for n in (count, begin))
-            flat = tokens[rows, begin:end].reshape(-1)
-            where = jax.tree.map(jnp.asarray, (flat, starts, lens, at, tables, first))
-            found, cache = run(model, cache, Batch.ragged(*where, longest=count))
-            out.append(np.asarray(found).reshape(len(rows), count, -1))
-            begin = end
-        return np.concatenate(out, axis=1)
-
-    whole = logits([0], [20])
-    for pieces in ([7, 20], [1, 2, 3, 11, 20]):
-        np.testing.assert_array_equal(logits([0], pieces), whole)
-    np.testing.assert_array_equal(logits([1, 0], [9, 20])[1:], whole)
+    assert_same_bits(model)
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -321,15 +320,21 @@ def test_scanned_layers_give_the_unrolled_layers_bits(case, variant, format):
     np.testing.assert_array_equal(found[1], found[0])
 
 
+@pytest.mark.every_jax
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:gpt-oss-tiny"])
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    cases(
+        itertools.product(["preset:gpt2-tiny", "preset:gpt-oss-tiny"], [None, "int8"]),
+        default=[("preset:gpt2-tiny", None), ("preset:gpt-oss-tiny", "int8")],
+    ),
+)
 def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
     """The engine's programs, the decode loop among them, need no more memory than unrolled."""
     temporaries = {}
     for how in ("unrolled", "scan"):
         llm = LLM(name, quantize=quantize, options=ExecutionOptions(layers=how))
-        sequences = [s.sequence for s in llm.samples(0, [1, 2, 3], GREEDY)]
+        sequences = [s.sequence for s in llm.processor.samples(0, [1, 2, 3], GREEDY)]
         engine = llm.engine_for(sequences)
         engine.warm_up(sequences)
         for program, lowered in engine.runner.lowered():
@@ -341,11 +346,6 @@ def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
     assert len(temporaries) == 2
     for unrolled, scanned in temporaries.values():
         assert scanned < unrolled + matrix // 2, temporaries
-
-
-def forward_logits(model, cache, batch):
-    hidden, cache = model.forward(batch, cache)
-    return model.logits(hidden), cache
 
 
 def quantized_weights(model, format):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rooflax.errors import RooflaxError, UnsupportedModelError
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens

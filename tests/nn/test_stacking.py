@@ -1,5 +1,7 @@
 """Weights gathered into stacks as they come equal those stacked afterwards."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +13,21 @@ from rooflax.loading.source import ArraySource
 from rooflax.loading.weights import WeightReader
 from rooflax.nn import stacking
 from rooflax.nn.storage import Storage
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 MODELS = ("preset:gpt2-tiny", "preset:gpt-oss-tiny")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("quantize", cases([None, "int8", "int4"], every_jax=["int4"]))
+@pytest.mark.parametrize(
+    ("model", "on_host"),
+    cases(
+        itertools.product(MODELS, [True, False]),
+        default=[("preset:gpt2-tiny", True), ("preset:gpt-oss-tiny", False)],
+    ),
+)
 def test_stacks_are_those_of_stack_layers(model, quantize, on_host, monkeypatch):
     if not on_host:
         monkeypatch.setattr(stacking, "_HostStack", stacking._DeviceStack)
@@ -29,6 +39,7 @@ def test_stacks_are_those_of_stack_layers(model, quantize, on_host, monkeypatch)
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.every_jax
 def test_one_layer_in_another_width_widens_all_of_its_stack():
     model = load("preset:qwen2.5-tiny")
     tensors = _checkpoint(model)
@@ -54,6 +65,7 @@ def _checkpoint(model):
     return found
 
 
+@pytest.mark.every_jax
 def test_what_is_only_copied_is_written_where_it_stays(tmp_path, monkeypatch):
     rooflax.save(load("preset:qwen2.5-tiny"), tmp_path / "m", dtype="float32")
     copied = []

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.errors import RequestError
 from rooflax.ops.attention import Paging, attention, paged_attention
-from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from tests.marks import cases
 from tests.ops.cases import ATTENTION, normal, rng
+
+pytestmark = pytest.mark.oldest_jax
 
 IMPLEMENTATIONS = ["reference", "xla", None]
 attend = jax.jit(attention, static_argnames="implementation")
@@ -43,7 +47,13 @@ def by_hand(q, k, v, dense, args):
     return out
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        ATTENTION, slow=["multi-head", "multi-query", "one head"], every_jax=["sinks and window"]
+    ),
+    ids=lambda c: c.name,
+)
 def test_attention(case):
     q, k, v, dense, args = case.arrays()
     exact = by_hand(q, k, v, dense, args)
@@ -97,10 +107,31 @@ def into_blocks(k, v, context_lens, first_positions, block_size, tables_len):
 PAGED = [case for case in ATTENTION if not case.segments]
 
 
-@pytest.mark.parametrize("as_codes", [None, tokens_as_int8, tokens_as_fp8])
-@pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
-def test_paged_attention(case, as_codes):
-    """Over a cache of bytes exact is what its codes say: rounding them again changes nothing."""
+@pytest.mark.parametrize(
+    "case",
+    cases(PAGED, slow=["one head", "window of one"], every_jax=["sinks and window"]),
+    ids=lambda c: c.name,
+)
+def test_paged_attention(case):
+    check_paged(case)
+
+
+@pytest.mark.parametrize("as_codes", cases([tokens_as_int8, tokens_as_fp8], slow=[tokens_as_fp8]))
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        PAGED,
+        default=["sinks and window", "decode", "a row of padding"],
+        every_jax=["sinks and window"],
+    ),
+    ids=lambda c: c.name,
+)
+def test_paged_attention_over_codes(case, as_codes):
+    """Exact is what the codes say: rounding them again changes nothing."""
+    check_paged(case, as_codes)
+
+
+def check_paged(case, as_codes=None):
     q, k, v, dense, args = case.arrays()
     if as_codes is not None:
         k, v = (rounded(a, as_codes) for a in (k, v))
@@ -132,12 +163,14 @@ def as_jax(*arrays):
     return [jnp.asarray(a) for a in arrays]
 
 
+@pytest.mark.every_jax
 def test_heads_that_do_not_divide_are_refused():
     q, k, v, *given = ATTENTION[0].arrays()
     with pytest.raises(ValueError, match="6 query heads.*4"):
         attend(q, np.repeat(k, 2, 1), np.repeat(v, 2, 1), *given)
 
 
+@pytest.mark.every_jax
 def test_an_implementation_that_is_not_here_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="attention's 'pallas' cannot run"):
+    with pytest.raises(RequestError, match="attention's 'pallas' cannot run"):
         attend(*ATTENTION[0].arrays(), implementation="pallas")

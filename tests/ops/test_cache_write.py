@@ -7,7 +7,7 @@ import pytest
 
 from rooflax.nn.batch import NO_SLOT
 from rooflax.ops import native
-from rooflax.ops.cache_write import IMPLEMENTATIONS, cache_write
+from rooflax.ops.cache_write import CACHE_WRITE, cache_write
 
 TOKENS, HEADS, BLOCK, HEAD_DIM, BLOCKS = 40, 3, 8, 20, 6
 EDGES = (
@@ -17,14 +17,6 @@ EDGES = (
 """Where float16 and bfloat16 end, become subnormal, or lie half way between two numbers."""
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instruction_set(request):
-    if not native.force_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.force_instruction_set("")
 
 
 def new_tokens():
@@ -79,4 +71,4 @@ def test_a_pool_that_is_needed_later_stays_as_it_is():
 def test_shapes_that_do_not_fit_are_refused():
     pool, slots = jnp.zeros((BLOCKS, HEADS + 1, BLOCK, HEAD_DIM)), jnp.zeros(TOKENS, jnp.int32)
     with pytest.raises(Exception, match="cache write: shapes"):
-        jax.block_until_ready(IMPLEMENTATIONS["native"](pool, new_tokens(), slots))
+        jax.block_until_ready(CACHE_WRITE("native", pool, new_tokens(), slots))

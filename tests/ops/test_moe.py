@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import ClampedSwiglu
 from rooflax.ops.moe import experts, route
-from rooflax.ops.quantization import quantize
+from rooflax.ops.weights import quantize
+from tests.marks import cases
 from tests.ops.cases import MOE
+
+pytestmark = pytest.mark.oldest_jax
 
 METHODS = ["grouped", "per_token", "dense"]
 
@@ -42,7 +46,20 @@ def jitted(implementation, method):
     )
 
 
-@pytest.mark.parametrize("case", MOE, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        MOE,
+        slow=[
+            "all tokens the same experts",
+            "experts without a token",
+            "more experts than pairs",
+            "ties",
+        ],
+        every_jax=["one token", "many tokens", "one chosen"],
+    ),
+    ids=lambda c: c.name,
+)
 def test_experts(case):
     x, logits, weights = case.arrays()
     ids, shares = route(jnp.asarray(logits), case.chosen)
@@ -79,6 +96,7 @@ def test_bfloat16(method):
     np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=0, atol=0.03 * scale)
 
 
+@pytest.mark.every_jax
 def test_the_same_token_gives_the_same_output_bit_for_bit_in_any_company():
     """On CPU a token's output does not depend on who else is in the batch."""
     case = next(c for c in MOE if c.name == "many tokens")
@@ -93,7 +111,7 @@ def test_the_chosen_implementation_is_that_one_or_an_error():
     x, logits, weights = MOE[0].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[0].chosen)
     arrays = [jnp.asarray(a) for a in weights]
-    with pytest.raises(NotImplementedError, match="experts's 'pallas' cannot run: .* runs on cpu"):
+    with pytest.raises(RequestError, match="experts's 'pallas' cannot run: .* runs on cpu"):
         experts(
             jnp.asarray(x), ids, shares, *arrays, activation=clamped_swiglu,
             implementation="pallas",
@@ -101,8 +119,8 @@ def test_the_chosen_implementation_is_that_one_or_an_error():
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("format", cases(FORMATS, slow=["w8a16", "w8a16-g32", "w8a8-g32"]))
+@pytest.mark.parametrize("tokens", cases([1, 3, 40], default=[1]))
 def test_quantised_experts(format, tokens):
     """A stack of packed weights: every implementation rounds what the format rounds."""
     rng = np.random.default_rng(tokens)
@@ -135,11 +153,13 @@ def test_the_native_kernel_only_groups_and_a_token_is_alone():
     np.testing.assert_array_equal(
         together[3:4], np.asarray(run(x[3:4], ids[3:4], shares[3:4], *weights))
     )
-    with pytest.raises(NotImplementedError, match="moe=dense"):
+    with pytest.raises(RequestError, match="moe=dense"):
         jitted("native", "dense")(x, ids, shares, *weights)
 
 
-@pytest.mark.parametrize(("num_experts", "chosen"), [(5, 3), (8, 4), (32, 4), (128, 1)])
+@pytest.mark.parametrize(
+    ("num_experts", "chosen"), cases([(5, 3), (8, 4), (32, 4), (128, 1)], default=[(128, 1)])
+)
 def test_shares_are_the_same_bits_among_any_number_of_tokens(num_experts, chosen):
     logits = np.random.default_rng(0).standard_normal((40, num_experts)).astype(np.float32) * 3
 

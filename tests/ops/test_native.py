@@ -9,35 +9,22 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
-from rooflax.ops.attention import AttentionArgs, Paging
-from rooflax.ops.attention import cpu as attention_cpu
-from rooflax.ops.attention import reference as attention_reference
-from rooflax.ops.formats import FORMATS
-from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, reference
-from rooflax.ops.linear.api import IMPLEMENTATIONS
-from rooflax.ops.quantization import (
-    QuantizedPool,
-    quantize,
-    quantized_product,
-    tokens_as_fp8,
-    tokens_as_int8,
-)
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
+from rooflax.ops.formats import FORMATS, LAYOUTS
+from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, unembed
+from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.weights import Stacked, as_weight, quantize
+from tests.marks import cases
 
-pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(not native.is_ready(), reason=native.status().reason),
+]
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30]
 SHAPES = [(64, 48), (99, 37), (160, 130)]
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instruction_set(request):
-    """Forces one instruction set."""
-    if not native.force_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.force_instruction_set("")
 
 
 def normal(*shape):
@@ -52,30 +39,48 @@ def inputs(rows, inner, outer):
     return jnp.asarray(x), w, jnp.asarray(rng.standard_normal(outer).astype(np.float32))
 
 
+def native_call(operation, **how):
+    return jax.jit(partial(operation, implementation="native", **how))
+
+
+def plain(operation, *arrays, **how):
+    """By the reference."""
+    return operation(*arrays, implementation="reference", **how)
+
+
+def product(x, w, bias, *, select=None, **how):
+    """The kernel's own arguments."""
+    w, index = as_weight(w, stack=int(select is not None)).in_stack()
+    return cpu.product(LinearArgs(x, w, index, bias, **how), select)
+
+
 def close(found, wanted, tolerance=2e-4):
     np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=tolerance)
 
 
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_products(instruction_set, inner, outer, dtype):
     for rows in ROWS:
         x, w, bias = inputs(rows, inner, outer)
         weight = jnp.asarray(w, dtype)
-        close(jax.jit(cpu.matmul)(x, weight, bias), reference.matmul(x, weight, bias))
-        close(jax.jit(cpu.matmul)(x, weight, None), reference.matmul(x, weight, None))
-        close(jax.jit(cpu.unembed)(x, weight.T), reference.unembed(x, weight.T))
+        for given in ((x, weight, bias), (x, weight, None)):
+            close(native_call(linear)(*given), plain(linear, *given))
+        close(native_call(unembed)(x, weight.T), plain(unembed, x, weight.T))
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (96, 37), (160, 130)])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    cases([(64, 48), (96, 37), (160, 130)], default=[(96, 37)], every_jax=[(96, 37)]),
+)
 def test_quantised_products(instruction_set, inner, outer, format):
     for rows in ROWS:
         x, w, bias = inputs(rows, inner, outer)
         packed = quantize(w, format, (inner,), (outer,))
-        wanted = quantized_product(x, packed)
-        close(jax.jit(cpu.matmul)(x, packed, bias), wanted + bias[None])
-        close(jax.jit(cpu.unembed)(x, packed), wanted)
+        wanted = packed.dot(x)
+        close(native_call(linear)(x, packed, bias), wanted + bias[None])
+        close(native_call(unembed)(x, packed), wanted)
 
 
 @pytest.mark.parametrize("format", ["w8a8", "w8a16", "fp8-a16"])
@@ -83,7 +88,7 @@ def test_quantised_products(instruction_set, inner, outer, format):
 def test_inputs_that_are_no_multiple_of_four(instruction_set, format, rows):
     x, w, bias = inputs(rows, 67, 40)
     packed = quantize(w, format, (67,), (40,))
-    close(jax.jit(cpu.matmul)(x, packed, bias), quantized_product(x, packed) + bias[None])
+    close(native_call(linear)(x, packed, bias), packed.dot(x) + bias[None])
 
 
 PROLOGUES = {
@@ -96,24 +101,26 @@ PROLOGUES = {
 
 
 @pytest.mark.parametrize("name", PROLOGUES)
-@pytest.mark.parametrize("inner", [64, 37])
+@pytest.mark.parametrize("inner", cases([64, 37], slow=[64]))
 def test_what_comes_before_and_behind(instruction_set, name, inner):
     """A norm or an activation of the rows, bias and residual, for every width of the weights."""
     prologue = PROLOGUES[name](inner)
     gates = getattr(prologue, "gated", False)
-    plain, fused = IMPLEMENTATIONS["reference"], jax.jit(partial(cpu.matmul, prologue=prologue))
+    fused = native_call(linear, prologue=prologue)
     for rows in (1, 3, 11):
         x, w, bias = inputs(rows, 2 * inner if gates else inner, 50)
+        x = x.reshape(rows, 2, inner) if gates else x
         residual = jnp.asarray(RNG.standard_normal((rows, 50)), jnp.float32)
         weight = jnp.asarray(w[:inner])
-        wanted = plain(3 * x, weight, bias, prologue=prologue, residual=residual)
+        how = {"prologue": prologue, "residual": residual}
+        wanted = plain(linear, 3 * x, weight, bias, **how)
         close(fused(3 * x, weight, bias, residual=residual), wanted)
         packed = quantize(w[:inner], "w8a16", (inner,), (50,))
-        wanted = plain(3 * x, packed, bias, prologue=prologue, residual=residual)
+        wanted = plain(linear, 3 * x, packed, bias, **how)
         close(fused(3 * x, packed, bias, residual=residual), wanted, 1e-3)
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
+@pytest.mark.parametrize("format", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
 def test_members_of_a_stack(instruction_set, format):
     """Each row with its own weights, and all rows with one member's: bit for bit."""
     x, _, _ = inputs(7, 64, 1)
@@ -124,12 +131,12 @@ def test_members_of_a_stack(instruction_set, format):
         return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
 
     select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
-    found = jax.jit(cpu.product)(x, kept(w), bias, select=select)
+    found = jax.jit(product)(x, kept(w), bias, select=select)
     for row, member in enumerate(np.asarray(select)):
-        alone = jax.jit(cpu.product)(x[row : row + 1], kept(w[member]), bias[member])
+        alone = jax.jit(product)(x[row : row + 1], kept(w[member]), bias[member])
         np.testing.assert_array_equal(np.asarray(found)[row], np.asarray(alone)[0])
-    one = jax.jit(cpu.product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
-    whole = jax.jit(cpu.product)(x, kept(w[2]), bias[2])
+    one = jax.jit(product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
+    whole = jax.jit(product)(x, kept(w[2]), bias[2])
     np.testing.assert_array_equal(np.asarray(one), np.asarray(whole))
 
 
@@ -144,7 +151,7 @@ def test_a_layer_among_stacked_layers(format):
     def kept(w):
         return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
 
-    one, own = jax.jit(linear, static_argnames="implementation"), jax.jit(cpu.product)
+    one, own = jax.jit(linear, static_argnames="implementation"), jax.jit(product)
     layers, layers_bias = kept(w[:, 0]), bias[:, 0].astype(jnp.bfloat16)
     experts = kept(w)
     for layer in range(3):
@@ -162,7 +169,7 @@ def test_a_layer_among_stacked_layers(format):
 @pytest.mark.parametrize("count", [0, 39, 41, 80])
 def test_a_bias_that_does_not_belong_to_the_stack_is_refused(count):
     x, _, _ = inputs(2, 8, 1)
-    call = jax.jit(cpu.product)
+    call = jax.jit(product)
     w, select = jnp.ones((3, 8, 40), jnp.float32), jnp.zeros(1, jnp.int32)
     if count == 0:
         assert call(x, w, jnp.zeros(0, jnp.float32), select=select).shape == (2, 40)
@@ -171,38 +178,40 @@ def test_a_bias_that_does_not_belong_to_the_stack_is_refused(count):
         call(x, w, jnp.zeros(count, jnp.float32), select=select).block_until_ready()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *FORMATS])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
 def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
     """Bit for bit, for any number of rows, wide enough to be shared among threads."""
     x, w, bias = inputs(40, 256, 1000)
     weight = quantize(w, dtype, (256,), (1000,)) if dtype in FORMATS else jnp.asarray(w, dtype)
-    call = jax.jit(cpu.matmul)
+    call = native_call(linear)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(40)])
     for rows in (2, 3, 7, 8, 9, 12, 13, 25, 40):
         np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
     if dtype not in FORMATS:
-        call, table = jax.jit(cpu.unembed), weight.T
+        call, table = native_call(unembed), weight.T
         alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(40)])
         for rows in (2, 5, 8, 9, 40):
             np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_nor_does_it_where_a_table_has_several_blocks_and_tails(instruction_set, dtype):
     x, w, _ = inputs(23, 555, 203)
-    call, table = jax.jit(cpu.unembed), jnp.asarray(w.T, dtype)
+    call, table = native_call(unembed), jnp.asarray(w.T, dtype)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(23)])
     for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 23):
         np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"])
+@pytest.mark.parametrize(
+    "dtype", cases(["float32", "bfloat16", "w8a16", "fp8-a16", "w4a16"], every_jax=["float32"])
+)
 def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
     """So wide that a thread takes its columns in several turns, and inputs that many rows take in
     several blocks."""
     x, w, bias = inputs(17, 1088, 2300)
     weight = quantize(w, dtype, (1088,), (2300,)) if dtype in FORMATS else jnp.asarray(w, dtype)
-    call = jax.jit(cpu.matmul)
+    call = native_call(linear)
     alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(17)])
     for rows in (9, 16, 17):
         np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
@@ -211,11 +220,15 @@ def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
 def test_activations_of_other_types_and_zero_rows(instruction_set):
     x, w, _ = inputs(3, 64, 48)
     narrow = x.astype(jnp.bfloat16)
-    found = jax.jit(cpu.matmul)(narrow, jnp.asarray(w), None)
+    found = native_call(linear)(narrow, jnp.asarray(w), None)
     assert found.dtype == jnp.bfloat16
     for format in FORMATS:
         packed = quantize(w, format, (64,), (48,))
-        assert not np.asarray(jax.jit(cpu.matmul)(jnp.zeros((2, 64)), packed, None)).any()
+        assert not np.asarray(native_call(linear)(jnp.zeros((2, 64)), packed, None)).any()
+
+
+def attend(*case):
+    return paged_attention(*case, implementation="native")
 
 
 def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
@@ -241,14 +254,15 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     return q, *pools, paging, AttentionArgs(0.3, window, logits)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
     case = attention_case(head_dim=head_dim, window=window, dtype=dtype, sinks=sinks)
-    found = np.asarray(attention_cpu.paged_attention(*case))
-    wanted = np.asarray(attention_reference.paged_attention(*case))
+    found = np.asarray(attend(*case))
+    wanted = np.asarray(paged_attention(*case, implementation="reference"))
     close(found[:2], wanted[:2], 2e-5)
     assert np.isfinite(found).all()
 
@@ -267,20 +281,21 @@ def test_every_code_of_e4m3_is_read(instruction_set):
         where = ([[1]], [0], [[slot]], [16])
         paging = Paging(*(jnp.asarray(a, jnp.int32) for a in where))
         case = (jnp.zeros((1, 1, 1, 16)), *pools, paging, AttentionArgs(0.3, window=1))
-        found = np.asarray(attention_cpu.paged_attention(*case)).ravel()
+        found = np.asarray(attend(*case)).ravel()
         np.testing.assert_array_equal(found, np.asarray(pool[1, 0, slot], np.float32))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("head_dim", [20, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim):
     q, *pools, paging, args = attention_case(seq=7, dtype=dtype, head_dim=head_dim)
-    whole = np.asarray(attention_cpu.paged_attention(q, *pools, paging, args))
+    whole = np.asarray(attend(q, *pools, paging, args))
     second = jax.tree.map(lambda a: a[1:2], paging)
-    alone = attention_cpu.paged_attention(q[1:2], *pools, second, args)
+    alone = attend(q[1:2], *pools, second, args)
     np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
     last = replace(paging, positions=paging.positions[:, 6:])
-    found = attention_cpu.paged_attention(q[:, 6:], *pools, last, args)
+    found = attend(q[:, 6:], *pools, last, args)
     np.testing.assert_array_equal(np.asarray(found)[:2, 0], whole[:2, 6])
 
 
@@ -296,7 +311,21 @@ def test_wrong_shapes_are_refused_by_the_kernel():
     ]
     for arrays, named, reason in wrong:
         with pytest.raises(Exception, match=f"rooflax product: .*{reason}"):
-            jax.block_until_ready(cpu.product(*arrays, **named))
+            jax.block_until_ready(product(*arrays, **named))
+
+
+def test_the_library_has_our_layouts_by_their_names(monkeypatch):
+    assert sorted(native.layouts()) == sorted(LAYOUTS)
+    assert len(set(native.layouts().values())) == len(LAYOUTS)
+    native.status.cache_clear()
+    monkeypatch.setattr(native, "LAYOUTS", (*LAYOUTS, "int3"))
+    try:
+        assert "has matrix, table, int8" in (why := native.status().reason) and "int3" in why
+        assert not native.is_ready()
+    finally:
+        monkeypatch.undo()
+        native.status.cache_clear()
+        assert native.is_ready()
 
 
 def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
@@ -311,6 +340,7 @@ def test_a_library_that_does_not_fit_is_not_registered(monkeypatch):
         assert native.is_ready()
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("size", [1, 15, 16, 100, 5000])
 def test_the_first_of_the_largest(instruction_set, size):
     everything = jnp.zeros(0, jnp.int32)
@@ -327,6 +357,6 @@ def test_the_first_of_the_largest(instruction_set, size):
 def test_a_fault_in_the_activations_stays_visible(instruction_set, format, fault):
     x, w, _ = inputs(3, 64, 48)
     packed = quantize(w, format, (64,), (48,))
-    found = np.asarray(jax.jit(cpu.matmul)(x.at[1, 5].set(fault), packed, None))
+    found = np.asarray(native_call(linear)(x.at[1, 5].set(fault), packed, None))
     assert not np.isfinite(found[1]).any()
     assert np.isfinite(found[[0, 2]]).all()

@@ -4,6 +4,7 @@ What tools/fuzz_ffi.cc draws at random, a few of each here, through jax.jit.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,11 +14,12 @@ import pytest
 
 from rooflax.nn.batch import NO_SLOT
 from rooflax.ops import native, sampling_columns
-from rooflax.ops.attention import AttentionArgs, Sequences
-from rooflax.ops.attention import cpu as attention_cpu
+from rooflax.ops.attention import AttentionArgs, Sequences, ragged_attention
 from rooflax.ops.cache_write import cache_write
-from rooflax.ops.linear import Activation, cpu
-from rooflax.ops.sampling import ARGMAX_IMPLEMENTATIONS, IMPLEMENTATIONS, TokenCounts
+from rooflax.ops.linear import Activation, cpu, linear
+from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.sampling import ARGMAX, SAMPLE, TokenCounts
+from rooflax.ops.weights import as_weight
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
@@ -45,15 +47,16 @@ def test_rows_of_a_table(index):
 def test_numbers_of_rows(count):
     x, number = jnp.ones((2, 8)), ints(count)[0]
     refuses("rows: number of rows", cpu.rows, x, ints(0, 1), number)
-    refuses("argmax: number of rows", ARGMAX_IMPLEMENTATIONS["native"], x, number)
-    refuses("product: number of rows", cpu.matmul, x, jnp.ones((8, 4)), None, num_rows=number)
+    refuses("argmax: number of rows", partial(ARGMAX, "native"), x, number)
+    call = partial(linear, implementation="native")
+    refuses("product: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
 
 
 @pytest.mark.parametrize("member", [3, *STRANGE])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_members_of_a_stack(rows, member):
     def call(x, w, select):
-        return cpu.product(x, w, None, select=select)
+        return cpu.product(LinearArgs(x, as_weight(w, stack=1)), select)
 
     x, w = jnp.ones((rows, 8)), jnp.ones((3, 8, 4))
     select = ints(*[0] * (rows - 1), member)
@@ -77,8 +80,8 @@ def test_a_gate_belongs_to_an_activation():
                 jnp.ones((1, 8)), jnp.ones((8, 4)), *none, layout=np.int64(0), eps=zero, alpha=zero,
                 limit=zero, **attributes,
             )  # fmt: skip
-    x, w = jnp.ones((1, 16)), jnp.ones((8, 4))
-    assert cpu.matmul(x, w, None, prologue=Activation("silu", True)).shape == (1, 4)
+    x, w, gate = jnp.ones((1, 2, 8)), jnp.ones((8, 4)), Activation("silu", True)
+    assert linear(x, w, prologue=gate, implementation="native").shape == (1, 4)
 
 
 @pytest.mark.parametrize("slot", [12, NO_SLOT - 1, -1, -(2**31)])
@@ -118,7 +121,8 @@ def attend(window=None, **changes):
     arrays = {name: jnp.asarray(value, jnp.int32) for name, value in (ATTENTION | changes).items()}
     q, pool = jnp.ones((3, 2, 16)), jnp.ones((3, 1, 4, 16))
     sequences = Sequences(**arrays, longest=3)
-    return attention_cpu.ragged_attention, q, pool, pool, sequences, AttentionArgs(1.0, window)
+    call = partial(ragged_attention, implementation="native")
+    return call, q, pool, pool, sequences, AttentionArgs(1.0, window)
 
 
 @pytest.mark.parametrize(("sentence", "changes"), BAD_ATTENTION)
@@ -142,9 +146,8 @@ def test_slots_of_the_sampler(slot):
     counts = TokenCounts(jnp.zeros((2, 40), bool), jnp.zeros((2, 40), jnp.int32))
 
     def call(logits, slots, num_rows):
-        found = IMPLEMENTATIONS["native"](
-            logits, params, ints(0, 0), counts, slots, None, None, num_rows
-        )
+        given = (logits, params, ints(0, 0), counts, slots, None, None, num_rows)
+        found = SAMPLE("native", *given)
         return found.tokens
 
     logits = jnp.zeros((2, 40)).at[:, 7].set(9)
@@ -152,3 +155,16 @@ def test_slots_of_the_sampler(slot):
     refuses("sample: number of rows", call, logits, ints(0, 0), ints(3)[0])
     tokens = jax.jit(call)(logits, ints(0, slot), ints(1)[0])  # of padding nothing is read
     assert np.asarray(tokens)[1] == 0
+
+
+@pytest.mark.parametrize("numbers", [[2**31 - 1, 1], [-1, 0], [5, -1], [1, 2, 3]])
+def test_mask_exchanges_of_the_sampler(numbers):
+    params = jnp.asarray(sampling_columns.empty(2))
+    counts = TokenCounts(jnp.zeros((2, 40), bool), jnp.zeros((2, 40), jnp.int32))
+    masks = jnp.zeros((2, 2), jnp.int32)
+
+    def call(logits, exchange):
+        more = (ints(0, 0), counts, ints(0, 1), masks, None, None)
+        return IMPLEMENTATIONS["native"](logits, params, *more, exchange=exchange).tokens
+
+    refuses("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))

@@ -11,21 +11,13 @@ import pytest
 
 import rooflax
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.ops.formats import FORMATS, format_of, resolve_format
+from rooflax.ops.formats import FORMATS, GROUP, format_of, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
-from rooflax.ops.linear import linear
-from rooflax.ops.quantization import (
-    GROUP,
-    LARGEST,
-    dequantize,
-    encode,
-    fits,
-    pack,
-    packed_bytes,
-    quantize,
-    quantized_product,
-    rows_of,
-)
+from rooflax.ops.linear import linear, lookup
+from rooflax.ops.weights import class_of, pack, packed_bytes, quantize
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
 
 SHAPES = [(64, 48), (96, 37), (160, 16), (32, 5)]
 
@@ -39,17 +31,18 @@ def test_int8_is_within_half_a_step(inner, outer):
     w = weight(inner, outer)
     packed = quantize(w, "w8a8", (inner,), (outer,))
     step = np.abs(w).max(axis=0) / 127
-    assert (np.abs(np.asarray(dequantize(packed)) - w) <= step / 2 * 1.0001).all()
-    assert packed.num_bytes == packed_bytes("w8a8", inner, outer)
-    q = np.asarray(dequantize(packed)) / np.asarray(packed.scales)[:outer]
+    assert (np.abs(np.asarray(packed.numbers()) - w) <= step / 2 * 1.0001).all()
+    assert packed.nbytes == packed_bytes("w8a8", inner, outer)
+    q = np.asarray(packed.numbers()) / np.asarray(packed.scales)[:outer]
     assert np.array_equal(np.rint(q).sum(axis=0), np.asarray(packed.sums)[:outer])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
 def test_int4_equals_ggml_q4_0(inner, outer):
     """Against quantize_row_q4_0_ref of ggml-quants.c, written out here value by value."""
     w = weight(inner, outer)
-    found = np.asarray(dequantize(quantize(w, "w4a8", (inner,), (outer,))))
+    found = np.asarray(quantize(w, "w4a8", (inner,), (outer,)).numbers())
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -65,7 +58,7 @@ def test_int4_equals_ggml_q4_0(inner, outer):
 def test_int8_in_groups_equals_ggml_q8_0(inner, outer):
     """Against quantize_row_q8_0_ref of ggml-quants.c, written out here value by value."""
     w = np.round(weight(inner, outer) * 8) / 8  # halves do occur
-    found = np.asarray(dequantize(quantize(w, "w8a16-g32", (inner,), (outer,))))
+    found = np.asarray(quantize(w, "w8a16-g32", (inner,), (outer,)).numbers())
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -82,7 +75,7 @@ def test_mxfp4_equals_ggml(inner, outer):
     w = np.round(weight(inner, outer) * 16) / 16
     w[:GROUP, 0] = 0
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    found = np.asarray(dequantize(quantize(w, "mxfp4-a16", (inner,), (outer,))))
+    found = np.asarray(quantize(w, "mxfp4-a16", (inner,), (outer,)).numbers())
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -98,17 +91,17 @@ def test_fp8_is_the_nearest_e4m3():
     packed = quantize(w, "fp8-a16", (67,), (20,))
     scales = np.abs(w).max(axis=0) / np.float32(448)
     wanted = (w / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
-    np.testing.assert_allclose(np.asarray(dequantize(packed)), wanted, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(packed.numbers()), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_that_exist_are_packed_as_they_are(format):
     w = weight(96, 37)
-    codes, scales = encode(FORMATS[format].code, np.ascontiguousarray(w.T))
+    codes, scales = class_of(format).encode(np.ascontiguousarray(w.T))
     made, packed = quantize(w, format, (96,), (37,)), pack(format, codes, scales, (96,), (37,))
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(packed), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert made.num_bytes == packed_bytes(format, 96, 37)
+    assert made.nbytes == packed_bytes(format, 96, 37)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -117,8 +110,8 @@ def test_a_stack_is_its_members(format):
     packed = quantize(w, format, (64,), (37,))
     assert packed.shape == (3, 64, 37)
     for member in range(3):
-        alone = dequantize(quantize(w[member], format, (64,), (37,)))
-        np.testing.assert_array_equal(np.asarray(dequantize(packed))[member], np.asarray(alone))
+        alone = quantize(w[member], format, (64,), (37,)).numbers()
+        np.testing.assert_array_equal(np.asarray(packed.numbers())[member], np.asarray(alone))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -138,8 +131,8 @@ def test_packed_arrays_begin_where_a_cpu_takes_them_over(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_zero_weights_stay_zero(format):
     w = np.zeros((64, 20), np.float32)
-    assert not np.asarray(dequantize(quantize(w, format, (64,), (20,)))).any()
-    product = quantized_product(jnp.ones((2, 64)), quantize(w, format, (64,), (20,)))
+    assert not np.asarray(quantize(w, format, (64,), (20,)).numbers()).any()
+    product = quantize(w, format, (64,), (20,)).dot(jnp.ones((2, 64)))
     assert not np.asarray(product).any()
 
 
@@ -150,12 +143,12 @@ def test_a_table_from_its_other_side_and_its_rows(format):
     turned = quantize(np.ascontiguousarray(w.T), format, (64,), (37,), transposed=True)
     assert np.array_equal(np.asarray(packed.values), np.asarray(turned.values))
     index = jnp.asarray([[0, 36], [17, 5]])
-    whole = np.asarray(dequantize(packed)).T
-    np.testing.assert_array_equal(np.asarray(rows_of(packed, index)), whole[np.asarray(index)])
+    whole = np.asarray(packed.numbers()).T
+    np.testing.assert_array_equal(np.asarray(lookup(packed, index)), whole[np.asarray(index)])
 
 
 def test_axes_of_several_sizes_and_chunks(monkeypatch):
-    monkeypatch.setattr("rooflax.ops.quantization.CHUNK", 32)
+    monkeypatch.setattr("rooflax.ops.weights.quantized.CHUNK", 32)
     w = np.random.default_rng(1).standard_normal((64, 3, 5, 6)).astype(np.float32)
     packed = quantize(w, "w4a8", (64,), (3, 5, 6))
     assert packed.shape == w.shape
@@ -168,14 +161,16 @@ def test_axes_of_several_sizes_and_chunks(monkeypatch):
 def test_products_are_close_to_the_exact_ones(format, tokens):
     w, x = weight(256, 48), np.random.default_rng(2).standard_normal((tokens, 256))
     exact = x.astype(np.float32) @ w
-    found = quantized_product(jnp.asarray(x, jnp.float32), quantize(w, format, (256,), (48,)))
+    found = quantize(w, format, (256,), (48,)).dot(jnp.asarray(x, jnp.float32))
     error = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
     limits = {"int8": 0.02, "int8-g32": 0.02, "int4": 0.12, "mxfp4": 0.16, "fp8": 0.04}
     assert error < limits[FORMATS[format].code]
 
 
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
-@pytest.mark.parametrize("format", ["int8", "int4+head=int8", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "format", cases(["int8", "int4+head=int8", "mxfp4", "fp8"], every_jax=["int4+head=int8"])
+)
 def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
     model = rooflax.load(f"preset:{preset}", quantize=format)
     rooflax.save(model, tmp_path / "m", dtype="float32")
@@ -212,7 +207,7 @@ def test_names():
     assert format_of(mixed, head=True) == "w8a8" and format_of(mixed, head=False) == "w4a8"
     with pytest.raises(RequestError, match="int4.head=int8"):
         resolve_format("int4+tail=int8")
-    assert not fits("w4a8", 33)
+    assert not class_of("w4a8").fits(33)
     with pytest.raises(RequestError, match="int8, int4"):
         resolve_format("int3")
 
@@ -221,12 +216,12 @@ def test_names():
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_shares_a_scale_with_nan_or_infinity_is_nan_and_so_are_its_products(format, value):
     w = weight(96, 37)
-    whole = np.asarray(dequantize(quantize(w, format, (96,), (37,))))
+    whole = np.asarray(quantize(w, format, (96,), (37,)).numbers())
     w[40, 5] = value
     packed = quantize(w, format, (96,), (37,))
-    found = np.asarray(dequantize(packed))
+    found = np.asarray(packed.numbers())
     broken = np.zeros((96, 37), bool)
-    broken[slice(32, 64) if FORMATS[format].grouped else slice(None), 5] = True
+    broken[slice(32, 64) if class_of(format).grouped else slice(None), 5] = True
     np.testing.assert_array_equal(np.isnan(found), broken)
     np.testing.assert_array_equal(found[~broken], whole[~broken])
     x = jnp.ones((3, 96), jnp.float32)
@@ -241,9 +236,9 @@ def test_what_shares_a_scale_with_nan_or_infinity_is_nan_and_so_are_its_products
 def test_finite_weights_stay_finite_and_what_no_scale_reaches_becomes_the_largest(format, value):
     w = weight(64, 20)
     w[3, 4], w[7, 4] = value, -value
-    found = np.asarray(dequantize(quantize(w, format, (64,), (20,))))
+    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
     assert np.isfinite(found).all()
-    most = float(LARGEST.get(FORMATS[format].code, np.inf))
+    most = class_of(format).most
     want = math.copysign(min(abs(value), most), value)
     np.testing.assert_allclose(found[3, 4], want, rtol=0.3 if "mxfp4" in format else 0.01)
     np.testing.assert_allclose(found[7, 4], -want, rtol=0.3)  # int4 has one code less there
@@ -253,5 +248,5 @@ def test_finite_weights_stay_finite_and_what_no_scale_reaches_becomes_the_larges
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_next_to_nothing_are_nothing(format):
     w = np.full((64, 20), 1e-42, np.float32)
-    found = np.asarray(dequantize(quantize(w, format, (64,), (20,))))
+    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
     assert np.abs(found).max() <= 2e-38

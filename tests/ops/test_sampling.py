@@ -12,11 +12,13 @@ import pytest
 
 from rooflax.ops import sampling as lib
 from rooflax.ops import sampling_columns
-from rooflax.ops.native import INSTRUCTION_SETS, force_instruction_set, is_ready
+from rooflax.ops.native import is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
 from tests.ops.cases import normal, rng
+
+pytestmark = pytest.mark.oldest_jax
 
 VOCAB = 317
 assert VOCAB > NUM_CANDIDATES
@@ -24,11 +26,11 @@ assert VOCAB > NUM_CANDIDATES
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "num_logprobs": -1, "min_position": 0, "num_beams": 1, "is_guided": 0,
+    "num_logprobs": -1, "min_position": 0, "scores_adjusted": 0, "is_masked": 0,
 }  # fmt: skip
 DTYPES = {
-    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "num_beams": "int32",
-    "is_guided": "int32",
+    "top_k": "int32", "num_logprobs": "int32", "min_position": "int32", "scores_adjusted": "int32",
+    "is_masked": "int32",
     "seed": "uint32", "sample_index": "uint32",
 }  # fmt: skip
 
@@ -155,6 +157,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("given", FILTERS, ids=str)
 def test_a_draw_is_the_argmax_of_what_numpy_keeps_plus_the_noise(given):
     """64 rows; the noise itself is tested below."""
@@ -288,6 +291,7 @@ def test_draws_come_as_often_as_their_probability_says():
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
+@pytest.mark.every_jax
 @REFERENCE
 def test_noise_has_the_mean_and_variance_of_gumbels_distribution():
     """Mean 0.5772 and variance pi^2 / 6; 200,000 values, bounds of five standard errors."""
@@ -564,26 +568,23 @@ def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given)
     rows = 8
     logits, state = normal(rows, VOCAB), np.random.RandomState(1)
     slots = state.permutation(rows)
-    is_guided = (np.arange(rows) % 4 != 3).astype(np.int32)
+    is_masked = (np.arange(rows) % 4 != 3).astype(np.int32)
     allowed = state.rand(rows, 320) < 0.05
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    banned = np.where(allowed[slots, :VOCAB] | (is_guided == 0)[:, None], logits, -np.inf)
+    banned = np.where(allowed[slots, :VOCAB] | (is_masked == 0)[:, None], logits, -np.inf)
     wanted = draw(banned.astype(np.float32), settings(rows, **given))
-    got = draw(logits, settings(rows, is_guided=is_guided, **given), slots=slots, masks=masks)
+    got = draw(logits, settings(rows, is_masked=is_masked, **given), slots=slots, masks=masks)
     tokens = np.asarray(got.tokens)
     np.testing.assert_array_equal(tokens, np.asarray(wanted.tokens))
-    assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_guided[r])
+    assert all(allowed[slots[r], tokens[r]] for r in range(rows) if is_masked[r])
     assert np.asarray(got.is_allowed).all()
 
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [11, VOCAB, 5003])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @REFERENCE
 def test_the_native_sampler_is_the_reference(instruction_set, vocab):
     """Rows that want anything at all, each something else: equal tokens, equal answers."""
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     rows, state = 96, rng(vocab)
     slots = state.permutation(rows)
 
@@ -603,8 +604,8 @@ def test_the_native_sampler_is_the_reference(instruction_set, vocab):
         frequency_penalty=some([-0.2, 0.4], 0.0),
         num_logprobs=some([0, 7], -1),
         min_position=some([50], 0),
-        num_beams=some([3], 1),
-        is_guided=some([1], 0),
+        scores_adjusted=some([1], 0),
+        is_masked=some([1], 0),
         bias={1: 2.0, 3: -np.inf, 8: -1.5},
         stop=[2, 5],
     )
@@ -624,11 +625,8 @@ def test_the_native_sampler_is_the_reference(instruction_set, vocab):
         "pending": state.randint(-1, vocab, (rows, 3)),
     }  # fmt: skip
     values, pending = arguments(logits, given, **named)
-    try:
-        found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
-        jax.block_until_ready((found, wanted))
-    finally:
-        force_instruction_set("")
+    found, wanted = (compiled(name)(*values, **pending) for name in ("native", "reference"))
+    jax.block_until_ready((found, wanted))
     sane = np.asarray(wanted.is_finite & wanted.is_allowed)
     assert sane.sum() > 60
     for name in ("is_finite", "is_allowed"):
@@ -693,13 +691,10 @@ def noise_of(seeds, vocab):
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [50_257, 151_936])
 @pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
     """The token that would win without a filter is the last that survives, or the first that
     does not: whoever is wrong by one token draws another."""
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     logits = FLAT[kind](rng(vocab), vocab).astype(np.float32)
     seeds = np.arange(4) + 11
     noise = noise_of(seeds, vocab)
@@ -727,10 +722,7 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
     }
     of_row = [row for row, _, _ in cuts]
     full = settings(len(cuts), seed=seeds[of_row], **given)
-    try:
-        tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
-    finally:
-        force_instruction_set("")
+    tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
     for token, (row, cut, survives) in zip(tokens, cuts, strict=True):
         filters = [float(np.float32(cut.get(n, DEFAULTS[n]))) for n in ("top_p", "min_p")]
         kept, scaled = kept_by_hand(logits, 1.0, cut.get("top_k", 0), *filters)
@@ -741,13 +733,10 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @pytest.mark.parametrize("vocab", [50_257, 151_936])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
     implementation, instruction_set, vocab
 ):
-    if not force_instruction_set(instruction_set):
-        pytest.skip(f"this processor has no {instruction_set}")
     given = {
         "temperature": [1.0, 1.7, 0.6, 1.0, 1.0, 1.3, 1.0, 1.0],
         "top_p": [0.95, 0.999, 0.5, 1.0, 1.0, 0.9, 1.0, 1e-6],
@@ -758,14 +747,11 @@ def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
     logits = (rng(vocab).standard_normal((rows, vocab)) * 0.7).astype(np.float32)
     full = settings(rows, seed=np.arange(rows), **given)
     values, _ = arguments(logits, full)
-    try:
-        together = compiled("native")(*values).tokens.tolist()
-        alone = [
-            int(draw(logits[row : row + 1], jax.tree.map(lambda x, row=row: x[row : row + 1], full),
-                     [row]).tokens[0])
-            for row in range(rows)
-        ]  # fmt: skip
-    finally:
-        force_instruction_set("")
+    together = compiled("native")(*values).tokens.tolist()
+    alone = [
+        int(draw(logits[row : row + 1], jax.tree.map(lambda x, row=row: x[row : row + 1], full),
+                 [row]).tokens[0])
+        for row in range(rows)
+    ]  # fmt: skip
     assert together == alone
     assert together == compiled("reference")(*values).tokens.tolist()

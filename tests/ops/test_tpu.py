@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams
+from rooflax.errors import RequestError
 from rooflax.models.presets import PRESETS
 from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
@@ -20,25 +21,18 @@ from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kernels import chosen
-from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, unembed
-from rooflax.ops.matrix_packing import as_matrix, as_panels
+from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, lookup, unembed
 from rooflax.ops.moe import experts, route
-from rooflax.ops.quantization import (
-    QuantizedArray,
-    QuantizedPool,
-    dequantize,
-    packed_arrays,
-    packed_bytes,
-    quantize,
-    rows_of,
-    tokens_as_fp8,
-    tokens_as_int8,
-)
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.weights import Stacked, class_of, packed_bytes, quantize
+from rooflax.ops.weights.matrix_packing import as_matrix, as_panels
+from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import LINEAR, MOE, PATTERNS, normal, rng, seen_by_hand
 from tests.ops.test_attention import PAGED, as_jax, by_hand, into_blocks
 from tests.ops.test_moe import by_hand as experts_by_hand
+
+pytestmark = pytest.mark.oldest_jax
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +49,14 @@ def attend(implementation):
     return jax.jit(functools.partial(paged_attention, implementation=implementation))
 
 
-@pytest.mark.parametrize("case", PAGED, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        PAGED,
+        default=["one head", "sinks and window", "a row of padding", "a row of padding and sinks"],
+    ),
+    ids=lambda c: c.name,
+)
 def test_paged_attention(case):
     q, k, v, dense, args = case.arrays()
     exact = by_hand(q, k, v, dense, args)
@@ -102,12 +103,15 @@ LONG = {
 
 @pytest.mark.parametrize(
     ("name", "pool"),
-    [
-        *((name, "float32") for name in LONG),
-        ("tiles of queries in a window", "bfloat16"),
-        ("decode", "int8"),
-        ("tiles of queries in a window", "int8"),
-    ],
+    cases(
+        [
+            *((name, "float32") for name in LONG),
+            ("tiles of queries in a window", "bfloat16"),
+            ("decode", "int8"),
+            ("tiles of queries in a window", "int8"),
+        ],
+        default=[("no sinks", "float32")],
+    ),
 )
 def test_long_contexts(name, pool):
     q, k, v, *given = paged(heads=8, kv_heads=2, head_dim=16, block_size=16, **LONG[name])
@@ -122,7 +126,7 @@ def test_long_contexts(name, pool):
 def test_an_fp8_cache_is_left_to_xla():
     q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [QuantizedPool(*tokens_as_fp8(jnp.asarray(a))) for a in (k, v)]
-    with pytest.raises(NotImplementedError, match="no fp8 KV cache"):
+    with pytest.raises(RequestError, match="no fp8 KV cache"):
         attend("pallas")(q, *pools, *given)
     chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
@@ -131,7 +135,7 @@ def test_an_fp8_cache_is_left_to_xla():
 def test_a_float16_cache_is_left_to_xla():
     q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
     pools = [jnp.asarray(a, jnp.float16) for a in (k, v)]
-    with pytest.raises(NotImplementedError, match="no float16 KV cache"):
+    with pytest.raises(RequestError, match="no float16 KV cache"):
         attend("pallas")(q, *pools, *given)
     chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)
@@ -150,6 +154,7 @@ def test_heads_lie_padded_in_the_cache():
     assert cache.num_bytes == 3 * 128 * bytes_per_token(2, 16, "float32")
 
 
+@pytest.mark.slow
 def test_bfloat16_attention():
     q, k, v, *given = paged(9, 8, 2, 16, 16, 700)
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in (q, k, v))
@@ -159,7 +164,7 @@ def test_bfloat16_attention():
     np.testing.assert_allclose(wide[1], wide[0], rtol=2**-7, atol=4e-3)
 
 
-@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("queries", cases([1, 70], slow=[70]))
 def test_blocks_that_no_query_sees_are_not_read(queries):
     window = 200
     q, k, v, paging, args = paged(queries, 8, 2, 16, 16, 2300, window=window)
@@ -175,13 +180,14 @@ def test_blocks_that_no_query_sees_are_not_read(queries):
     assert np.isfinite(out).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pool", "count"),
     [
-        pytest.param("decode", "float32", 5, marks=pytest.mark.slow),
-        pytest.param("decode in a window", "int8", 5, marks=pytest.mark.slow),
-        pytest.param("tiles of queries", "float32", 11, marks=pytest.mark.slow),
-        pytest.param("tiles of queries in a window", "int8", 11, marks=pytest.mark.slow),
+        ("decode", "float32", 5),
+        ("decode in a window", "int8", 5),
+        ("tiles of queries", "float32", 11),
+        ("tiles of queries in a window", "int8", 11),
         ("no sinks", "float32", 2),
     ],
 )
@@ -224,9 +230,10 @@ def test_visits_follow_what_is_visible():
             assert found == sorted(seen)
 
 
+@pytest.mark.every_jax
 def test_copied_heads_are_refused():
     *arrays, args = paged(1, 8, 2, 16, 16, 20)
-    with pytest.raises(NotImplementedError, match="gqa=repeat"):
+    with pytest.raises(RequestError, match="gqa=repeat"):
         attend("pallas")(*arrays, replace(args, repeat_kv=True))
 
 
@@ -235,7 +242,7 @@ def product(implementation):
     return jax.jit(functools.partial(unembed, implementation=implementation))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", cases(FORMATS, slow=["mxfp4-a8", "w4a8", "w8a8-g32"]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products(format, dtype):
     """Small, and with several tiles of rows, inputs and outputs."""
@@ -249,9 +256,8 @@ def test_products(format, dtype):
         np.testing.assert_allclose(y, exact, rtol=0, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize(
-    "format", [f if f == "w4a16" else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_products_in_tiles_of_any_size(format):
     x, w = jnp.asarray(normal(3, 2048)), quantize(normal(2048, 300), format, (2048,), (300,))
     exact, tried = np.asarray(product("reference")(x, w)), []
@@ -269,7 +275,7 @@ def test_linear(case):
     contract = functools.partial(linear, contract=len(case.contracted), implementation="pallas")
     y = jax.jit(contract)(x, w, bias)
     assert y.shape == (*case.batch, *case.out)
-    flat = np.asarray(dequantize(w)).reshape(*case.contracted, *case.out)
+    flat = np.asarray(w.numbers()).reshape(*case.contracted, *case.out)
     exact = np.tensordot(x, flat, axes=len(case.contracted))
     np.testing.assert_allclose(y, exact if bias is None else exact + bias, rtol=1e-5, atol=2e-5)
 
@@ -286,7 +292,7 @@ def test_what_happens_before_and_behind(prologue):
     np.testing.assert_allclose(outs[1], outs[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", ["w8a8", "mxfp4-a16"])
+@pytest.mark.parametrize("format", cases(["w8a8", "mxfp4-a16"], slow=["w8a8"]))
 def test_one_of_a_stack_is_read_where_it_lies(format):
     stack, x = quantize(normal(3, 96, 37), format, (96,), (37,)), normal(5, 96)
     exact = jit_linear("reference")(x, Stacked(stack, jnp.int32(1)))
@@ -303,7 +309,7 @@ def jit_linear(implementation):
 
 def test_unquantised_products_are_xlas():
     x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
-    with pytest.raises(NotImplementedError, match="quantised weights, and this one is float32"):
+    with pytest.raises(RequestError, match="quantised weights, and this one is float32"):
         linear(x, w, implementation="pallas")
     assert linear(x, w).shape == (3, 7)
     assert unembed(x, w.T).shape == (3, 7)
@@ -317,13 +323,13 @@ def test_matrices_hold_what_panels_hold(format):
     for mine, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(panels), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
-    unpacked = jax.jit(dequantize)
+    unpacked = jax.jit(lambda w: w.numbers())
     np.testing.assert_array_equal(unpacked(matrix), unpacked(panels))
     index = jnp.asarray([[0, 36], [17, 5]])
     table = quantize(normal(96, 37), format, (96,), (37,))
-    rows = jax.jit(rows_of)
-    assert table.is_matrix and packed_bytes(format, 96, 37) == table.num_bytes
-    np.testing.assert_array_equal(rows(table, index), rows(as_panels(table), index))
+    rows = jax.jit(lambda table: lookup(table, index))
+    assert table.is_matrix and packed_bytes(format, 96, 37) == table.nbytes
+    np.testing.assert_array_equal(rows(table), rows(as_panels(table)))
 
 
 @functools.cache
@@ -332,7 +338,7 @@ def run_experts(implementation):
     return jax.jit(functools.partial(function, activation=ClampedSwiglu()))
 
 
-@pytest.mark.parametrize("case", MOE, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases(MOE, default=["all experts chosen"]), ids=lambda c: c.name)
 def test_experts(case):
     x, logits, weights = case.arrays()
     ids, shares = route(jnp.asarray(logits), case.chosen)
@@ -342,7 +348,8 @@ def test_experts(case):
 
 
 @pytest.mark.parametrize(
-    ("format", "tokens"), [*((f, 3) for f in FORMATS), ("w8a8", 150), ("mxfp4-a16", 150)]
+    ("format", "tokens"),
+    cases([*((f, 3) for f in FORMATS), ("w8a8", 150), ("mxfp4-a16", 150)], default=[("w8a8", 3)]),
 )
 def test_quantised_experts(format, tokens):
     x, logits = jnp.asarray(normal(tokens, 64)), jnp.asarray(normal(tokens, 5, seed=1))
@@ -384,11 +391,12 @@ def test_experts_that_nobody_chose_are_not_read(format):
     assert not np.isfinite(out).all()
 
 
+@pytest.mark.every_jax
 def test_slow_ways_are_refused():
     x, logits, weights = MOE[1].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[1].chosen)
     weights = [jnp.asarray(w) for w in weights]
-    with pytest.raises(NotImplementedError, match="moe=dense"):
+    with pytest.raises(RequestError, match="moe=dense"):
         experts(
             jnp.asarray(x), ids, shares, *weights, activation=ClampedSwiglu(), method="dense",
             implementation="pallas",
@@ -436,8 +444,8 @@ def test_attention_lowers_for_a_tpu(model, pool):
 
 
 def matrix_like(format, inner, outer, stack=(), out_shape=None):
-    arrays = packed_arrays(format, inner, outer, stack)
-    weight = QuantizedArray(*arrays, format, (inner,), out_shape or (outer,))
+    arrays = class_of(format).like(inner, outer, stack)
+    weight = class_of(format)(*arrays, format, (inner,), out_shape or (outer,))
     return jax.eval_shape(as_matrix, weight)
 
 
@@ -518,8 +526,8 @@ def test_whole_models_give_the_tokens_that_xla_gives(model, format, options, mon
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("queries", "window"), [(1, None), (70, 300)])
+@pytest.mark.parametrize("name", cases(PATTERNS, default=["window and first tokens"]))
+@pytest.mark.parametrize(("queries", "window"), cases([(1, None), (70, 300)], slow=[(70, 300)]))
 def test_patterns_are_dense_attention_under_their_mask(name, queries, window):
     pattern = PATTERNS[name]
     q, k, v, paging, args = paged(queries, 4, 2, 8, 16, 700, window=window)
@@ -542,8 +550,8 @@ def test_patterns_are_dense_attention_under_their_mask(name, queries, window):
         np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize("name", cases(PATTERNS, default=["window and first tokens"]))
+@pytest.mark.parametrize("queries", cases([1, 64], slow=[64]))
 def test_visits_follow_the_pattern(name, queries):
     """Against every query and key; what is hidden is not read, and long contexts stay cheap."""
     pattern, context = PATTERNS[name], 2048
@@ -573,6 +581,7 @@ def test_visits_follow_the_pattern(name, queries):
     assert np.isfinite(out[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [24, 1 << 20])
 def test_tiles_are_bounded_whatever_a_patterns_block(block):
     """Of a block that is no multiple of the cache's, and of one beyond every memory."""
@@ -586,6 +595,7 @@ def test_tiles_are_bounded_whatever_a_patterns_block(block):
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 
+@pytest.mark.every_jax
 def test_patterns_that_are_none_are_refused():
     with pytest.raises(ValueError, match="stride is 0; it must be at least 1"):
         Pattern(8, stride=0)

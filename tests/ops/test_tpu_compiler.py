@@ -13,9 +13,9 @@ from jax.sharding import SingleDeviceSharding
 from rooflax.ops import accelerator, native
 from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
 from rooflax.ops.formats import FORMATS
+from rooflax.ops.kv_pool import QuantizedPool
 from rooflax.ops.linear import ClampedSwiglu, unembed
 from rooflax.ops.moe import experts
-from rooflax.ops.quantization import QuantizedPool
 from tests.ops.test_tpu import MODELS, like, matrix_like
 
 LIBTPU = importlib.util.find_spec("libtpu")

@@ -2,8 +2,12 @@
 
 import importlib.util
 
+import pytest
+
 import rooflax
 from tests.product.snippets import ROOT
+
+pytestmark = pytest.mark.oldest_jax
 
 SPEC = importlib.util.spec_from_file_location("api_docs", ROOT / "tools" / "api_docs.py")
 api_docs = importlib.util.module_from_spec(SPEC)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.product.snippets import ROOT
 
+pytestmark = pytest.mark.oldest_jax
+
 SCRIPT = """
 import json, os, sys
 # PYTHONPATH wins over an editable install's finder.
@@ -70,6 +72,7 @@ def test_moved_checkout_edited_comments_and_other_weights_compile_nothing(
     assert again["compilations"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env", [{"JAXLIB": "0.0.1"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}]
 )

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from rooflax import LLM, SamplingParams
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from tests.product.snippets import ROOT
+
+pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 PROMPTS = ["def read_config(path):\n", "import os\nimport", "class Stack:\n    def __init__(self"]
 
@@ -56,6 +58,7 @@ def test_perplexity_is_what_the_card_says() -> None:
     assert f"{found['bits_per_byte']:.4f}" == said.group(2)
 
 
+@pytest.mark.every_jax
 def test_first_run_compiles_little_and_the_second_nothing(tmp_path: Path) -> None:
     args = ("generate", "-p", PROMPTS[0], "-n", "100", "--temperature", "0")
     first, second = (cli(*args, ROOFLAX_CACHE_DIR=str(tmp_path)) for _ in range(2))

@@ -8,8 +8,10 @@ import re
 import pytest
 
 from rooflax import LLM
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.models.presets import CHAT_NAME
+
+pytestmark = pytest.mark.oldest_jax
 
 TOOL = {
     "type": "function",
@@ -41,6 +43,7 @@ def test_it_is_small() -> None:
     assert (folder / "model.safetensors").stat().st_size <= 10_000_000
 
 
+@pytest.mark.every_jax
 def test_it_answers(llm: LLM) -> None:
     assert "rooflax-chat" in ask(llm, "Who are you?")
     assert "len([4, 5, 6])" in ask(llm, "What does len do?")

@@ -51,7 +51,7 @@ class ScriptedLLM:
         self, prompt: Any, params: Any = None, *, cache_salt: str = "", decoders: Any = None
     ) -> AsyncGenerator[Delta, None]:
         self.asked.append((list(prompt), params, cache_salt))
-        samples = self.llm.samples(0, list(prompt), params, cache_salt)
+        samples = self.llm.processor.samples(0, list(prompt), params, cache_salt)
         lines = {}
         for sample in samples:
             index = sample.sequence.sample_index

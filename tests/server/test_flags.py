@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rooflax.cli.main import main
-from rooflax.loading import load
+from rooflax.loading import plan
 from tests.cli.test_cli_flags import (
     BUDGET,
     CHECK,
@@ -56,10 +56,10 @@ def observe(monkeypatch, tmp_path, capfd):
             return "127.0.0.1", 1
 
     class Engine:
-        def __init__(self, info, **given):
+        def __init__(self, plan, **given):
             given.pop("progress"), given.pop("report")
             self.llm = argparse.Namespace(tokenizer=argparse.Namespace(chat_templates={}))
-            asked.append((info.name, {k: str(v) for k, v in given.items()}, self.llm))
+            asked.append((plan.info.name, str(plan), str(given), self.llm))
 
     class Runner:
         def __init__(self, settings, load, says):
@@ -74,9 +74,9 @@ def observe(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr("rooflax.server.listening.listen", lambda _: Socket())
     monkeypatch.setattr("rooflax.server.run.Runner", Runner)
     monkeypatch.setattr("rooflax.async_llm.AsyncLLM", Engine)
-    find = load.model_info
+    find = plan.model_info
     monkeypatch.setattr(
-        load,
+        plan,
         "model_info",
         lambda model, **how: asked.append(("find", model, how)) or find(model, **how),
     )

@@ -352,7 +352,7 @@ def test_forced_calls_come_after_the_reasoning(llm, text, fits):
 
 
 def lets_through(llm, params, text):
-    guide = llm.forms.guide(params, llm.stop_ids)
+    guide = llm.processor.forms.guide(params, llm.stop_ids)
     for token in llm.tokenizer.encode(text):
         if not guide.mask[token // 32] >> (token % 32) & 1:
             return False

@@ -27,6 +27,8 @@ from rooflax.train.loop import run_training
 from rooflax.train.step import TrainState
 from tests.train import tiny
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def state_of(step, *, size=7):
     """A state whose every number depends on the step."""
@@ -62,6 +64,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.every_jax
 def test_what_is_saved_comes_back(tmp_path):
     path = save(tmp_path / "a" / "b", 5)
     assert path == tmp_path / "a" / "b" / "step-00000005"
@@ -360,6 +363,7 @@ def assert_same_run(folder, other):
     assert arrays[0] == arrays[1]
 
 
+@pytest.mark.slow
 def test_going_on_from_an_older_checkpoint_gives_the_same_run(uninterrupted, corpora, tmp_path):
     whole, wanted = uninterrupted
     folder = tmp_path / "run"
@@ -371,6 +375,7 @@ def test_going_on_from_an_older_checkpoint_gives_the_same_run(uninterrupted, cor
     assert_same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_adds_nothing(uninterrupted, corpora, tmp_path):
     whole, wanted = uninterrupted
     folder = tmp_path / "run"
@@ -394,6 +399,7 @@ def interrupt_at(monkeypatch, step, times=1):
     monkeypatch.setattr(loop.Rows, "batch", batch)
 
 
+@pytest.mark.every_jax
 def test_sigint_ends_the_step_saves_and_returns(uninterrupted, corpora, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.load import embedded_folder
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.data import Rows, open_corpus, pack, separator_of, write_corpus
 from tests.train import tiny

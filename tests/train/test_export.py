@@ -15,7 +15,10 @@ from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.train.loop import run_training
 from rooflax.train.tokenizer_training import END_OF_TEXT, save_tokenizer
+from tests.marks import cases
 from tests.train import tiny
+
+pytestmark = pytest.mark.oldest_jax
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def leaves(weights):
     return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in found}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["llama"], every_jax=["llama"]))
 def test_float32_comes_back_exactly(trained, family, tmp_path):
     model, before = trained(family)
     start, wanted = leaves(before.weights), leaves(model.weights)
@@ -60,7 +63,7 @@ def test_float32_comes_back_exactly(trained, family, tmp_path):
         np.testing.assert_array_equal(array, wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, slow=["gpt2", "qwen2"]))
 def test_bfloat16_is_rounded_once(trained, family, tmp_path):
     model, _ = trained(family)
     save(model, tmp_path / "out", dtype="bfloat16")
@@ -75,6 +78,7 @@ def test_bfloat16_is_rounded_once(trained, family, tmp_path):
     assert sum(file.info(name).nbytes for name in file.names()) == 2 * model.num_parameters
 
 
+@pytest.mark.every_jax
 def test_the_loaded_model_computes_the_same(trained, tmp_path):
     model, _ = trained("llama")
     save(model, tmp_path / "out", dtype="float32")

@@ -20,6 +20,8 @@ from rooflax.train.plot import plot_curves
 from rooflax.train.step import learning_rate, make_eval_step
 from tests.train import tiny
 
+pytestmark = pytest.mark.oldest_jax
+
 CONFIG = tiny.settings(
     steps=50, batch_size=8, micro_batches=2, seq_len=24, learning_rate=1e-2, eval_every=20,
     eval_batches=2, checkpoint_every=30,
@@ -34,6 +36,7 @@ def finished(tmp_path_factory, corpora):
     return folder, result, read_log(folder / "log.jsonl")
 
 
+@pytest.mark.every_jax
 def test_a_line_per_step(finished):
     _, _, log = finished
     steps = [line for line in log if "loss" in line]
@@ -113,6 +116,7 @@ def test_the_same_run_twice(finished, corpora, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000050"]
 
 
+@pytest.mark.slow
 def test_without_held_out_rows_and_with_scanned_layers(corpora, tmp_path):
     config = tiny.settings(steps=2, layers="scan", remat="nothing", eval_every=1)
     plain = tiny.settings(steps=2)
@@ -124,6 +128,7 @@ def test_without_held_out_rows_and_with_scanned_layers(corpora, tmp_path):
     assert len(read_log(tmp_path / "a" / "log.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_tokens_in_place_of_steps(corpora, tmp_path):
     config = tiny.settings(tokens=2 * 64 + 1)
     result = run_training(tiny.make_model(), config, corpora[0], None, tmp_path)

@@ -21,17 +21,12 @@ from rooflax.train.step import (
     make_optimizer,
     make_train_step,
 )
+from tests.marks import cases
 from tests.train import tiny
 
+pytestmark = pytest.mark.oldest_jax
+
 ROWS, SEQ = 8, 24
-
-
-def families(*quick):
-    """A program takes seconds to compile: these families always, the others in the full run."""
-    return [
-        pytest.param(family, marks=[] if family in quick else pytest.mark.slow)
-        for family in tiny.FAMILIES
-    ]
 
 
 # An optimizer that leaves the weights alone and keeps the gradient.
@@ -81,6 +76,7 @@ def plain():
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_weight_has_a_finite_gradient(plain, family):
     model, _, (loss, grads, norm, _) = plain(family)
@@ -95,6 +91,7 @@ def test_every_weight_has_a_finite_gradient(plain, family):
     assert float(norm) == pytest.approx(math.sqrt(sum((x**2).sum() for x in leaves)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_expert_and_head_has_a_gradient(plain):
     _, _, (_, grads, _, _) = plain("gpt_oss")
     for layer in grads["layers"]:
@@ -105,7 +102,8 @@ def test_every_expert_and_head_has_a_gradient(plain):
         assert layer["mlp.router"].any(axis=0).all()
 
 
-@pytest.mark.parametrize("family", families("llama", "gpt_oss"))
+@pytest.mark.every_jax
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["llama"]))
 def test_the_gradient_is_the_slope_of_the_loss(plain, family):
     """Along its own direction, by central differences of the evaluation's loss."""
     model, batch, (loss, grads, norm, _) = plain(family)
@@ -127,7 +125,7 @@ def test_the_gradient_is_the_slope_of_the_loss(plain, family):
     assert slope == pytest.approx(float(norm) ** 2, rel=5e-3)
 
 
-@pytest.mark.parametrize("family", families("gpt_oss"))
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["gpt_oss"]))
 def test_micro_batches_equal_one_batch(plain, family):
     """Rows have unequal numbers of targets, so a mean of means would not do."""
     model, batch, (loss, grads, norm, _) = plain(family)
@@ -150,6 +148,7 @@ def trained(model, config, batches):
     return state, losses
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_same_weights():
     model = tiny.make_model("llama")
     batches = [tiny.random_batch(ROWS, SEQ, seed=i) for i in range(6)]
@@ -163,6 +162,7 @@ def test_micro_batches_give_the_same_weights():
     assert off < 1e-5
 
 
+@pytest.mark.slow
 def test_logits_of_few_rows_at_a_time(plain):
     model, batch, (loss, grads, _, plain_bytes) = plain("llama")
     got, got_grads, _, bytes_ = gradient(model, settings(loss_rows=2), batch)
@@ -195,7 +195,8 @@ def test_remat_gives_the_same_gradients_in_less_memory(capsys):
     assert table["unrolled", "nothing"] < table["unrolled", None]
 
 
-@pytest.mark.parametrize("family", families("gpt_oss"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_scanned_layers_give_the_same_gradients(plain, family):
     model, batch, (loss, grads, _, _) = plain(family)
     got, got_grads, _, _ = gradient(model, settings(layers="scan", remat="nothing"), batch)
@@ -272,13 +273,15 @@ def test_bfloat16_ends_within_a_percent_of_float32(short_run):
     assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_gpt_oss_learns(short_run):
     """Its experts run densely: the grouped ones have no reverse derivative."""
     _, losses = short_run(tiny.make_model("gpt_oss", num_hidden_layers=2))
     assert sum(losses[-10:]) / 10 < losses[0] - 1.5
 
 
-@pytest.mark.parametrize("family", families("gpt2", "gpt_oss"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bfloat16_gradients_are_near_those_of_float32(plain, family):
     model, batch, (loss, grads, norm, _) = plain(family)
     got, got_grads, _, _ = gradient(model, settings(dtype="bfloat16"), batch)
@@ -316,6 +319,7 @@ def test_which_weights_are_matrices(family):
         assert not group["attn.norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
 def test_only_matrices_decay(layers):
     """Without a gradient nothing else moves a weight."""
@@ -435,6 +439,7 @@ def run():
     return model, steps
 
 
+@pytest.mark.every_jax
 class TestOneProgram:
     """What a run's one compiled step does."""
 

@@ -49,7 +49,7 @@ class Rooflax:
         steps = {"decode": bench.decode, "prefill": bench.prefill}
         return {
             "format": bench.llm.format,
-            "kv_dtype": bench.llm.precision.kv_dtype or "float32",
+            "kv_dtype": bench.llm.plan.kv_dtype,
             "kernels": bench.describe()["kernels"],
             "weights_bytes": bench.llm.model.weights_bytes,
             # Bench says float32 for a bfloat16 checkpoint even where it is quantised

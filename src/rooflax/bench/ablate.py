@@ -11,8 +11,7 @@ from typing import Any
 
 from rooflax.bench.workload import Workload
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.execution import ExecutionOptions
-from rooflax.ops import accelerator
+from rooflax.nn.execution import ExecutionOptions, Precision
 
 Applies = Callable[[ExecutionOptions, Any, dict[str, str]], bool]
 
@@ -77,14 +76,13 @@ class Row:
     exact: bool = True
 
 
-def comparable(work: Workload, *, rounded: bool) -> Workload:
+def comparable(work: Workload, resolved: Precision) -> Workload:
     """With a KV cache as wide as the activations: without a cache nothing is rounded to its width.
 
     Args:
-        rounded: whether the model's products round (`Storage.rounds`).
+        resolved: the precision that the work's model is planned with.
     """
     given = work.precision
-    resolved = given.resolve(accelerator.platform(), rounded=rounded)
     if given.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
         return work
     return replace(work, precision=replace(given, kv_dtype=resolved.dtype))

@@ -24,11 +24,11 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
 from rooflax.ops.formats import FORMATS, format_of
-from rooflax.ops.kernels import chosen
+from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
@@ -93,9 +93,7 @@ class Bench:
         self.work = work
         self.llm = LLM(
             info,
-            dtype=work.precision.dtype,
-            kv_dtype=work.precision.kv_dtype,
-            quantize=work.precision.quantize,
+            **vars(work.precision),
             options=work.options,
             max_num_seqs=work.batch,
             mesh=work.mesh,
@@ -109,13 +107,9 @@ class Bench:
             )
         self.prompts = work.prompts(info.config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
-        precision = self.llm.precision
-        self.multiplied = multiplied_as(self.llm.storage)
-        widths = {
-            "storage": self.llm.storage,
-            "kv_dtype": precision.kv_dtype or "float32",
-            "batch": work.batch,
-        }
+        plan = self.llm.plan
+        self.multiplied = multiplied_as(plan.storage)
+        widths = {"storage": plan.storage, "kv_dtype": plan.kv_dtype, "batch": work.batch}
         middle = work.prompt_tokens + work.output_tokens // 2
         self.decode = decode_cost(info.family, info.config, context=middle, **widths)
         self.prefill = prefill_cost(info.family, info.config, prompt=work.prompt_tokens, **widths)
@@ -160,13 +154,24 @@ class Bench:
             "output_tokens": work.output_tokens,
             "options": options,
             "layers": llm.options.layers,
-            "kernels": chosen(work.options.kernels),
-            "precision": vars(llm.precision),
+            **kernels_that_ran(work.options.kernels),
+            "precision": vars(llm.plan.precision),
             "deterministic": work.deterministic,
             **({"mesh": work.mesh} if work.mesh else {}),
             "weights_bytes": llm.model.weights_bytes,
             "kv_cache_bytes": self.engine.kv_cache_bytes,
         }
+
+
+def kernels_that_ran(asked: str | None) -> dict[str, Any]:
+    """Per operation the implementations that ran, and why better ones did not."""
+    kernels: dict[str, str | None] = {}
+    passed_over: dict[str, None] = {}
+    for label, each in ran(asked).items():
+        kernels[label] = ", ".join(dict.fromkeys(one.implementation for one in each)) or None
+        for better, why in (pair for one in each for pair in one.passed_over):
+            passed_over[f"{label}: {better} was passed over: {why}."] = None
+    return {"kernels": kernels, "passed_over": list(passed_over)}
 
 
 def timed_trials(bench: Bench) -> tuple[list[Trial], list[Trial], dict[str, Any]]:

@@ -129,7 +129,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     results = document["results"]
     for name, result in zip(labels(results), results, strict=True):
         note = f"note: {name}: " if len(results) > 1 else "note: "
-        lines += [f"{note}{warning}" for warning in result["warnings"]]
+        said = (*result["warnings"], *result.get("passed_over", ()))
+        lines += [f"{note}{sentence}" for sentence in said]
         cost = result.get("deterministic_over_plain")
         if cost:
             lines.append(

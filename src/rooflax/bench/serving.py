@@ -14,7 +14,7 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
-from rooflax.loading.load import model_info
+from rooflax.loading.model_info import model_info
 
 NUM_SLOTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS = 512, 16
@@ -35,12 +35,9 @@ class Served:
 
     def __init__(self, work: Workload, least_tokens: int, max_tokens: int | None = None):
         info = model_info(work.model, **work.source)
-        precision = work.precision
         self.llm = LLM(
             info,
-            dtype=precision.dtype,
-            kv_dtype=precision.kv_dtype,
-            quantize=precision.quantize,
+            **vars(work.precision),
             options=work.options,
             max_num_seqs=NUM_SLOTS,
         )
@@ -56,7 +53,7 @@ class Served:
             self.llm.options,
             num_slots=NUM_SLOTS,
             max_tokens=self.max_tokens,
-            kv_dtype=self.llm.precision.kv_dtype or "float32",
+            kv_dtype=self.llm.plan.kv_dtype,
             token_budget=512,
         )
         self.warm_up_report = self.engine.seal()

@@ -101,10 +101,10 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request
     if "messages" in raw:
         ids = llm.encode_chat(raw["messages"])
     else:
-        ids = llm.prompt_ids(raw["prompt"])
+        ids = llm.processor.prompt_ids(raw["prompt"])
     if own.max_tokens is None:
         own = replace(own, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))))
-    llm.samples(0, ids, own)
+    llm.processor.samples(0, ids, own)
     return Request(raw.get("id", number), ids, own)
 
 

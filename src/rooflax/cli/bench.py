@@ -55,19 +55,17 @@ def add_flags(parser: Parser) -> None:
     add("--prompt-tokens", metavar="N", type=_counts, default=[64], help="default 64")
     add("--output-tokens", metavar="N", type=_counts, default=[64], help="default 64")
     add("--trials", metavar="N", type=at_least_one, default=5, help="timed runs; default 5")
-    add("--deterministic", action="store_true", help="fixed operations; shows what they cost")
+    add("--deterministic", action="store_true", help="deterministic operations, and what they cost")
     add = parser.group("instead of a row per combination").add_argument
-    add("--ablate", action="store_true", help="what each option brings, from the slowest up")
-    add("--versus", metavar="FLAGS", help='these flags against the rest: --versus="--no-cache"')
+    add("--ablate", action="store_true", help="options one by one, from the slowest up")
+    add("--versus", metavar="FLAGS", help='compare with these flags: --versus="--no-cache"')
     add("--compare", metavar="FILE", nargs=2, help="two documents of --json")
-    add("--breakdown", action="store_true", help="shares of attention, products, norms ...")
+    add("--breakdown", action="store_true", help="time shares of attention, matmuls, norms ...")
     add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
-    add("--quick", action="store_true", help="old method against new; exit 1 below 3x")
-    add(
-        "--concurrent", action="store_true", help="16 at once; a shared prefix; exit 1 below target"
-    )
-    add("--request-rate", metavar="R", type=number, help="requests at R a second, on the engine")
-    add("--requests", metavar="N", type=at_least_one, help="of them; default 64")
+    add("--quick", action="store_true", help="without and with a KV cache; exit 1 below 3x")
+    add("--concurrent", action="store_true", help="16 at once; prefix caching; exit 1 below target")
+    add("--request-rate", metavar="R", type=number, help="requests arriving at R per second")
+    add("--requests", metavar="N", type=at_least_one, help="number of requests; default 64")
     add("--target-ttft", metavar="S", type=number, help="seconds, for goodput; default 1")
     add("--target-tpot", metavar="S", type=number, help="seconds a token; default 0.1")
     flags.add_precision(parser, lists=True)
@@ -75,8 +73,8 @@ def add_flags(parser: Parser) -> None:
     flags.add_device(parser, mesh=True)
     add = parser.group("output").add_argument
     add("--markdown", action="store_true", help="the table as Markdown")
-    add("--report", action="store_true", help="everything about each row, as text")
-    add("--html", metavar="FILE", help="write a page with plots too")
+    add("--report", action="store_true", help="full report of each row, as text")
+    add("--html", metavar="FILE", help="also write an HTML page with plots")
     flags.add_output(parser)
 
 
@@ -191,13 +189,12 @@ def _ablate(args: argparse.Namespace) -> int:
     from rooflax.bench.ablate import ablation, comparable, summarise
     from rooflax.bench.document import document
     from rooflax.bench.worker import measure_apart
-    from rooflax.loading.load import model_info
+    from rooflax.loading.plan import make_plan
 
     work = _one(args, "--ablate")
-    info, given = model_info(work.model, **work.source), work.precision
-    storage = info.storage("float32", given.quantize, narrow=False, keep=given.dtype is None)
-    work = comparable(work, rounded=storage.rounds)
-    rows = ablation(work, info.config, measure_apart(work, "kernels")["result"])
+    plan = make_plan(work.model, **vars(work.precision), **work.source)
+    work = comparable(work, plan.precision)
+    rows = ablation(work, plan.info.config, measure_apart(work, "kernels")["result"])
     measured = _measured([row.work for row in rows], args.quiet)
     whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
     _write_html(args, whole)

@@ -14,11 +14,11 @@ from rooflax.cli.chat_commands import Chat
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
-from rooflax.cli.signals import stop_asked
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.models.presets import CHAT_NAME
+from rooflax.signals import stop_asked
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -33,7 +33,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "the embedded chat model")
     flags.add_check(parser)
     group = parser.group("conversation")
-    group.add_argument("--system", metavar="TEXT", help="what the system message says")
+    group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the first question")
     group.add_argument(
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             f"the tokens are {given[:60]!r}; they must be whole numbers with spaces or commas "
             f"between them."
         )
-    from rooflax.loading.load import model_info
+    from rooflax.loading.model_info import model_info
 
     tokenizer = model_info(args.model, **where).tokenizer()
     text = tokenizer.decode(map(int, words), skip_special_tokens=args.skip_special_tokens)

@@ -20,7 +20,6 @@ DEPENDENCIES = (
     "tqdm",
 )  # fmt: skip
 OPTIONAL = ("transformers", "torch", "matplotlib")
-NOT_WRITTEN = "this version has none"
 
 
 def add_flags(parser: Parser) -> None:
@@ -87,24 +86,32 @@ def host() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, dict[str, str]]:
-    """Per operation, each implementation: "used", "available", or why it is not there."""
-    from rooflax.nn.execution import KERNELS
+    """Per operation, each implementation: for which weights (or caches) it is used, for which not
+    and why, "available", or why it is not there."""
     from rooflax.ops import native
-    from rooflax.ops.dispatch import MISSING, available
-    from rooflax.ops.kernels import OPERATIONS, chosen
+    from rooflax.ops.dispatch import MISSING
+    from rooflax.ops.kernels import OPERATIONS, by_default
 
-    found, best = {}, chosen(None)
-    for operation, known in OPERATIONS.items():
-        here = available(known)
-        states = {name: "used" if name == best[operation] else "available" for name in here}
-        for name in KERNELS:
-            if name in known and name not in here:
+    found = {}
+    for label, cases in by_default().items():
+        here = OPERATIONS[label].available()
+        states = {}
+        for name in OPERATIONS[label].backends:
+            used = [case for case, ran in cases.items() if ran.implementation == name]
+            states[name] = "available"
+            if name not in here:
                 states[name] = f"cannot run: {MISSING[name]()}"
-            elif name not in known:
-                states[name] = f"not built: {NOT_WRITTEN}"
+            elif used:
+                states[name] = "used" if len(used) == len(cases) else f"used for {', '.join(used)}"
+            whys: dict[str, list[str]] = {}
+            for case, ran in cases.items():
+                for why in [why for other, why in ran.passed_over if other == name in here]:
+                    whys.setdefault(why, []).append(case)
+            for why, passed_over in whys.items():
+                states[name] += f"; not for {', '.join(passed_over)}: {why}"
         if "native" in here:
             states["native"] += f" ({native.status().reason})"
-        found[operation] = states
+        found[label] = states
     return found
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.speculation import check_speculate
 from rooflax.errors import RequestError
 from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
+    check_speculate,
     parse_bytes,
     streaming_options,
 )
@@ -39,13 +39,13 @@ def add_model(parser: Parser, default: str = "the embedded model") -> None:
         metavar="KEY",
         action="append",
         default=[],
-        help="pass over a key of config.json that is not known (repeatable)",
+        help="ignore an unknown key of config.json (repeatable)",
     )
 
 
 def add_check(parser: Parser) -> None:
     parser.group("finding the model").add_argument(
-        "--check", action="store_true", help="refuse weights that hold NaN or infinity"
+        "--check", action="store_true", help="reject weights with NaN or infinity"
     )
 
 
@@ -60,7 +60,7 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     add = group.add_argument
     add(
         "-n", "--max-tokens", "--max-new-tokens", "--n-predict", metavar="N", type=whole,
-        help=f"most new tokens; default {max_tokens}, or what the context has room for",
+        help=f"maximum number of new tokens; default {max_tokens}, or what fits into the context",
     )  # fmt: skip
     add(
         "--temperature",
@@ -69,26 +69,26 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         type=number,
         help="0 is greedy; default the checkpoint's, else 1",
     )
-    add("--top-k", metavar="K", type=whole, help="choose among the k most likely")
-    add("--top-p", metavar="P", type=number, help="choose among those that make up p")
+    add("--top-k", metavar="K", type=whole, help="sample from the k most likely tokens")
+    add("--top-p", metavar="P", type=number, help="the most likely tokens that sum to p")
     add("--min-p", metavar="P", type=number, help="drop those below p times the best")
-    add("-s", "--seed", metavar="N", type=whole, help="of the draws; default 0")
-    add("--repetition-penalty", metavar="X", type=number, help="above 1 repeats less")
-    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, once per token used")
+    add("-s", "--seed", metavar="N", type=whole, help="random seed of sampling; default 0")
+    add("--repetition-penalty", metavar="X", type=number, help="above 1 discourages repetition")
+    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, for tokens already used")
     add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")
     add(
         "--logit-bias", metavar="ID=VALUE", type=bias, action="append", default=[],
         help="add to a token's logit, -100 to 100 (repeatable)",
     )  # fmt: skip
-    add("--stop", metavar="TEXT", action="append", default=[], help="end at TEXT (repeatable)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="stop at TEXT (repeatable)")
     add(
         "--stop-token-ids", metavar="ID,ID", type=token_ids, action="append", default=[],
-        help="end at these token ids",
+        help="stop at these token ids",
     )  # fmt: skip
-    add("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
+    add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
     if samples:
-        add("--samples", metavar="N", type=whole, default=1, help="answers to give; default 1")
-        add("--logprobs", metavar="N", type=whole, help="show log-probabilities, and N others")
+        add("--samples", metavar="N", type=whole, default=1, help="completions; default 1")
+        add("--logprobs", metavar="N", type=whole, help="log-probabilities, and the N likeliest")
         add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
         add("--length-penalty", metavar="X", type=number, help="of beams: more favours long texts")
         add(
@@ -97,12 +97,12 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         )  # fmt: skip
         add(
             "--json-schema", metavar="FILE_OR_JSON", type=_schema,
-            help="answer in JSON that this schema accepts",
+            help="constrain the answer to JSON of this schema",
         )  # fmt: skip
-        add("--regex", metavar="REGEX", help="answer with text that matches as a whole")
+        add("--regex", metavar="REGEX", help="constrain the answer to text that matches")
         add(
             "--grammar", metavar="FILE_OR_TEXT", type=_grammar,
-            help="answer with text of this Lark grammar",
+            help="constrain the answer to this Lark grammar",
         )  # fmt: skip
 
 
@@ -187,8 +187,8 @@ def add_precision(
     add = parser.group("memory and precision").add_argument
     kind: dict[str, Any] = {"type": _words, "default": [None]} if lists else {}
     text = (
-        "float32 or bfloat16, of weights and results; default bfloat16, but on CPU float32 with "
-        "weights as wide as the file's"
+        "float32 or bfloat16, of weights and activations; default bfloat16, on CPU float32 "
+        "activations with the file's weights"
     )
     add("--dtype", metavar="TYPE", help=text, **kind)
     if kv:
@@ -212,7 +212,7 @@ def add_precision(
 def add_weights_budget(parser: Parser) -> None:
     parser.group("memory and precision").add_argument(
         "--weights-budget", metavar="SIZE",
-        help="most memory for weights, as in 8GB; other layers are read from the file at every "
+        help="memory for weights, as in 8GB; layers beyond it are read from disk at every "
         "step",
     )  # fmt: skip
 
@@ -250,14 +250,14 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
             add(flag, metavar=metavar, help=text, type=kind)
 
     if cached:
-        add("--no-cache", action="store_true", help="run the whole sequence for every token")
-        add("--no-jit", action="store_true", help="dispatch every operation by itself")
+        add("--no-cache", action="store_true", help="recompute the whole sequence for every token")
+        add("--no-jit", action="store_true", help="run every operation eagerly")
     choice("--layers", "HOW", "unrolled or scan; default scan where kernels read stacked weights")
     choice("--gqa", "HOW", "grouped (default) or repeat")
     choice("--moe", "HOW", "grouped (default), per_token, dense")
     choice("--kernels", "NAME", "reference, xla, native, pallas; default the best")
     if cached:
-        choice("--decode-steps", "N", "tokens per dispatch", whole)
+        choice("--decode-steps", "N", "decode steps per dispatch", whole)
 
 
 def add_speculation(parser: Parser) -> None:
@@ -266,7 +266,7 @@ def add_speculation(parser: Parser) -> None:
     add(
         "--speculate",
         metavar="HOW",
-        help="draft tokens: ngram (from the text so far), or a smaller MODEL",
+        help="speculative decoding: ngram, or a smaller MODEL as draft",
     )
     add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
 
@@ -278,7 +278,7 @@ def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> No
     """
     what, most = getattr(args, "speculate", None), getattr(args, "num_draft_tokens", None)
     if what is None and most is not None:
-        raise RequestError("--num-draft-tokens is given and nobody drafts; add --speculate ngram.")
+        raise RequestError("--num-draft-tokens is given without --speculate; add that.")
     check_speculate(what, most, options.use_cache)
 
 
@@ -314,7 +314,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
         hosts: and several processes, each with the same command but for its number.
     """
     add = parser.group("where to run").add_argument
-    add("--platform", metavar="NAME", help="cpu, gpu or tpu; default the best that is here")
+    add("--platform", metavar="NAME", help="cpu, gpu or tpu; default the best available")
     add(
         "-t", "--threads", metavar="N", type=at_least_one,
         help="CPU threads; default the cores this process may use",
@@ -327,9 +327,9 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
             "tensor",
         )
     if hosts:
-        add("--coordinator", metavar="HOST:PORT", help="of a job of several processes: its first")
-        add("--num-processes", metavar="N", type=at_least_one, help="how many there are")
-        add("--process-id", metavar="I", type=whole, help="which of them this is, from 0")
+        add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+        add("--num-processes", metavar="N", type=at_least_one, help="number of processes")
+        add("--process-id", metavar="I", type=whole, help="index of this process, from 0")
 
 
 def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:
@@ -344,7 +344,7 @@ def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> N
         add("--json", action="store_true", help="one JSON document on stdout")
     if progress:
         add("--quiet", action="store_true", help="no progress and no statistics")
-        add("--verbose", action="store_true", help="say what is used; show where faults are")
+        add("--verbose", action="store_true", help="more details; tracebacks of errors")
     add("-h", "--help", action="store_true", help="print this")
 
 

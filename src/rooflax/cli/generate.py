@@ -34,8 +34,8 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "--input", metavar="FILE", help="many prompts, as JSON lines with prompt or messages"
     )
-    group.add_argument("--output", metavar="FILE", help="answers to --input; goes on where it was")
-    group.add_argument("--force", action="store_true", help="replace what --output has")
+    group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
+    group.add_argument("--force", action="store_true", help="overwrite --output")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
     flags.add_precision(parser)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError("The prompt is empty; give text with --prompt or on stdin.")
     llm = open_llm(args)
     if params.max_tokens is None:
-        room = llm.max_model_len - len(llm.prompt_ids(prompt))
+        room = llm.max_model_len - len(llm.processor.prompt_ids(prompt))
         params = replace(params, max_tokens=max(min(DEFAULT_MAX_TOKENS, room), 1))
     completions = _generate(llm, prompt, params, args)
     if args.json:

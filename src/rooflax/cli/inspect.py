@@ -9,7 +9,6 @@ import argparse
 import math
 import textwrap
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -17,11 +16,11 @@ from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.nn.execution import ExecutionOptions, parse_bytes
+from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.shards import Shards, parse_mesh
 
 if TYPE_CHECKING:
-    from rooflax.loading.load import ModelInfo
+    from rooflax.loading.model_info import ModelInfo
     from rooflax.models.memory import MemoryEstimate
     from rooflax.models.streaming import StreamPlan
     from rooflax.nn.decoder import Decoder
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     flags.check_weights_budget(args, ExecutionOptions())
     shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
-    from rooflax.loading.load import model_info
+    from rooflax.loading.model_info import model_info
 
     info = model_info(args.model, **flags.find_arguments(args))
     found = document(info, args, shards)
@@ -164,53 +163,33 @@ def _is_mxfp4(name: str, names: set[str]) -> bool:
 
 
 def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
-    """The arithmetic of what running it will take, and whether that is free."""
-    import jax
-
-    from rooflax.loading.load import plan_of
-    from rooflax.models.memory import ONE_DEVICE, estimate, padding
-    from rooflax.models.model import resolve_max_model_len
+    """What running it will take, and whether that is free."""
+    from rooflax.loading.plan import make_plan
+    from rooflax.models.memory import ONE_DEVICE
     from rooflax.nn.device_memory import free_bytes
-    from rooflax.ops import kernels
 
-    given, platform = flags.check_precision(args), jax.default_backend()
-    dtype = given.resolve(platform).dtype or "float32"
-    narrow = args.dtype is None and kernels.chosen(None)["linear"] == "native"
-    storage = info.storage(dtype, given.quantize, narrow=narrow, keep=args.dtype is None)
-    precision = given.resolve(platform, rounded=storage.rounds)
-    tokens = resolve_max_model_len(info.config, args.max_model_len)
-    work: dict[str, Any] = {
-        "storage": storage,
-        "kv_dtype": precision.kv_dtype or "float32",
-        "rows": args.batch,
-        "tokens": tokens,
+    asked = {
+        **vars(flags.check_precision(args)),
+        "max_model_len": args.max_model_len,
+        "weights_budget": args.weights_budget,
     }
-    need = estimate(info.family, info.config, **work)
-    plan = None
-    if args.weights_budget is not None:
-        plan = plan_of(info, storage, tokens, parse_bytes(args.weights_budget))
-        need = replace(need, weights=plan.memory_bytes)
-    each = estimate(info.family, info.config, **work, shards=shards) if shards else None
-    free = free_bytes()
+    plan = make_plan(info, **asked, mesh=shards, max_num_seqs=args.batch)
+    need = plan.estimate(shards=ONE_DEVICE)
     return {
-        "batch": args.batch,
-        "tokens": tokens,
-        "dtype": precision.dtype,
-        "kv_dtype": precision.kv_dtype,
-        "quantize": precision.quantize,
-        "format": storage.format,
-        "streaming": None if plan is None else _streaming(plan),
+        "batch": plan.max_num_seqs,
+        "tokens": plan.max_model_len,
+        **vars(plan.precision),
+        "format": plan.storage.format,
+        "streaming": None if plan.offloading is None else _streaming(plan.offloading),
         "weights_bytes": need.weights,
         "kv_cache_bytes": need.kv_cache,
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
-        "padding_bytes": padding(info.family, info.config, **work, shards=shards or ONE_DEVICE),
-        "free_bytes": free,
-        "server": None
-        if shards
-        else _server(info.config, precision.kv_dtype or "float32", tokens, free, need),
-        "mesh": _mesh(shards, each) if shards and each else None,
-        "fits": _fits(need if each is None else each, shards),
+        "padding_bytes": plan.padding(),
+        "free_bytes": free_bytes(),
+        "server": None if shards else _server(info, asked),
+        "mesh": _mesh(shards, plan.memory) if shards else None,
+        "fits": _fits(plan.memory, shards),
     }
 
 
@@ -249,33 +228,21 @@ def _fits(need: MemoryEstimate, shards: Shards | None) -> bool | None:
     return None if free is None else need.total <= free
 
 
-def _server(
-    config: Decoder, kv_dtype: str, tokens: int, free: int | None, need: MemoryEstimate
-) -> dict[str, Any]:
-    """What `AsyncLLM` would choose here: KV blocks for 16 sequences, or for as many as fit."""
-    from rooflax.async_llm import DEFAULT_PREFILL_CHUNK, MAX_SLOTS, MOST_DECODE_STEPS
-    from rooflax.engine.plan import plan_server
-    from rooflax.nn.layout import blocks_needed, most_new_tokens
+def _server(info: ModelInfo, asked: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache of `AsyncLLM` here: for 16 sequences, or for as many as fit."""
+    from rooflax.loading.plan import make_plan
     from rooflax.ops.accelerator import block_size
 
-    new_tokens = most_new_tokens(min(DEFAULT_PREFILL_CHUNK, tokens), MOST_DECODE_STEPS)
     try:
-        blocks = plan_server(
-            config,
-            kv_dtype=kv_dtype,
-            num_slots=MAX_SLOTS,
-            max_tokens=tokens,
-            new_tokens=new_tokens,
-            free=None if free is None else free - need.weights,
-        )
+        plan = make_plan(info, **asked).serving()
     except RequestError as error:
         return {"refused": str(error)}
-    longest = max(blocks_needed(w, tokens, new_tokens, block_size()) for w in config.groups.windows)
     return {
-        "sequences": MAX_SLOTS,
-        "of_full_length": (max(blocks) - 1) // longest,
-        "kv_blocks": list(blocks),
+        "sequences": plan.max_num_seqs,
+        "of_full_length": plan.full_length_seqs(),
+        "kv_blocks": list(plan.num_blocks),
         "block_size": block_size(),
+        "kv_cache_bytes": plan.memory.kv_cache,
     }
 
 

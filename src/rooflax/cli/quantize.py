@@ -18,8 +18,8 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_check(parser)
     add = parser.group("what to write").add_argument
-    add("-o", "--output", metavar="FOLDER", required=True, help="where; may not hold other files")
-    add("--force", action="store_true", help="replace a model that is there")
+    add("-o", "--output", metavar="FOLDER", required=True, help="empty or new folder")
+    add("--force", action="store_true", help="overwrite a model in it")
     flags.add_precision(parser, kv=False)
     flags.add_device(parser)
     flags.add_output(parser)
@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
             f"{args.output} holds a model; give another folder, or replace it with --force."
         )
     llm = open_llm(args, options=ExecutionOptions(layers="unrolled"))
-    if not (llm.storage.quantize or llm.storage.kept):
+    if not (llm.plan.storage.quantize or llm.plan.storage.kept):
         raise RequestError("no format was given: say --quantize int8, or another one.")
     from rooflax.loading.save import save
 
-    dtype = "bfloat16" if llm.storage.narrow else llm.storage.dtype
+    dtype = "bfloat16" if llm.plan.storage.narrow else llm.plan.storage.dtype
     with terminal.status(f"writing {args.output}", args.quiet):
         save(llm.model, args.output, dtype=dtype, files_from=llm.info.folder)
     written = {

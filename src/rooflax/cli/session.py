@@ -111,7 +111,7 @@ def _loaded(
     with terminal.status("starting JAX", args.quiet):
         jax = platform.start_jax(args)
         options = options or flags.execution_options(args)
-        from rooflax.loading.load import model_info
+        from rooflax.loading.plan import PLANNED, make_plan
         from rooflax.ops import early_memory
 
         if jax.default_backend() != "cpu":
@@ -126,31 +126,14 @@ def _loaded(
         "mesh": platform.make_mesh(getattr(args, "mesh", None)),
         "weights_budget": getattr(args, "weights_budget", None),
     } | settings
-    info = model_info(args.model, **where)
+    asked = {name: given.pop(name) for name in PLANNED & given.keys()}
+    plan = make_plan(args.model, options=options, **asked, **where)
+    name, is_random = plan.info.name, plan.info.folder is None
     with (
-        terminal.status(f"loading {info.name}", args.quiet or info.folder is not None),
-        terminal.byte_progress(f"loading {info.name}", _bytes(info, given), args.quiet) as bar,
+        terminal.status(f"loading {name}", args.quiet or not is_random),
+        terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
     ):
-        return make(info, options=options, progress=bar.update, **given)
-
-
-def _bytes(info: Any, given: dict[str, Any]) -> int:
-    """What loading will keep in memory, about, for the bar's end."""
-    import jax
-
-    from rooflax.loading.load import plan_of
-    from rooflax.nn.execution import Precision, parse_bytes
-
-    config = info.config
-    precision = Precision(given["dtype"], None, given["quantize"]).resolve(jax.default_backend())
-    own = given["dtype"] is None
-    storage = info.storage(precision.dtype, precision.quantize, narrow=own, keep=own)
-    if given["weights_budget"] is not None:
-        plan = plan_of(info, storage, given["max_model_len"], parse_bytes(given["weights_budget"]))
-        return sum(plan.layer_bytes) + plan.fixed_bytes - plan.bytes_per_step
-    return sum(
-        storage.num_bytes(slot, config, stored_narrow=storage.narrow) for slot in config.slots()
-    )
+        return make(plan, progress=bar.update, **given)
 
 
 def say_settings(llm: LLM) -> None:
@@ -168,7 +151,7 @@ def say_settings(llm: LLM) -> None:
         ("folder", str(llm.info.folder or "none, random weights")),
         ("device", f"{count} x {device.device_kind} ({device.platform})"),
         ("threads", os.environ.get(platform.THREADS_VARIABLE, "JAX's choice")),
-        ("dtype", f"{llm.precision.dtype}, KV cache {llm.precision.kv_dtype}"),
+        ("dtype", f"{llm.plan.storage.dtype}, KV cache {llm.plan.kv_dtype}"),
         ("options", llm.options.describe()),
         ("context", f"{llm.max_model_len} tokens"),
         ("compile cache", str(enable_persistent_cache() or "off")),

@@ -13,7 +13,7 @@ SUMMARY = "print the token ids of a text"
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     group = parser.group("the text")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="default: stdin, as it is")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="default: stdin")
     group.add_argument(
         "--no-special-tokens", action="store_true",
         help="leave out what the tokenizer puts around a text, such as BOS",
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Ids on one line, or a JSON document that spells them too."""
     where = flags.find_arguments(args)
     text = terminal.read_stdin() if args.prompt is None else args.prompt
-    from rooflax.loading.load import model_info
+    from rooflax.loading.model_info import model_info
 
     tokenizer = model_info(args.model, **where).tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=not args.no_special_tokens)

@@ -37,14 +37,14 @@ def add_flags(parser: Parser) -> None:
         help="a folder, or text and .jsonl files",
     )  # fmt: skip
     add("--glob", metavar="GLOB", help="files to take from a folder; default *.txt")
-    add("--text-field", metavar="KEY", help="of the text in a .jsonl line; default text")
+    add("--text-field", metavar="KEY", help="key of the text in a .jsonl line; default text")
     add(
         "--held-out-fraction", metavar="X", type=number, default=0.1,
-        help="of the documents, for the held-out loss; default 0.1",
+        help="share of the documents for the held-out loss; default 0.1",
     )  # fmt: skip
-    add("--out", metavar="FOLDER", required=True, help="of the run; the same command resumes")
+    add("--out", metavar="FOLDER", required=True, help="the run; the same command resumes")
     add("--config", metavar="FILE", help="a config.json to start from random weights")
-    add("--tokenizer", metavar="FOLDER", help="that has a tokenizer; default MODEL's own")
+    add("--tokenizer", metavar="FOLDER", help="folder with a tokenizer; default MODEL's own")
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
     _add_settings(parser)
     flags.add_device(parser)
@@ -64,24 +64,24 @@ def _add_settings(parser: Parser) -> None:
         )  # fmt: skip
 
     add("steps", "N", whole, "optimizer steps; or give --tokens")
-    add("tokens", "N", whole, "tokens to see in all")
+    add("tokens", "N", whole, "training tokens in all")
     add("batch", "N", whole, "rows per step")
     add("seq-len", "N", whole, "tokens per row")
-    add("micro-batches", "N", whole, "parts in which a step is computed")
+    add("micro-batches", "N", whole, "micro-batches per step (gradient accumulation)")
     rates = f"default {FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
-    add("learning-rate", "X", number, f"at its highest; {rates}", "--lr")
-    add("min-lr-ratio", "X", number, "what is left of it in the end")
-    add("warmup-steps", "N", whole, "of linear rise; default a tenth of all, at most 100")
-    add("weight-decay", "X", number, "of matrices")
-    add("clip-norm", "X", number, "largest gradient norm, 0 does not clip")
+    add("learning-rate", "X", number, f"peak learning rate; {rates}", "--lr")
+    add("min-lr-ratio", "X", number, "final learning rate over the peak")
+    add("warmup-steps", "N", whole, "linear warm-up; default a tenth of all steps, at most 100")
+    add("weight-decay", "X", number, "AdamW's, of matrices only")
+    add("clip-norm", "X", number, "clip gradients to this global norm, 0 for none")
     add("beta1", "X", number, "AdamW's")
     add("beta2", "X", number, "AdamW's")
-    add("seed", "N", whole, "of the order of rows, and of new weights")
-    add("dtype", "TYPE", str, "float32 or bfloat16 of the computation; weights are float32")
+    add("seed", "N", whole, "random seed of row order and new weights")
+    add("dtype", "TYPE", str, "float32 or bfloat16 of activations; weights are float32")
     policies = ", ".join(str(policy) for policy in REMAT if policy)
-    add("remat", "POLICY", str, f"keep less for the backward pass: {policies}")
+    add("remat", "POLICY", str, f"rematerialize in the backward pass: {policies}")
     add("layers", "HOW", str, "unrolled or scan")
-    add("loss-rows", "N", whole, "rows whose logits exist at a time")
+    add("loss-rows", "N", whole, "rows per chunk of logits")
     add("eval-every", "N", whole, "steps between held-out losses")
     add("eval-batches", "N", whole, "held-out batches in each")
     add("checkpoint-every", "N", whole, "steps between checkpoints")
@@ -153,7 +153,7 @@ class _Start:
     """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
-        from rooflax.loading.load import model_info
+        from rooflax.loading.model_info import model_info
         from rooflax.loading.packed import is_packed
         from rooflax.models.registry import read_config
 

@@ -21,24 +21,23 @@ from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
-from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, RowError, Runner
+from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
-from rooflax.engine.sequence import Sequence, StepOutput, with_siblings
+from rooflax.engine.sequence import RowError, Sequence, StepOutput, with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.streaming import AnyModel
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS
 from rooflax.nn.mesh import shards_of
 from rooflax.ops.accelerator import block_size
 
-DEFAULT_PREFILL_CHUNK = 512
 STEP_S = 0.3
 """A server's steps take at most about this long: its prompts are cut to what fits."""
 FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
 FEWEST_TIMED = 32
 """Tokens of a step from which its time says what a token of a prompt takes."""
-MOST_DECODE_STEPS = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 FAILED = "The request failed at work"
@@ -116,7 +115,11 @@ class Engine:
             mesh=mesh,
         )
         self._prefix_caching = prefix_caching and options.use_cache
-        self._budget = {"prefill_chunk": chunk, "decode_steps": steps, "draft_tokens": draft_tokens}
+        self._limits = {
+            "prefill_chunk": chunk,
+            "decode_steps": steps,
+            "lookahead_tokens": draft_tokens,
+        }
         self._step_s = step_s
         self._token_s: float | None = None  # of a prompt, in a step of many
         self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
@@ -137,12 +140,17 @@ class Engine:
             self._new_blocks(),
             num_slots=self.num_slots,
             token_budget=self._token_budget(),
-            guided_steps=self._guided_steps,
+            limit_steps=self._limit_steps,
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
-            **self._budget,
+            **self._limits,
         )
 
-    def _guided_steps(self, decodes: list[Sequence], most: int) -> int:
+    def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
+        """How many of at most so many decode steps a dispatch should run."""
+        if any(s.num_candidates is not None for s in decodes):
+            return 1  # the host chooses every token
+        if self.runner.masks.exchanges or all(s.guide is None for s in decodes):
+            return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
             return 1
         return self._mask_reuse.num_steps(decodes, most)
@@ -423,11 +431,13 @@ class Engine:
         return seconds
 
     def _drafts(self, step: ScheduledStep) -> list[list[int]]:
-        """For each decode row, or none at all, as beside prompts."""
-        if step.prefills:
+        """For each decode row, or none at all, as beside prompts and rows of which the host must
+        see every token."""
+        rows = step.decodes
+        if step.prefills or any(s.guide or s.num_candidates is not None for s in rows):
             return []
         try:
-            return self.speculation.propose(step.decodes, step.room - 1)
+            return self.speculation.propose(rows, step.room - 1)
         except BaseException as error:
             if not self._isolates(error):
                 raise
@@ -512,7 +522,7 @@ class Engine:
         self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        sent = None if sequence.guide is None else sequence.guide.mask.copy()
+        sent = sequence.guide.mask if sequence.guide and result.reuses_masks else None
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)

@@ -23,8 +23,9 @@ from rooflax.ops import sampling_columns as columns
 from rooflax.ops.sampling import Sampled
 from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
-NUM_STEPS, NUM_SAMPLED, HEADER = range(3)
-"""Numbers of the whole step: decode steps, and how many of the first sequences sample."""
+NUM_STEPS, NUM_SAMPLED, EXCHANGE, HEADER = range(4)
+"""Numbers of the whole step: decode steps, how many of the first sequences sample, and the mask
+exchange of a dispatch whose masks are made as its tokens come, or 0."""
 SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, DISCARDED, FIRST = range(9)
 """Columns of a sequence; from FIRST on: first positions, block tables. NEXT is the token after its
 tokens, where it has one; UNCOUNTED is how many of its last tokens the device has yet to count, and
@@ -158,10 +159,10 @@ class DecodeWriter:
         self._header, self._rows, self._tokens = layout.split(self._packed)
         self._known: list[tuple[Sequence, int]] = []
 
-    def write(self, sequences: list[Sequence], num_steps: int) -> np.ndarray:
+    def write(self, sequences: list[Sequence], num_steps: int, exchange: int = 0) -> np.ndarray:
         """The array; a copy, because a device may read it while the next one is written."""
         rows, count = self._rows, len(sequences)
-        self._header[:] = num_steps, count
+        self._header[:] = num_steps, count, exchange
         known = [(sequence, sequence.tables_version) for sequence in sequences]
         if known != self._known:
             self._write_tables(known)
@@ -201,10 +202,11 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
     given["sample_index"] = sequence.sample_index
     given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    given["scores_adjusted"] = sequence.num_candidates is not None
     if sequence.num_candidates is not None:
         given["num_logprobs"] = sequence.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_guided"] = sequence.guide is not None
+    given["is_masked"] = sequence.guide is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
     columns.write(row, given, bias, params.allowed_token_ids, known)
@@ -263,10 +265,12 @@ class StepResult:
         packed: [steps, rows, width], as `pack_sampled` wrote it; a state of zero where the loop
             ended early, or a draft did not hold.
         scores: [tokens, width], as `pack_logprobs` wrote it, of a scored prompt.
+        reuses_masks: every step ran with the masks of the first.
     """
 
     packed: np.ndarray
     scores: np.ndarray | None = None
+    reuses_masks: bool = True
 
     @cached_property
     def _rows(self) -> list[list[list[int]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
+from rooflax.engine.masks import Masks
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
 from rooflax.engine.streaming import step_functions
 from rooflax.errors import EngineError
@@ -36,8 +36,9 @@ from rooflax.nn.placement import put
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
+from rooflax.ops.attention.api import PAGED
 from rooflax.ops.kernels import chosen
-from rooflax.ops.sampling import TokenCounts
+from rooflax.ops.sampling import TokenCounts, awaits_masks
 
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
@@ -52,24 +53,6 @@ class Call(NamedTuple):
     counts: list[int]
     shape: Shape
     drafts: list[list[int]] | None = None
-
-
-class RowError(Exception):
-    """What one sequence is at fault for, before its step ran."""
-
-    def __init__(self, sequence: Sequence, error: BaseException):
-        super().__init__(str(error))
-        self.sequence, self.error = sequence, error
-
-
-@contextmanager
-def _fault_of(sequence: Sequence) -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a library's panic is no Exception
-        raise RowError(sequence, error) from error
 
 
 class Compiled(NamedTuple):
@@ -142,8 +125,9 @@ class Runner:
         self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
-        self._masks = np.full((self.num_slots + 1, words), -1, np.int32)
-        self._no_masks = self._put(self._masks.copy())
+        exchanges = self.options.jit and self.mesh is None and awaits_masks(self.options.kernels)
+        self.masks = Masks((self.num_slots + 1, words), exchanges=exchanges)
+        self._no_masks = self._put(self.masks.everything)
 
     def _allocate_cache(self) -> Any:
         config, shards = self.model.config, self._shards
@@ -166,7 +150,7 @@ class Runner:
     @property
     def reads_in_place(self) -> bool:
         """Whether attention reads the blocks that a row sees, and not its whole table."""
-        in_place = chosen(self.options.kernels)["attention"] in ("native", "pallas")
+        in_place = PAGED.preferred(self.options.kernels).reads_blocks
         return in_place and self.options.gqa != "repeat" and self.options.use_cache
 
     def _contexts(self) -> tuple[int, ...]:
@@ -267,14 +251,22 @@ class Runner:
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._seat(call.sequences)
-        return self._dispatch(call, num_steps, self._guide(call))
+        masks = self.masks.of(call.sequences, call.counts)
+        with self.masks.during(call.sequences, 1 if masks is None else num_steps) as exchange:
+            result = self._dispatch(call, num_steps, masks, exchange)
+        return replace(result, reuses_masks=exchange == 0)
 
     def _dispatch(
-        self, call: Call, num_steps: int = 1, masks: np.ndarray | None = None
+        self,
+        call: Call,
+        num_steps: int = 1,
+        masks: np.ndarray | None = None,
+        exchange: int = 0,
     ) -> StepResult:
         if self.is_sealed and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function, (host, rows) = self._function(call.shape.kind), self._inputs(call, num_steps)
+        function = self._function(call.shape.kind)
+        host, rows = self._inputs(call, num_steps, exchange)
         if masks is not None:
             host = replace(host, masks=masks)
         self.lost_state = True  # donated to a program that may fail, also while its result is read
@@ -293,11 +285,13 @@ class Runner:
         lists = self._shards.data
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
 
-    def _inputs(self, call: Call, num_steps: int) -> tuple[StepInput, list[int] | slice]:
+    def _inputs(
+        self, call: Call, num_steps: int, exchange: int = 0
+    ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
         layout, own = self._layout(call.shape), slice(len(call.sequences))
         if call.shape.kind == "decode" and self._lists_of(call.shape) == 1:
-            packed = self._decode_writer(call.shape).write(call.sequences, num_steps)
+            packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
         masks = None if self._plain else self._no_masks
@@ -312,7 +306,7 @@ class Runner:
         """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._lists_of(call.shape)
         writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
-        writer.header[:] = num_steps, len(call.sequences)
+        writer.header[:] = num_steps, len(call.sequences), 0
         parts = [0] * len(call.sequences)
         if lists > 1 and not dense:
             parts = self._part_of(call.counts)
@@ -368,7 +362,7 @@ class Runner:
         if self._seated[slot] == stay and not miscounts:
             return
         before, self._seated[slot] = self._params[slot].copy(), None
-        with _fault_of(sequence):
+        with fault_of(sequence):
             packing.write_params(self._params[slot], sequence)
         self._seated[slot] = stay
         sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
@@ -376,21 +370,6 @@ class Runner:
             changed.add(slot)
         if sequence.params.has_penalties:
             self._seat_counts(slot, sequence)
-
-    def _guide(self, call: Call) -> np.ndarray | None:
-        """What the rows with a guide may choose after this call; None if there are none.
-
-        The masks go with the step: an array of its own costs the host several times as much.
-        """
-        is_guided = False
-        for sequence, count in zip(call.sequences, call.counts, strict=True):
-            if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
-                with _fault_of(sequence):
-                    mask, row = sequence.guide.mask, self._masks[sequence.slot]
-                    row[: mask.size] = mask
-                    row[mask.size :] = 0
-                is_guided = True
-        return self._masks.copy() if is_guided else None
 
     def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
         seen = np.zeros(self.model.config.vocab_size, np.int32)

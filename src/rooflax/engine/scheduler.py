@@ -18,7 +18,7 @@ class ScheduledStep:
     Attributes:
         decodes: sequences whose last token alone is to run, `num_steps` times over.
         num_steps: decode steps; 1 while prompts run beside them.
-        room: tokens per decoding sequence that its blocks hold, for steps or for drafts.
+        room: tokens per decoding sequence that its blocks hold, for steps or for lookahead tokens.
         prefills: sequences that run several of their tokens, with how many, in the same list as
             the decoding ones.
         copies: of blocks, to be made before anything runs.
@@ -48,9 +48,8 @@ class Scheduler:
             leave.
         prefill_chunk: the most tokens of one sequence in a step.
         decode_steps: the most decode steps of a dispatch.
-        draft_tokens: the most drafts of a sequence in a step.
-        guided_steps: of decoding sequences of which one has a guide and of the most steps, how many
-            a dispatch should run; see `MaskReuse.num_steps`.
+        lookahead_tokens: the most tokens that a step writes behind a decoding sequence's last one.
+        limit_steps: of decoding sequences and of the most steps, how many a dispatch should run.
         worth_running: of so many decoding sequences and tokens in all, how many tokens a step
             should run now; see `Buckets.worth_running`.
 
@@ -66,15 +65,15 @@ class Scheduler:
         token_budget: int,
         prefill_chunk: int,
         decode_steps: int,
-        draft_tokens: int = 0,
-        guided_steps: Callable[[list[Sequence], int], int] = lambda decodes, most: 1,
+        lookahead_tokens: int = 0,
+        limit_steps: Callable[[list[Sequence], int], int] = lambda decodes, most: most,
         worth_running: Callable[[int, int], int] = lambda decodes, tokens: tokens,
     ):
         self.blocks, self._worth_running = blocks, worth_running
-        self._guided_steps = guided_steps
+        self._limit_steps = limit_steps
         self.num_slots, self.token_budget = num_slots, token_budget
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
-        self.steps_per_dispatch, self.draft_tokens = decode_steps, draft_tokens
+        self.steps_per_dispatch, self.lookahead_tokens = decode_steps, lookahead_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -88,7 +87,7 @@ class Scheduler:
     @property
     def new_tokens(self) -> int:
         """The most tokens that a step writes for one sequence."""
-        return most_new_tokens(self.prefill_chunk, self.decode_steps, self.draft_tokens)
+        return most_new_tokens(self.prefill_chunk, self.decode_steps, self.lookahead_tokens)
 
     def can_ever_run(self, sequence: Sequence) -> bool:
         """Whether the sequence, with its siblings, could run alone."""
@@ -161,11 +160,8 @@ class Scheduler:
             waits = (len(s.siblings) > 1 or s.is_suspect for s in (*self.running, *self.waiting))
             assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
-        room = 1 if prefills or only is not None else self._extend(decodes)
+        num_steps, room = (1, 1) if prefills or only is not None else self._extend(decodes)
         copies = [copy for made in self._copies.values() for copy in made]
-        num_steps = min(room, self.steps_per_dispatch)
-        if any(s.guide is not None for s in decodes):
-            room = 1  # for drafts
         return ScheduledStep(decodes, num_steps, room, prefills, copies)
 
     def finish_step(self, step: ScheduledStep) -> None:
@@ -287,16 +283,15 @@ class Scheduler:
         self._copies[id(sequence)] = self.blocks.allocate(sequence, up_to)
         return True
 
-    def _extend(self, decodes: list[Sequence]) -> int:
-        """Room for as many tokens as nobody has to give way for."""
-        room = max(self.steps_per_dispatch, 1 + self.draft_tokens)
+    def _extend(self, decodes: list[Sequence]) -> tuple[int, int]:
+        """Decode steps, and room for as many tokens as nobody has to give way for."""
+        steps = self.steps_per_dispatch
+        if steps > 1:
+            steps = self._limit_steps(decodes, steps)
+        room = max(steps, 1 + self.lookahead_tokens)
         if room == 1:
-            return 1  # which they have
+            return 1, 1  # which they have
         room = min(room, *(s.num_remaining_tokens for s in decodes))
-        if any(s.num_candidates is not None for s in decodes):
-            room = 1
-        elif any(s.guide is not None for s in decodes):
-            room = self._guided_steps(decodes, min(room, self.steps_per_dispatch))
 
         def lacking() -> list[tuple[Sequence, int]]:
             ends = ((s, s.num_computed_tokens + room) for s in decodes)
@@ -308,7 +303,7 @@ class Scheduler:
             needed = lacking()
         for sequence, end in needed:
             self.blocks.allocate(sequence, end)
-        return room
+        return min(steps, room), room
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""

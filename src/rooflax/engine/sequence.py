@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -46,6 +47,17 @@ class Guide(Protocol):
 
     def accept(self, token: int) -> None:
         """Goes on by one token of the mask that does not end the sequence."""
+        ...
+
+    def look_ahead(self, token: int) -> np.ndarray:
+        """The mask after a token that is to be accepted later, behind those looked at before.
+
+        A fault becomes the error of that place.
+        """
+        ...
+
+    def go_back(self) -> None:
+        """Forgets what was looked at and not accepted."""
         ...
 
 
@@ -274,6 +286,28 @@ class Sequence:
 
     def finish(self, reason: str, error: str | None = None) -> None:
         self.finish_reason, self.error = reason, error
+
+
+class RowError(Exception):
+    """What one sequence is at fault for, before its step ran."""
+
+    def __init__(self, sequence: Sequence, error: BaseException):
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error
+
+
+@contextmanager
+def fault_of(sequence: Sequence) -> Iterator[None]:
+    """
+    Raises:
+        RowError: in place of whatever is raised within.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a library's panic is no Exception
+        raise RowError(sequence, error) from error
 
 
 def with_siblings(sequences: Iterable[Sequence]) -> list[Sequence]:

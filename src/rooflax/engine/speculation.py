@@ -13,11 +13,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from rooflax.engine.sequence import Sequence
-from rooflax.errors import RequestError
+from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2
-DEFAULT_DRAFT_TOKENS = 7
-MOST_DRAFT_TOKENS = 31
 FIRST_ACCEPTANCE = 0.5
 """Share of drafts that is expected to hold while nothing is known."""
 MEMORY = 0.8
@@ -196,23 +194,3 @@ def _mean_in(means: dict[int, float], key: int, value: float) -> None:
     """Moves a running mean; a single slow call moves it by at most a factor of two."""
     before = means.get(key, value)
     means[key] = MEMORY * before + (1 - MEMORY) * min(value, 6 * before)
-
-
-def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: bool) -> None:
-    """
-    Raises:
-        RequestError: the arguments have no meaning together.
-    """
-    if num_draft_tokens is not None:
-        whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
-        if not whole or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
-            raise RequestError(
-                f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number from 1 to "
-                f"{MOST_DRAFT_TOKENS}."
-            )
-        if speculate is None:
-            raise RequestError(
-                'num_draft_tokens is given and nobody drafts; add speculate="ngram" or a model.'
-            )
-    if speculate is not None and not use_cache:
-        raise RequestError("Speculative decoding needs the cache, and it is off; drop one of them.")

@@ -26,7 +26,7 @@ from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.control import cond, while_loop
-from rooflax.ops.sampling import TokenCounts, logprobs_of, sample
+from rooflax.ops.sampling import TokenCounts, awaits_masks, logprobs_of, sample
 from rooflax.ops.sampling_columns import NO_ID
 
 
@@ -162,9 +162,12 @@ def decode(
     when a row has chosen one of its stop ids.
     """
 
-    def run(batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
+    exchanges = not step.plain and shards is None and awaits_masks(options.kernels)
+
+    def run(index: jax.Array, batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
         hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
-        packed, counts = _choose(model, carry[1], step, batch, hidden, options, shards)
+        exchange = jnp.stack([step.header[packing.EXCHANGE], index]) if exchanges else None
+        packed, counts = _choose(model, carry[1], step, batch, hidden, options, shards, exchange)
         return packed, (cache, counts)
 
     def goes_on(state: Any) -> jax.Array:
@@ -173,7 +176,7 @@ def decode(
 
     def one(state: Any) -> Any:
         index, _, batch, carry, out = state
-        packed, carry = run(batch, carry)
+        packed, carry = run(index, batch, carry)
         tokens = packed[:, packing.TOKEN]
         stops = jnp.any(tokens[:, None] == step.stop_ids, axis=1)
         stopped = jnp.any(stops & step.samples)
@@ -347,6 +350,7 @@ def _choose(
     hidden: Float[Array, "B T D"],
     options: ExecutionOptions,
     shards: Shards | None,
+    exchange: Int[Array, " two"] | None = None,
 ) -> tuple[Int[Array, "B columns"], TokenCounts]:
     """Logits of each sequence's last token, and a choice for those that sample."""
     last = jnp.maximum(batch.query_lens - 1, 0)
@@ -365,6 +369,7 @@ def _choose(
         step.masks,
         plain=step.plain,
         num_rows=num_rows,
+        exchange=exchange,
         implementation=options.kernels,
     )
     if not step.plain:

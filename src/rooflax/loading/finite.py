@@ -4,8 +4,8 @@ import numpy as np
 
 from rooflax.errors import CheckpointError
 from rooflax.nn.weights import Slot
-from rooflax.ops.formats import FORMATS
-from rooflax.ops.quantization import E8M0_VALUES, LARGEST
+from rooflax.ops.weights import class_of
+from rooflax.ops.weights.formats import E8M0_VALUES
 
 
 def check_scales(slot: Slot, scales: np.ndarray) -> None:
@@ -14,8 +14,9 @@ def check_scales(slot: Slot, scales: np.ndarray) -> None:
 
 def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> None:
     """Refuses NaN and infinity, and what is too large for the format it will be quantised to."""
-    code = "" if format is None else FORMATS[format].code
-    most = LARGEST.get(code, np.inf)
+    code, most = "", np.inf
+    if format is not None:
+        code, most = class_of(format).code, class_of(format).most
     flat = array.reshape(-1)
     step = 1 << 20
     for start in range(0, flat.size, step):

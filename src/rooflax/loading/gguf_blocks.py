@@ -18,7 +18,7 @@ import numpy as np
 from rooflax.loading import mxfp4
 from rooflax.loading.gguf import PLAIN, TYPES
 from rooflax.ops.formats import GROUP
-from rooflax.ops.quantization import encode
+from rooflax.ops.weights.formats import Int8Groups
 
 FORMATS = {"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
 """The weight format that holds a block type's numbers exactly (ops.formats)."""
@@ -106,7 +106,7 @@ def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for begin in range(0, len(rows), step):
         where = slice(begin, begin + step)
         with np.errstate(all="ignore"):  # a damaged scale is for --check to find
-            codes[where], scales[where] = encode("int8-g32", dequantize(kind, rows[where]))
+            codes[where], scales[where] = Int8Groups.encode(dequantize(kind, rows[where]))
     return codes.reshape(*blocks.shape[:-2], -1), scales.reshape(*blocks.shape[:-2], -1)
 
 

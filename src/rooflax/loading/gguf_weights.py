@@ -34,7 +34,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_product, product_shape
 from rooflax.nn.weights import Slot
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.quantization import QuantizedArray, pack
+from rooflax.ops.weights import Quantized, pack
 
 Shape = tuple[int, ...]
 
@@ -162,7 +162,7 @@ class GGUFWeights:
         formats = {key: format for key, found in kinds.items() if (format := _format(found))}
         return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A product's weight from the file's own codes, its outputs in our order."""
         shapes = product_shape(slot, self.config)
         return pack(self.formats[slot.name], *self.codes(slot), *shapes, put)

@@ -12,14 +12,14 @@ from rooflax.loading.finite import check_scales
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import check_groups, is_head, product_shape
 from rooflax.nn.weights import Slot, Where
-from rooflax.ops.formats import FORMATS, GROUP
-from rooflax.ops.quantization import QuantizedArray, pack
+from rooflax.ops.formats import GROUP
+from rooflax.ops.weights import Quantized, class_of, pack
 
 
 class Kept(Protocol):
     """A checkpoint's own quantised weights."""
 
-    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> QuantizedArray: ...
+    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> Quantized: ...
     def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
@@ -44,7 +44,7 @@ class KeptParts:
         inner = len(weight.axis_names) - len(out_shape)
         return numbers[where[inner:]][(None,) * inner]
 
-    def keep(self, rows: np.ndarray, where: Where) -> QuantizedArray:
+    def keep(self, rows: np.ndarray, where: Where) -> Quantized:
         """The codes of these outputs and of the inputs that the part has."""
         slot, stacked = self._slot, self._slot.weight.num_stacked
         in_shape, out_shape = product_shape(slot, self._config)
@@ -65,7 +65,7 @@ class KeptParts:
         check_groups(slot, self._format, end - begin)
         flat = rows.reshape(-1)
         codes = self._codes[..., flat, begin:end]
-        if FORMATS[self._format].grouped:
+        if class_of(self._format).grouped:
             scales = self._scales[..., flat, begin // GROUP : end // GROUP]
         else:
             scales = self._scales[..., flat]

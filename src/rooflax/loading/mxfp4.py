@@ -19,7 +19,8 @@ from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.quantization import E2M1_VALUES, E8M0_VALUES, QuantizedArray, pack
+from rooflax.ops.weights import Quantized, pack
+from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
 
 E2M1 = E2M1_VALUES
 KEPT = "mxfp4-a16"
@@ -76,7 +77,7 @@ class Mxfp4Weights:
         }
         self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """An array of experts from the file's own codes, gate's outputs before up's."""
         return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config), put)
 

@@ -24,8 +24,8 @@ from rooflax.nn.storage import product_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.host_arrays import Put, aligned_put
-from rooflax.ops.matrix_packing import as_panels
-from rooflax.ops.quantization import QuantizedArray, fits, packed_arrays, placed, unpack
+from rooflax.ops.weights import Quantized, class_of, placed
+from rooflax.ops.weights.matrix_packing import as_panels
 
 METHOD = "rooflax"
 PARTS = ("values", "scales", "sums")
@@ -47,7 +47,7 @@ def to_config(formats: Mapping[str, str]) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": METHOD, "formats": dict(formats)}}
 
 
-def tensors_of(slot: Slot, leaf: QuantizedArray) -> list[TensorToWrite]:
+def tensors_of(slot: Slot, leaf: Quantized) -> list[TensorToWrite]:
     """A packed weight's arrays as tensors, in panels wherever they are."""
     leaf = as_panels(leaf)
 
@@ -88,7 +88,7 @@ class PackedWeights:
 
     def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
         in_shape, _ = product_shape(slot, self._config)
-        if not fits(self.formats[slot.name], math.prod(in_shape)):
+        if not class_of(self.formats[slot.name]).fits(math.prod(in_shape)):
             raise CheckpointError(f"{slot.name} cannot be {self.formats[slot.name]}.")
         names = []
         for part, wanted in zip(PARTS, self._arrays(slot), strict=True):
@@ -110,9 +110,9 @@ class PackedWeights:
         in_shape, out_shape = product_shape(slot, self._config)
         stack = slot.weight.shape(self._config.axis_sizes)[: slot.weight.num_stacked]
         inner, outer = math.prod(in_shape), math.prod(out_shape)
-        return packed_arrays(self.formats[slot.name], inner, outer, stack)
+        return class_of(self.formats[slot.name]).like(inner, outer, stack)
 
-    def packed(self, slot: Slot, put: Put = aligned_put) -> QuantizedArray:
+    def packed(self, slot: Slot, put: Put = aligned_put) -> Quantized:
         """A weight's arrays, as they are.
 
         Args:
@@ -127,9 +127,9 @@ class PackedWeights:
         stored = self._stored(slot)
         if slot.weight.num_stacked:
             stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
-        return unpack(stored)
+        return stored.unpacked()
 
-    def _stored(self, slot: Slot) -> QuantizedArray:
+    def _stored(self, slot: Slot) -> Quantized:
         """A weight's arrays in the file's pages."""
         stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
         values, scales, sums = (
@@ -139,4 +139,5 @@ class PackedWeights:
             for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
         )
         shapes = product_shape(slot, self._config)
-        return QuantizedArray(values, scales, sums, self.formats[slot.name], *shapes)  # type: ignore[arg-type]
+        format = self.formats[slot.name]
+        return class_of(format)(values, scales, sums, format, *shapes)  # type: ignore[arg-type]

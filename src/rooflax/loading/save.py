@@ -29,7 +29,7 @@ from rooflax.models.streaming import AnyModel, whole
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot
-from rooflax.ops.quantization import QuantizedArray
+from rooflax.ops.weights import packed_format
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -137,9 +137,9 @@ def save_model(
     ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
     settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
     formats = {
-        packed.table_name(slot): leaf.format
+        packed.table_name(slot): format
         for slot in config.slots()
-        if isinstance(leaf := _leaf(slot, weights), QuantizedArray)
+        if (format := packed_format(_leaf(slot, weights)))
     }
     settings |= packed.to_config(formats) if formats else {}
 
@@ -167,7 +167,7 @@ def _slot_tensors(
 ) -> list[TensorToWrite]:
     sizes, target = config.axis_sizes, DTYPES[dtype]
     array = _leaf(slot, weights)
-    if isinstance(array, QuantizedArray):
+    if packed_format(array):
         return packed.tensors_of(slot, array)
 
     @lru_cache(maxsize=1)

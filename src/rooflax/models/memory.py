@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
-from rooflax.nn.layout import blocks_needed
+from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator
-from rooflax.ops.kernels import chosen
+from rooflax.ops.attention.api import PAGED
 
 ONE_DEVICE = Shards()
 
@@ -21,7 +21,7 @@ class MemoryEstimate:
 
     Attributes:
         weights: all parameters, and the RoPE table.
-        kv_cache: blocks for `rows` sequences of `tokens` tokens.
+        kv_cache: all blocks of the KV cache.
         workspace: the largest intermediates of one step, an upper estimate.
     """
 
@@ -35,7 +35,6 @@ class MemoryEstimate:
 
 
 def estimate(
-    name: str,
     config: Decoder,
     *,
     storage: Storage,
@@ -43,8 +42,8 @@ def estimate(
     rows: int,
     tokens: int,
     max_model_len: int | None = None,
-    prefill_chunk: int = 512,
-    block_size: int | None = None,
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    num_blocks: tuple[int, ...] | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> MemoryEstimate:
     """Counts weights, cache and workspace of one device.
@@ -54,13 +53,13 @@ def estimate(
         rows: sequences that run at once.
         tokens: longest context of each.
         max_model_len: rows of the RoPE table; the model's own by default.
-        block_size: tokens per block of the cache; this platform's by default.
+        num_blocks: of the KV cache per layer group; None is enough for all rows.
         shards: of a mesh, which need not be here.
 
     Raises:
         RequestError: a split that leaves a remainder.
     """
-    block_size = block_size or accelerator.block_size()
+    block_size = accelerator.block_size()
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
@@ -68,19 +67,63 @@ def estimate(
         for slot in config.first(layers).slots()
     )
     chunk = min(prefill_chunk, tokens)
-    per_token = bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
-    groups = config.groups
-    kv_cache = sum(
-        (1 + rows * blocks_needed(groups.windows[g], tokens, chunk, block_size))
-        * block_size
-        * per_token
-        for g in groups.of_layer[:layers]
-    )
+    if num_blocks is None:
+        num_blocks = plan_blocks(
+            config,
+            kv_dtype=kv_dtype,
+            num_slots=rows,
+            max_tokens=tokens,
+            new_tokens=chunk,
+            block_size=block_size,
+        )
+    per_block = block_size * bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
+    kv_cache = per_block * sum(num_blocks[g] for g in config.groups.of_layer[:layers])
     return MemoryEstimate(
         weights=weights + rope_bytes(config, max_model_len),
         kv_cache=kv_cache,
         workspace=workspace_bytes(config, rows, tokens, chunk, shards),
     )
+
+
+def plan_blocks(
+    config: Decoder,
+    *,
+    kv_dtype: str,
+    num_slots: int,
+    max_tokens: int,
+    new_tokens: int,
+    block_size: int,
+    limit_bytes: int | None = None,
+) -> tuple[int, ...]:
+    """Blocks of the KV cache per layer group, block 0 included.
+
+    Window groups get what their windows need; a full group shares what is left.
+
+    Args:
+        new_tokens: the most tokens that a step writes for one sequence.
+        limit_bytes: for the whole cache; None is no limit.
+
+    Raises:
+        RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
+    """
+    groups = config.groups
+    per_block = block_size * bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
+    longest = [blocks_needed(w, max_tokens, new_tokens, block_size) for w in groups.windows]
+
+    def needed(slots: int) -> int:
+        return per_block * sum(1 + slots * longest[g] for g in groups.of_layer)
+
+    slots = num_slots
+    while slots > 1 and limit_bytes is not None and needed(slots) > limit_bytes:
+        slots -= 1
+    if limit_bytes is not None and needed(slots) > limit_bytes:
+        raise RequestError(
+            f"The KV cache of one sequence of {max_tokens:,} tokens takes {gib(needed(slots))} "
+            f"({needed(slots):,} bytes) and {gib(limit_bytes)} ({limit_bytes:,} bytes) is there "
+            f"for it; lower max_model_len.",
+            param="max_model_len",
+        )
+    return tuple(1 + slots * n for n in longest)
 
 
 def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
@@ -89,14 +132,13 @@ def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
 
 
 def padding(
-    name: str,
     config: Decoder,
     *,
     storage: Storage,
     kv_dtype: str,
     rows: int,
     tokens: int,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     shards: Shards = ONE_DEVICE,
 ) -> dict[str, int]:
     """Of what `estimate` counts, the bytes that only fill sizes up to tiles and parts (ops.tiles).
@@ -137,8 +179,8 @@ def workspace_bytes(
     """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
     rows = rows // shards.data if rows % shards.data == 0 else rows
     chunk = chunk // shards.sequence if chunk % shards.sequence == 0 else chunk
-    in_blocks = chosen(None)["attention"] in ("native", "pallas")  # scores stay in the kernel
-    scores = 0 if in_blocks else config.num_heads // shards.tensor * chunk * tokens * 4
+    scores_stay = PAGED.preferred(None).reads_blocks  # in the kernel
+    scores = 0 if scores_stay else config.num_heads // shards.tensor * chunk * tokens * 4
     mlp = config.intermediate_size // shards.tensor
     hidden = chunk * (4 * config.hidden_size + 3 * mlp) * 4
     logits = 3 * config.vocab_size * 4

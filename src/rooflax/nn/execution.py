@@ -20,6 +20,9 @@ DTYPES = ("float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "float16", "int8", "fp8")
 KV_ALIASES = {"float8_e4m3fn": "fp8"}
 MAX_DECODE_STEPS = 1024
+NGRAM = "ngram"
+DEFAULT_DRAFT_TOKENS = 7
+MOST_DRAFT_TOKENS = 31
 
 
 def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
@@ -127,17 +130,6 @@ class Precision:
         if self.quantize is not None:
             object.__setattr__(self, "quantize", resolve_format(self.quantize))
 
-    def resolve(self, platform: str, *, rounded: bool = False) -> Precision:
-        """Every None replaced by what it means on `platform` ("cpu", "gpu", "tpu").
-
-        Args:
-            rounded: whether products round anything (`Storage.rounds`), as with `quantize`.
-        """
-        dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
-        rounded = rounded or self.quantize is not None
-        own = "float16" if rounded and dtype == "float32" and platform == "cpu" else dtype
-        return Precision(dtype, self.kv_dtype or own, self.quantize)
-
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -181,3 +173,23 @@ def streaming_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOpt
         if is_refused:
             raise RequestError(f"A weights budget {why}.")
     return replace(options, decode_steps=1 if options.use_cache else None)
+
+
+def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: bool) -> None:
+    """
+    Raises:
+        RequestError: the arguments have no meaning together.
+    """
+    if num_draft_tokens is not None:
+        whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
+        if not whole or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
+            raise RequestError(
+                f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number from 1 to "
+                f"{MOST_DRAFT_TOKENS}."
+            )
+        if speculate is None:
+            raise RequestError(
+                'num_draft_tokens is given and nobody drafts; add speculate="ngram" or a model.'
+            )
+    if speculate is not None and not use_cache:
+        raise RequestError("Speculative decoding needs the cache, and it is off; drop one of them.")

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops.accelerator import cache_width
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.cache_write import cache_write
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.kv_pool import PoolLeaf as Pool
+from rooflax.ops.kv_pool import QuantizedPool
 
-Pool = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
 """Types of a `QuantizedPool`'s values."""
 

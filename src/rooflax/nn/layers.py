@@ -17,12 +17,10 @@ from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
-from rooflax.ops import accelerator
 from rooflax.ops.attention import AttentionArgs, Dense, attention, ragged_attention
 from rooflax.ops.control import is_traced, scan
-from rooflax.ops.kernels import chosen
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.linear.api import LINEAR
+from rooflax.ops.weights import Stacked, at, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -115,8 +113,8 @@ def _scan(
     Weights stay in their stacks where a kernel reads them there; the rest is small.
     """
     repeats = jax.tree.leaves(stacked)[0].shape[0]
-    kernels = chosen(options.kernels)["linear"]
-    kept = [{k: w for k, w in layer.items() if _stays(w, kernels)} for layer in stacked]
+    stays = LINEAR.preferred(options.kernels).reads_stacks
+    kept = [{k: w for k, w in layer.items() if stays(w)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -124,7 +122,7 @@ def _scan(
         repeat, slices = xs
         k_pools, v_pools = list(k_pools), list(v_pools)
         for index, layer_weights in enumerate(slices):
-            layer_weights |= {key: Stacked(w, repeat) for key, w in kept[index].items()}
+            layer_weights |= {key: at(w, repeat) for key, w in kept[index].items()}
             group = groups.of_layer[index]
             pools = None
             if cache:
@@ -140,14 +138,6 @@ def _scan(
     xs = (jnp.arange(repeats, dtype=jnp.int32), moved)
     (x, k, v), _ = scan(_checkpointed(body, remat), carry, xs)
     return x, with_pools(cache, list(k), list(v)) if cache else None
-
-
-def _stays(stack: jax.Array | QuantizedArray, kernels: str) -> bool:
-    """Whether kernels read a layer's part in its stack."""
-    as_wanted = isinstance(stack, QuantizedArray) and (
-        stack.is_matrix == (accelerator.platform() == "tpu")
-    )
-    return kernels == "native" or (kernels == "pallas" and as_wanted)
 
 
 def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+DEFAULT_PREFILL_CHUNK = 512
+"""The most tokens of one prompt in a step."""
+MOST_DECODE_STEPS = 32
+"""The most decode steps in a dispatch, if the caller does not say how many."""
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

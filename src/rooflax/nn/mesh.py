@@ -31,9 +31,9 @@ from rooflax.nn.shards import (
     split_axes,
 )
 from rooflax.nn.weights import LAYER_PREFIX, Weight
+from rooflax.ops import weights as ops_weights
 from rooflax.ops.linear import lookup
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.weights import Stacked, as_table, split_leaf, taken
 
 
 def make_mesh(text: str) -> Mesh:
@@ -122,23 +122,12 @@ def weights_specs(
 
 
 def leaf_spec(weight: Weight, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()) -> Any:
-    """Where a weight's array is split, or each array of a quantised one.
-
-    A quantised weight's parts are packed each by itself and lie side by side on the first axis
-    behind the experts'.
+    """Where a weight's array is split, or each array of a weight that is several.
 
     Args:
         lead: of the axis of stacked layers.
     """
-    spec = split_axes(weight, shards)
-    if not isinstance(leaf, QuantizedArray):
-        return PartitionSpec(*lead, *spec)
-    stack = weight.num_stacked
-    packed = PartitionSpec(*lead, *spec[:stack], TENSOR if TENSOR in spec else None)
-    empty = leaf.sums.shape[-1] == 0
-    return replace(
-        leaf, values=packed, scales=packed, sums=PartitionSpec(*lead) if empty else packed
-    )
+    return split_leaf(leaf, split_axes(weight, shards), weight.num_stacked, lead)
 
 
 def cache_spec(shards: Shards) -> PartitionSpec:
@@ -172,7 +161,7 @@ def once(
 
 
 def embed(
-    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    table: Float[Array, "vocab hidden"] | ops_weights.Weight,
     tokens: Int[Array, "rows seq"],
     shards: Shards | None,
     *,
@@ -189,7 +178,7 @@ def embed(
     if shards is None or shards.tensor == 1:
         rows = lookup(table, tokens, num_rows=num_rows, implementation=kernels)
     else:
-        size = table.out_shape[0] if isinstance(table, QuantizedArray) else table.shape[0]
+        (size,) = as_table(table).out_shape
         local = tokens - jax.lax.axis_index(TENSOR) * size
         mine = (local >= 0) & (local < size)
         rows = lookup(table, jnp.where(mine, local, 0), implementation=kernels)

@@ -23,7 +23,7 @@ from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
-from rooflax.ops.stacked import taken
+from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
 Table = dict[str, Weight]

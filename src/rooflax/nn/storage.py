@@ -19,7 +19,7 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.weights import Layout, Slot
 from rooflax.ops.formats import FORMATS, GROUP, format_of
-from rooflax.ops.quantization import QuantizedArray, fits, packed_bytes, quantize
+from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -69,7 +69,7 @@ class Storage:
             return None
         in_shape, _ = product_shape(slot, config)
         wanted = format_of(self.quantize, head=is_head(slot, config))
-        if fits(wanted, math.prod(in_shape)):
+        if class_of(wanted).fits(math.prod(in_shape)):
             return wanted
         return "w8a8" if FORMATS[wanted].rounds else "w8a16"
 
@@ -93,7 +93,7 @@ class Storage:
         array: np.ndarray,
         config: Decoder,
         put: Callable[[np.ndarray], Any] = jax.device_put,
-    ) -> jax.Array | QuantizedArray:
+    ) -> jax.Array | Quantized:
         """A host array in our layout, as it will lie on the device where `put` puts it."""
         found = self.format_of(slot, config)
         if found is None:
@@ -101,9 +101,7 @@ class Storage:
         shapes = product_shape(slot, config)
         return quantize(array, found, *shapes, transposed=is_head(slot, config), put=put)
 
-    def keep_part(
-        self, slot: Slot, array: np.ndarray, config: Decoder
-    ) -> np.ndarray | QuantizedArray:
+    def keep_part(self, slot: Slot, array: np.ndarray, config: Decoder) -> np.ndarray | Quantized:
         """A part of a host array in our layout as its devices will hold it, still on the host.
 
         Raises:
@@ -159,7 +157,7 @@ def check_groups(slot: Slot, format: str, inner: int) -> None:
     Raises:
         RequestError: with the arithmetic.
     """
-    if not fits(format, inner):
+    if not class_of(format).fits(inner):
         raise RequestError(
             f"{slot.name} has {inner} inputs on each device, which {format} cannot keep in groups "
             f"of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); choose a "

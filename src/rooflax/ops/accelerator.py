@@ -6,10 +6,6 @@ supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
 import jax
 
 from rooflax.ops import tiles
@@ -48,25 +44,3 @@ def missing() -> str | None:
     if here not in ("gpu", "tpu"):
         return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None
-
-
-def per_platform(
-    operation: str, name: str, **adapted: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """One implementation of several platforms': a function of ops/<operation>/<platform>.py.
-
-    That file is imported when it is called, because it brings Pallas, which takes its time.
-
-    Args:
-        name: of the function.
-        adapted: by platform, what makes of its function one with the operation's arguments.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        here = platform()
-        kernel = getattr(import_module(f"rooflax.ops.{operation}.{here}"), name, None)
-        if kernel is None:
-            raise NotImplementedError(f"{operation} has no Pallas kernel {name!r} for {here}.")
-        return adapted.get(here, lambda same: same)(kernel)(*args, **kwargs)
-
-    return run

@@ -7,20 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
-from rooflax.ops.dispatch import choose
-from rooflax.ops.quantization import QuantizedPool, tokens_as_fp8, tokens_as_int8
-
-Pool = Float[Array, "blocks kv_heads block_size head_dim"] | QuantizedPool
+from rooflax.ops.dispatch import Backend, Operation
+from rooflax.ops.kv_pool import PoolLeaf, as_pool
 
 
 @parts.cache_writes
 def cache_write(
-    pool: Pool,
+    pool: PoolLeaf,
     new: Float[Array, "tokens kv_heads head_dim"],
     slots: Int[Array, " tokens"],
     *,
     implementation: str | None = None,
-) -> Pool:
+) -> PoolLeaf:
     """The pool with new keys (or values) in its type: a slot is block * block_size + offset.
 
     A slot of NO_SLOT or more is not written; those in it differ.
@@ -28,30 +26,26 @@ def cache_write(
     Args:
         implementation: None for the platform's best.
     """
-    return choose("cache_write", IMPLEMENTATIONS, implementation)(pool, new, slots)
+    return CACHE_WRITE(implementation, pool, new, slots)
 
 
-def _scatter(pool: Pool, new: jax.Array, slots: jax.Array) -> Pool:
+def _scatter(pool: PoolLeaf, new: jax.Array, slots: jax.Array) -> PoolLeaf:
     # Unsigned: a signed index is first looked at for a sign, in a dozen operations per layer.
     slots, block_size = slots.astype(jnp.uint32), pool.shape[2]
-    block, offset = slots // block_size, slots % block_size
-    if isinstance(pool, QuantizedPool):
-        as_codes = tokens_as_int8 if pool.values.dtype == jnp.int8 else tokens_as_fp8
-        values, scales = as_codes(new)
-        return QuantizedPool(
-            pool.values.at[block, :, offset].set(values, mode="drop"),
-            pool.scales.at[block, :, offset].set(scales, mode="drop"),
-        )
-    return pool.at[block, :, offset].set(new.astype(pool.dtype), mode="drop")
+    return as_pool(pool).written(slots // block_size, slots % block_size, new)
 
 
-def _native(pool: Pool, new: jax.Array, slots: jax.Array) -> Pool:
+def _native(pool: PoolLeaf, new: jax.Array, slots: jax.Array) -> PoolLeaf:
     """XLA widens a whole pool of bfloat16 for every scatter on a CPU, and narrows it again."""
-    if isinstance(pool, QuantizedPool):
+    values = as_pool(pool).values
+    if as_pool(pool).scales is not None:
         return _scatter(pool, new, slots)
-    out = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    out = jax.ShapeDtypeStruct(values.shape, values.dtype)
     call = jax.ffi.ffi_call("rooflax_cache_write", out, input_output_aliases={0: 0})
-    return call(pool, new.astype(jnp.float32), slots.astype(jnp.int32))
+    return call(values, new.astype(jnp.float32), slots.astype(jnp.int32))
 
 
-IMPLEMENTATIONS = {"reference": _scatter, "xla": _scatter, "native": _native}
+CACHE_WRITE = Operation(
+    "cache_write",
+    {"reference": Backend(_scatter), "xla": Backend(_scatter), "native": Backend(_native)},
+)

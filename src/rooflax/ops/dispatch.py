@@ -1,64 +1,140 @@
-"""Choosing the implementation of an operation: the platform's best, or the one asked for."""
+"""Operations and their backends: which one runs is decided while a program is traced, and recorded.
+
+`None` takes the best that supports the arguments; a name is that one or an error with the reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
+from rooflax.errors import RequestError
 from rooflax.ops import accelerator, native
 
 
-def choose(
-    operation: str, implementations: Mapping[str, Callable[..., Any]], name: str | None
-) -> Callable[..., Any]:
-    """The implementation called `name`; None takes the best that is here, the last that can run.
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of an operation. All its functions have the operation's arguments.
 
-    Of the Pallas kernels, None goes on to the next where one refuses what it is given. An operation
-    that nobody wrote a kernel for is XLA's on every platform: there "native" and "pallas" are that.
-
-    Raises:
-        NotImplementedError: no implementation of that name is here.
+    Attributes:
+        run: computes it.
+        unsupported: why it cannot take the arguments, as a sentence, before any work; None if it
+            can.
+        reads_stacks: whether it reads a member of a stack where it lies, which is a function of the
+            stack, a leaf of stacked weights; the others get copies.
+        reads_blocks: it reads blocks of the KV cache where they lie, and keeps no scores.
+        keeps_bf16: it reads bfloat16 weights at their width beside float32 activations.
     """
-    here = available(implementations)
-    if name is None:
-        *others, (best_name, best) = here.items()
-        return _or_else(best, others[-1][1]) if best_name == "pallas" else best
-    if name in here:
-        return here[name]
-    if name in MISSING:
-        if why := MISSING[name]():
-            raise NotImplementedError(f"{operation}'s {name!r} cannot run: {why}.")
-        return here["xla"]
-    raise NotImplementedError(
-        f"{operation} has no {name!r} implementation, only {', '.join(here)}."
-    )
+
+    run: Callable[..., Any]
+    unsupported: Callable[..., str | None] = lambda *_, **__: None
+    reads_stacks: Callable[[Any], bool] = lambda _: False
+    reads_blocks: bool = False
+    keeps_bf16: bool = False
 
 
-def _or_else(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return kernel(*args, **kwargs)
-        except NotImplementedError:
-            return other(*args, **kwargs)
+@dataclass(frozen=True)
+class Ran:
+    """What ran of an operation.
 
-    return run
-
-
-def available(
-    implementations: Mapping[str, Callable[..., Any]],
-) -> dict[str, Callable[..., Any]]:
-    """Those that can run here: the native ones need the library and the CPU as platform, Pallas
-    ones a GPU or a TPU.
+    Attributes:
+        implementation: its name.
+        passed_over: pairs of a better one's name and why it did not run, the best first.
     """
-    return {
-        name: function
-        for name, function in implementations.items()
-        if name not in MISSING or not MISSING[name]()
-    }
+
+    implementation: str
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
+PLATFORMS = {"native": ("cpu",), "pallas": ("gpu", "tpu")}
+"""Where the implementations are that need something; the others are everywhere."""
 MISSING: Mapping[str, Callable[[], str | None]] = {
     "native": lambda: None if native.is_ready() else native.status().reason,
     "pallas": accelerator.missing,
 }
-"""Implementations that need something: what is missing here, or None."""
+"""What those lack here, or None."""
+
+_record: dict[tuple[str, str | None], dict[Ran, None]] = {}
+"""By operation and by the implementation that was asked for. A compiled program is traced once in a
+process, whoever runs it, so the record is the process's too."""
+
+
+def what_ran(asked: str | None) -> dict[str, list[Ran]]:
+    """Per operation what ran in this process where `asked` was the implementation's name."""
+    return {name: list(ran) for (name, other), ran in _record.items() if other == asked}
+
+
+class Operation:
+    """An operation and its backends.
+
+    Args:
+        name: as errors and the record say it.
+        backends: by name, the best last; a module's name stands for its `BACKEND`, and is imported
+            when it is asked for: "{platform}" in it is the platform's.
+    """
+
+    def __init__(self, name: str, backends: Mapping[str, Backend | str]):
+        self.name, self.backends = name, dict(backends)
+
+    def __call__(self, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        """Runs the best backend for the arguments, or the one of that name.
+
+        Raises:
+            RequestError: the one of that name is not here, or does not take these arguments.
+        """
+        ran = self.choose(implementation, *args, **kwargs)
+        _record.setdefault((self.name, implementation), {})[ran] = None
+        return self.backend(ran.implementation).run(*args, **kwargs)
+
+    def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Ran:
+        """What runs for these arguments, of which it looks at shapes and types."""
+        if implementation is not None:
+            name = self._named(implementation)
+            if why := self.backend(name).unsupported(*args, **kwargs):
+                raise RequestError(f"{why}.", param="kernels")
+            return Ran(name)
+        platform, passed_over = accelerator.platform(), []
+        for name in reversed(self.backends):
+            if platform not in PLATFORMS.get(name, (platform,)):
+                continue
+            why = MISSING.get(name, lambda: None)()
+            why = why or self.backend(name).unsupported(*args, **kwargs)
+            if why is None:
+                return Ran(name, tuple(passed_over))
+            passed_over.append((name, why))
+        raise AssertionError(f"nothing computes {self.name}: {passed_over}")
+
+    def available(self) -> list[str]:
+        """Names of those that can run here, the best last."""
+        return [name for name in self.backends if not MISSING.get(name, lambda: None)()]
+
+    def preferred(self, implementation: str | None) -> Backend:
+        """The backend that is tried first: of that name, or the platform's best."""
+        return self.backend(self._named(implementation or self.available()[-1]))
+
+    def _named(self, name: str) -> str:
+        """The backend that is meant. An operation that nobody wrote a kernel for is XLA's on every
+        platform: there "native" and "pallas" are that.
+
+        Raises:
+            RequestError: it is not here.
+        """
+        if name in MISSING:
+            if why := MISSING[name]():
+                message = f"{self.name}'s {name!r} cannot run: {why}."
+                raise RequestError(message, param="kernels")
+            return name if name in self.backends else "xla"
+        if name not in self.backends:
+            here = ", ".join(self.available())
+            message = f"{self.name} has no {name!r} implementation, only {here}."
+            raise RequestError(message, param="kernels")
+        return name
+
+    def backend(self, name: str) -> Backend:
+        """The one of this name, whether it can run here or not."""
+        found = self.backends[name]
+        if isinstance(found, Backend):
+            return found
+        return import_module(found.format(platform=accelerator.platform())).BACKEND

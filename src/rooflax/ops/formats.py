@@ -21,16 +21,12 @@ class Format:
     """How a product's weights are kept, and its activations rounded.
 
     Attributes:
-        code: of the weights: "int8", "int8-g32", "int4", "mxfp4" or "fp8" (e4m3).
+        code: of the weights; `ops.weights.formats` has a class for each.
         rounds: activations are rounded to int8, with one scale per row or per group.
     """
 
     code: str
     rounds: bool
-
-    @property
-    def grouped(self) -> bool:
-        return self.code not in ("int8", "fp8")
 
 
 FORMATS = {
@@ -44,6 +40,9 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
+LAYOUTS = ("matrix", "table", *dict.fromkeys(format.code for format in FORMATS.values()))
+"""How numbers lie in memory: unquantised ones [in, out] or [out, in], or a format's codes. The
+native library has the same names."""
 ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
 HEAD = "+head="
 

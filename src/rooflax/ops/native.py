@@ -14,12 +14,14 @@ from pathlib import Path
 
 import jax
 
+from rooflax.ops.formats import LAYOUTS
+
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write",
 )  # fmt: skip
-KERNELS_VERSION = 7
+KERNELS_VERSION = 8
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
@@ -76,11 +78,17 @@ def status() -> Status:
     library = load()
     if library is None:
         return Status(False, "the native library was not built: no C++ compiler at installation")
-    own = ("rooflax_ffi_version", "rooflax_kernels_version")
+    own = ("rooflax_ffi_version", "rooflax_kernels_version", "rooflax_layouts")
     if not all(hasattr(library, name) for name in (*own, *TARGETS)):
         return Status(False, OLDER)
     if library.rooflax_kernels_version() != KERNELS_VERSION:
         return Status(False, OLDER)
+    if set(layouts()) != set(LAYOUTS):
+        return Status(
+            False,
+            f"the native library has the weight layouts {', '.join(layouts())}, and this version "
+            f"has {', '.join(LAYOUTS)}; install rooflax again",
+        )
     built, here = library.rooflax_ffi_version(), _ffi_version()
     if here is None or built > here:
         return Status(
@@ -92,6 +100,16 @@ def status() -> Status:
         target = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, target, platform="cpu")
     return Status(True, instruction_set())
+
+
+@cache
+def layouts() -> dict[str, int]:
+    """The library's numbers of weight layouts, by the names of `ops.formats.LAYOUTS`."""
+    library = load()
+    assert library is not None
+    library.rooflax_layouts.restype = ctypes.c_char_p
+    pairs = (pair.split("=") for pair in library.rooflax_layouts().decode().split())
+    return {name: int(number) for name, number in pairs}
 
 
 def _ffi_version() -> int | None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from rooflax.ops import parts
 from rooflax.ops import sampling_columns as columns
 from rooflax.ops.control import cond
-from rooflax.ops.dispatch import choose
+from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.real_rows import real_rows
 from rooflax.ops.sampling_columns import NO_ID
 from rooflax.ops.sampling_limits import MAX_LOGPROBS
@@ -47,11 +47,11 @@ class Sampling:
         allowed_ids: if there are any, all others are banned; the padding is NO_ID.
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
-        is_guided: 1 where the row may only choose what its mask allows, else 0.
+        is_masked: 1 where the row may only choose what its mask allows, else 0.
         num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
             it then means nothing.
-        num_beams: above 1 the row is a beam: adjustments act on its log-probabilities, and those
-            are what comes back.
+        scores_adjusted: 1 where adjustments act on the row's log-probabilities, and those are what
+            comes back, as beam search wants it; else 0.
     """
 
     temperature: Float[Array, " B"]
@@ -68,9 +68,9 @@ class Sampling:
     allowed_ids: Int[Array, "B num_allowed"]
     stop_ids: Int[Array, "B num_stop"]
     min_position: Int[Array, " B"]
-    is_guided: Int[Array, " B"]
+    is_masked: Int[Array, " B"]
     num_logprobs: Int[Array, " B"]
-    num_beams: Int[Array, " B"]
+    scores_adjusted: Int[Array, " B"]
 
     @classmethod
     def of(cls, rows: Int[Array, "B width"]) -> Sampling:
@@ -140,8 +140,8 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; of beams
-    those after it.
+    """The chosen tokens and, where a row asked, log-probabilities before any adjustment; with
+    `scores_adjusted` those after it.
 
     Attributes:
         is_finite: false where a logit is NaN or +infinity, or none is finite; the token then means
@@ -169,6 +169,7 @@ def sample(
     plain: bool = False,
     pending: Int[Array, "B P"] | None = None,
     num_rows: Int[Array, ""] | None = None,
+    exchange: Int[Array, " two"] | None = None,
     implementation: str | None = None,
 ) -> Sampled:
     """The next token of every row.
@@ -182,19 +183,34 @@ def sample(
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.
-        masks: of each slot, bit i % 32 of word i // 32 is whether a guided row may choose token i.
+        masks: of each slot, bit i % 32 of word i // 32 is whether a masked row may choose token i.
         plain: the caller's word that every row takes the most likely token and nothing else is
             asked for.
         pending: tokens of the row that `counts` does not have yet; the padding is NO_ID.
         num_rows: how many leading rows are real; None is all. What the others get means nothing.
-        implementation: one of IMPLEMENTATIONS; None for the platform's best.
+        exchange: the number of a mask exchange and the step in its dispatch: from step 1 on its
+            masks replace `masks`, and it is told the tokens. Number 0 is none.
+        implementation: as in `linear`; None for the platform's best.
+
+    Raises:
+        NotImplementedError: an exchange is given and `awaits_masks` is false.
     """
     if plain:
-        best = choose("argmax", ARGMAX_IMPLEMENTATIONS, implementation)(logits, num_rows)
+        best = ARGMAX(implementation, logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
-    run = choose("sample", IMPLEMENTATIONS, implementation)
-    return run(logits, params, positions, counts, slots, masks, pending, num_rows)
+    how = {}
+    if exchange is not None:
+        if not awaits_masks(implementation):
+            raise NotImplementedError("Only the native sampler awaits masks.")
+        how["exchange"] = exchange
+    given = (logits, params, positions, counts, slots, masks, pending, num_rows)
+    return SAMPLE(implementation, *given, **how)
+
+
+def awaits_masks(implementation: str | None) -> bool:
+    """Whether the sampler can wait for the masks of a step while the host makes them."""
+    return SAMPLE.preferred(implementation).run is _native_sample
 
 
 def _native_sample(
@@ -206,6 +222,7 @@ def _native_sample(
     masks: Int[Array, "slots words"] | None,
     pending: Int[Array, "B P"] | None,
     num_rows: Int[Array, ""] | None,
+    exchange: Int[Array, " two"] | None = None,
 ) -> Sampled:
     """All of it in one call; XLA takes four times as long to compile a step with the operations of
     `_sample`, and three times as long to trace it."""
@@ -223,6 +240,7 @@ def _native_sample(
         nothing if masks is None else masks,
         nothing if pending is None else pending,
         real_rows(num_rows),
+        jnp.zeros(0, jnp.int32) if exchange is None else exchange,
     )
     return Sampled(*found)
 
@@ -243,19 +261,19 @@ def _sample(
     largest = jnp.take_along_axis(logits, best[:, None], axis=1)
     is_finite = jnp.isfinite(largest[:, 0])
     too_early = positions < sampling.min_position
-    is_beam = sampling.num_beams > 1
+    is_adjusted = sampling.scores_adjusted > 0
     asks = (
-        too_early, is_beam, sampling.is_guided > 0, sampling.repetition_penalty != 1,
+        too_early, is_adjusted, sampling.is_masked > 0, sampling.repetition_penalty != 1,
         sampling.presence_penalty != 0, sampling.frequency_penalty != 0,
     )  # fmt: skip
     lists = (sampling.bias_values != 0, sampling.allowed_ids != NO_ID)
     adjusts = jnp.any(jnp.concatenate((*(row[:, None] for row in asks), *lists), axis=1))
 
-    def beams_as_logprobs() -> jax.Array:
-        return jnp.where(is_beam[:, None], _logprobs(logits, largest), logits)
+    def as_logprobs() -> jax.Array:
+        return jnp.where(is_adjusted[:, None], _logprobs(logits, largest), logits)
 
     def adjust() -> jax.Array:
-        scores = cond(jnp.any(is_beam), beams_as_logprobs, lambda: logits)
+        scores = cond(jnp.any(is_adjusted), as_logprobs, lambda: logits)
         generated = _with_pending(counts.generated[slots], pending)
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
@@ -273,7 +291,7 @@ def _sample(
 
     def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
         logprobs = _logprobs(logits, largest)
-        return _best(jnp.where(is_beam[:, None], adjusted, logprobs), tokens)
+        return _best(jnp.where(is_adjusted[:, None], adjusted, logprobs), tokens)
 
     logprobs, top_tokens, top_logprobs = cond(
         jnp.any(sampling.num_logprobs >= 0),
@@ -283,7 +301,10 @@ def _sample(
     return Sampled(tokens, is_finite, is_allowed, logprobs, top_tokens, top_logprobs)
 
 
-IMPLEMENTATIONS = {"reference": _sample, "xla": _sample, "native": _native_sample}
+SAMPLE = Operation(
+    "sample",
+    {"reference": Backend(_sample), "xla": Backend(_sample), "native": Backend(_native_sample)},
+)
 
 
 def _argmax(x: Float[Array, "B V"], num_rows: Int[Array, ""] | None = None) -> Int[Array, " B"]:
@@ -299,7 +320,10 @@ def _native_argmax(
     return jax.ffi.ffi_call("rooflax_argmax", out)(x, real_rows(num_rows))
 
 
-ARGMAX_IMPLEMENTATIONS = {"reference": _argmax, "xla": _argmax, "native": _native_argmax}
+ARGMAX = Operation(
+    "argmax",
+    {"reference": Backend(_argmax), "xla": Backend(_argmax), "native": Backend(_native_argmax)},
+)
 
 
 def _with_pending(
@@ -346,7 +370,7 @@ def _ban(
     banned = limited & ~among(sampling.allowed_ids)
     banned |= too_early[:, None] & among(sampling.stop_ids)
     if masks is not None:
-        guided = sampling.is_guided > 0
+        guided = sampling.is_masked > 0
         banned = cond(
             jnp.any(guided),
             lambda: banned | guided[:, None] & ~unpack_bits(masks, logits.shape[1]),

@@ -2,7 +2,7 @@
 them.
 
 Floats are there by their bits. The rows of all slots stay on the device; the native sampler reads
-them as they are (csrc/sample.h, `Wishes`).
+them as they are (csrc/sample.h, `SamplingRow`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOATS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 UNSIGNED = ("seed", "sample_index")
-INTS = ("top_k", "num_logprobs", "min_position", "num_beams", "is_guided")
+INTS = ("top_k", "num_logprobs", "min_position", "scores_adjusted", "is_masked")
 SCALARS = (*FLOATS, *UNSIGNED, *INTS)
 WIDTHS = (
     len(FLOATS), len(UNSIGNED), len(INTS),
@@ -38,7 +38,7 @@ def split(columns: Any) -> list[Any]:
 
 
 def empty(slots: int) -> np.ndarray:
-    """Nobody's wishes: greedy, and every filter off."""
+    """Greedy, and every filter off."""
     columns = np.zeros((slots, WIDTH), np.int32)
     for name, value in {"top_p": 1.0, "repetition_penalty": 1.0}.items():
         columns[:, FLOATS.index(name)] = np.float32(value).view(np.int32)

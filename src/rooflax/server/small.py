@@ -33,7 +33,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     config = llm.info.config
     meta = {
         "n_vocab": config.vocab_size, "n_ctx": llm.max_model_len, "format": llm.format,
-        "dtype": llm.precision.dtype, "architecture": llm.info.family,
+        "dtype": llm.plan.storage.dtype, "architecture": llm.info.family,
     }  # fmt: skip
     return {
         "id": name, "object": "model", "created": service.created, "owned_by": "rooflax",
@@ -117,7 +117,7 @@ async def version(service: Service, request: Request) -> Response:
 async def props(service: Service, request: Request) -> Response:
     """GET /props: what a chat page wants to know."""
     llm = service.ready().llm
-    template, defaults = llm.tokenizer.chat_template, llm.defaults
+    template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
     format = format_of(template)
     settings = {
         name: getattr(defaults, name)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
+from rooflax.signals import stop_asked
 from rooflax.train.checkpoint import (
     list_checkpoints,
     load_state,
@@ -93,7 +92,7 @@ def run_training(
     """
     check_trainable(model)
     run = _Run(model, config, training, held_out, folder)
-    with contextlib.closing(run.log), _interruptible() as stop, run.bar(progress) as bar:
+    with contextlib.closing(run.log), stop_asked() as stop, run.bar(progress) as bar:
         while run.step < config.num_steps and not stop():
             run.advance(bar)
         interrupted = run.step < config.num_steps
@@ -315,24 +314,3 @@ def _check_ids(model: Model, corpus: Corpus, called: str) -> None:
             f"the {called} holds the token id {largest}, but the model has {size} tokens; "
             f"encode the text with the model's own tokenizer."
         )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """While inside, the first SIGINT only asks to stop; a second one interrupts as usual."""
-    asked = False
-
-    def ask(signum: int, frame: Any) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    try:
-        before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # not the main thread: signals are someone else's
-        yield lambda: False
-        return
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,26 +5,26 @@ Who sees whom is decided by positions alone; no mask is ever an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.ops import accelerator, parts
-from rooflax.ops.accelerator import per_platform
-from rooflax.ops.attention import cpu, reference, xla
+from rooflax.ops import parts
+from rooflax.ops.attention import reference, xla
 from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
-from rooflax.ops.dispatch import choose
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend, Operation
+from rooflax.ops.kv_pool import PoolLeaf, as_pool
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
-PAGED_IMPLEMENTATIONS = {
-    "reference": reference.paged_attention,
-    "xla": xla.paged_attention,
-    "native": cpu.paged_attention,
-    "pallas": per_platform("attention", "paged_attention"),
+DENSE = Operation("dense attention", {"reference": reference.DENSE, "xla": xla.DENSE})
+BACKENDS: Mapping[str, Backend | str] = {
+    "reference": reference.BACKEND,
+    "xla": xla.BACKEND,
+    "native": "rooflax.ops.attention.cpu",
+    "pallas": "rooflax.ops.attention.{platform}",
 }
+PAGED = Operation("attention", BACKENDS)
 
 
 @parts.attention
@@ -52,19 +52,19 @@ def attention(
 
     Raises:
         ValueError: N is not a multiple of K.
-        NotImplementedError: the named implementation does not exist here.
+        RequestError: the named implementation is not here.
 
     Source: Ainslie et al., GQA, 2023; sinks as in openai/gpt-oss, gpt_oss/torch/model.py (sdpa).
     """
     check_heads(q.shape[2], k.shape[1])
-    return choose("attention", IMPLEMENTATIONS, implementation)(q, k, v, dense, args)
+    return DENSE(implementation, q, k, v, dense, args)
 
 
 @parts.attention
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    k_pool: PoolLeaf,
+    v_pool: PoolLeaf,
     paging: Paging,
     args: AttentionArgs,
     *,
@@ -77,20 +77,21 @@ def paged_attention(
     in `attention`.
     """
     check_heads(q.shape[2], k_pool.shape[1])
-    compute = chosen(args, implementation)
-    head_dim, padding = q.shape[3], k_pool.shape[3] - q.shape[3]
-    if padding:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    out = compute(q, k_pool, v_pool, paging, args)
-    return out[..., :head_dim] if padding else out
+    head_dim = q.shape[3]
+    q = with_pool_width(q, k_pool)
+    out = PAGED(implementation, q, as_pool(k_pool), as_pool(v_pool), paging, args)
+    return trimmed(out, head_dim)
 
 
-def chosen(args: AttentionArgs, implementation: str | None) -> Callable[..., Any]:
-    """The paged implementation; None is XLA's where no kernel of the platform takes `args`."""
-    kernels_cannot = args.repeat_kv or (args.pattern and accelerator.platform() == "cpu")
-    if implementation is None and kernels_cannot:
-        implementation = "xla"
-    return choose("paged_attention", PAGED_IMPLEMENTATIONS, implementation)
+def with_pool_width(q: Float[Array, "*batch H"], pool: Any) -> Float[Array, "*batch W"]:
+    """Queries padded by zeros to the pool's heads."""
+    padding = pool.shape[3] - q.shape[-1]
+    return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, padding)]) if padding else q
+
+
+def trimmed(out: Float[Array, "*batch W"], head_dim: int) -> Float[Array, "*batch H"]:
+    """Without the padding."""
+    return out[..., :head_dim] if out.shape[-1] > head_dim else out
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -9,13 +9,14 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.sequences import Sequences
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.kv_pool import Pool
 
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
@@ -36,32 +37,40 @@ def paged_attention(
 
 def ragged_attention(
     q: Float[Array, "T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     sequences: Sequences,
     args: AttentionArgs,
 ) -> Float[Array, "T N H"]:
-    if args.repeat_kv:
-        raise NotImplementedError("attention's native kernel never copies K/V heads (gqa=repeat).")
-    if args.pattern is not None:
-        raise NotImplementedError("attention's native kernel has no patterns.")
-    scales = (jnp.zeros(0, jnp.float32),) * 2
-    if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
-        scales = (k_pool.scales, v_pool.scales)
-        k_pool, v_pool = k_pool.values, v_pool.values
+    none = jnp.zeros(0, jnp.float32)
     call = jax.ffi.ffi_call("rooflax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q.astype(jnp.float32),
-        k_pool,
-        v_pool,
-        *scales,
+        k_pool.values,
+        v_pool.values,
+        *(none if pool.scales is None else pool.scales for pool in (k_pool, v_pool)),
         sequences.block_tables,
         sequences.first_positions,
         sequences.query_starts,
         sequences.query_lens,
         sequences.positions,
         sequences.context_lens,
-        jnp.zeros(0, jnp.float32) if args.sinks is None else args.sinks.astype(jnp.float32),
+        none if args.sinks is None else args.sinks.astype(jnp.float32),
         scale=np.float32(args.scale),
         window=np.int64(args.window or 0),
     ).astype(q.dtype)
+
+
+def unsupported(
+    q: object, k_pool: Pool, v_pool: Pool, where: object, args: AttentionArgs
+) -> str | None:
+    del q, k_pool, v_pool, where
+    if args.repeat_kv:
+        return "attention's native kernel never copies K/V heads (gqa=repeat)"
+    if args.pattern is not None:
+        return "attention's native kernel has no patterns"
+    return None
+
+
+BACKEND = Backend(paged_attention, unsupported, reads_blocks=True)
+RAGGED = Backend(ragged_attention, unsupported, reads_blocks=True)

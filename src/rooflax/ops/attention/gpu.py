@@ -9,34 +9,26 @@ sm_90a show that they compile. No GPU has run them yet.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rooflax.ops.attention.args import AttentionArgs, Paging
-from rooflax.ops.attention.gpu_flash import flash
+from rooflax.ops.attention.gpu_flash import TILE, flash
 from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.kv_pool import Pool
 
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    if args.repeat_kv:
-        raise NotImplementedError("attention's GPU kernel never copies K/V heads (gqa=repeat).")
-    if isinstance(k_pool, QuantizedPool) and k_pool.values.dtype != jnp.int8:
-        raise NotImplementedError("attention's GPU kernel reads no fp8 KV cache.")
-    if not isinstance(k_pool, QuantizedPool) and k_pool.dtype == jnp.float16:
-        raise NotImplementedError("attention's GPU kernel reads no float16 KV cache.")
-    _, kv_heads, block_size, head_dim = k_pool.shape
-    if block_size % 8 or head_dim % 64:
-        raise NotImplementedError(
-            "attention's GPU kernel takes blocks by 8 and heads by 64, "
-            f"not {block_size} and {head_dim}."
-        )
+    kv_heads, head_dim = k_pool.values.shape[1], q.shape[3]
     rows, length, heads, _ = q.shape
     group = heads // kv_heads
     queries = q.reshape(rows, length, kv_heads, group, head_dim).swapaxes(1, 2)
@@ -49,6 +41,34 @@ def paged_attention(
         by_query = jnp.tile(of_head, (1, length))
     out = _merged(*partials, by_query).reshape(rows, kv_heads, length, group, head_dim)
     return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def unsupported(
+    q: Any, k_pool: Pool, v_pool: Pool, where: object, args: AttentionArgs
+) -> str | None:
+    del v_pool, where
+    _, kv_heads, block_size, head_dim = k_pool.values.shape
+    if args.repeat_kv:
+        return "attention's GPU kernel never copies K/V heads (gqa=repeat)"
+    if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
+        return "attention's GPU kernel reads no fp8 KV cache"
+    if k_pool.values.dtype == jnp.float16:
+        return "attention's GPU kernel reads no float16 KV cache"
+    if block_size % 8 or head_dim % 64:
+        return (
+            "attention's GPU kernel takes blocks by 8 and heads by 64, "
+            f"not {block_size} and {head_dim}"
+        )
+    if q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES:
+        return None
+    if not q.dtype == k_pool.values.dtype == jnp.bfloat16:
+        return (
+            f"attention's GPU kernel takes more than {MOST_QUERIES} queries of a K/V head in "
+            "bfloat16 over bfloat16 only"
+        )
+    if TILE % block_size:
+        return f"attention's tensor cores take no blocks of {block_size}"
+    return None
 
 
 def _merged(
@@ -67,3 +87,6 @@ def _merged(
         total = total + jnp.exp(sinks[None] - highest)
     out = (outs * shares[..., None]).sum(axis=2)
     return out / jnp.where(total == 0, 1.0, total)[..., None]
+
+
+BACKEND = Backend(paged_attention, unsupported, reads_blocks=True)

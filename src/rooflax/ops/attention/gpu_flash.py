@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rooflax.ops.attention.args import AttentionArgs, Paging
-from rooflax.ops.attention.gpu_split import LOWEST, MOST_QUERIES
+from rooflax.ops.attention.gpu_split import LOWEST
 from rooflax.ops.attention.plan import NOWHERE, visible_tiles
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.kv_pool import Pool
 
 TILE = 64
 """Queries, and keys, that a warpgroup multiplies at a time."""
@@ -26,17 +26,16 @@ TILE = 64
 
 def flash(
     q: Float[Array, "B K queries H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
     """What `split` gives, of one share."""
     from rooflax.ops.mosaic import launch
 
-    _check(q, k_pool)
     rows, kv_heads, num_queries, _ = q.shape
-    block_size, table_len = k_pool.shape[2], paging.block_tables.shape[1]
+    block_size, table_len = k_pool.values.shape[2], paging.block_tables.shape[1]
     padding = -num_queries % TILE
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     positions = jnp.repeat(paging.positions, num_queries // paging.positions.shape[1], axis=1)
@@ -55,19 +54,9 @@ def flash(
         {"tile": q.shape[2] // TILE, "head": kv_heads, "row": rows},
         scratch_types=_scratch(q.shape[3], TILE // block_size),
     )
-    found = run(q, k_pool, v_pool, *jax.tree.leaves((paging, visits)))
+    found = run(q, k_pool.values, v_pool.values, *jax.tree.leaves((paging, visits)))
     highs, sums, outs = (a[:, :, None, :num_queries] for a in found)
     return highs, sums, outs
-
-
-def _check(q: jax.Array, k_pool: Any) -> None:
-    if isinstance(k_pool, QuantizedPool) or not (q.dtype == k_pool.dtype == jnp.bfloat16):
-        raise NotImplementedError(
-            f"attention's GPU kernel takes more than {MOST_QUERIES} queries of a K/V head in "
-            "bfloat16 over bfloat16 only."
-        )
-    if TILE % k_pool.shape[2]:
-        raise NotImplementedError(f"attention's tensor cores take no blocks of {k_pool.shape[2]}.")
 
 
 def _scratch(head_dim: int, blocks: int) -> list[Any]:

@@ -19,7 +19,7 @@ from rooflax.ops import block_sizes
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.kv_pool import Pool
 
 MOST_QUERIES = 64
 """Of one row and K/V head, up to which this kernel is used."""
@@ -32,8 +32,8 @@ LOWEST = -1e30
 
 def split(
     q: Float[Array, "B K queries H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
@@ -45,7 +45,7 @@ def split(
     from rooflax.ops.mosaic import launch
 
     rows, kv_heads, num_queries, head_dim = q.shape
-    block_size, table_len = k_pool.shape[2], paging.block_tables.shape[1]
+    block_size, table_len = k_pool.values.shape[2], paging.block_tables.shape[1]
     together = min(_at_once(head_dim), num_queries)
     parts = -(-num_queries // together)
     padding = parts * together - num_queries
@@ -53,10 +53,9 @@ def split(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     length = paging.positions.shape[1]
     visits = visible_tiles(paging, args, queries=length, keys=block_size, num_tiles=table_len)
-    pools = [k_pool, v_pool]
-    if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
-        pools = [k_pool.values, v_pool.values, k_pool.scales, v_pool.scales]
-    stored = (k_pool.values if isinstance(k_pool, QuantizedPool) else k_pool).dtype
+    pools = [k_pool.values, v_pool.values]
+    pools += [pool.scales for pool in (k_pool, v_pool) if pool.scales is not None]
+    stored = k_pool.values.dtype
     window = table_len * block_size if args.window is None else args.window
     most = min(table_len, window // block_size + 2)
     (splits,) = block_sizes.of(

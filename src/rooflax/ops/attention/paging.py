@@ -6,27 +6,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention.args import Dense, Paging
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.kv_pool import Pool, PoolLeaf, as_pool
 
 
-def gather(
-    pool: Float[Array, "blocks K block_size H"] | QuantizedPool, block_tables: Int[Array, "B nb"]
-) -> Float[Array, "B K S H"]:
+def gather(pool: PoolLeaf | Pool, block_tables: Int[Array, "B nb"]) -> Float[Array, "B K S H"]:
     """The rows' blocks, one after the other: S = nb * block_size."""
-    if isinstance(pool, QuantizedPool):
-        values, scales = (
-            a.at[block_tables].get(mode="promise_in_bounds") for a in (pool.values, pool.scales)
-        )
-        blocks = values.astype(jnp.float32) * scales[..., None]
-    else:
-        blocks = pool.at[block_tables].get(mode="promise_in_bounds")
+    blocks = as_pool(pool).blocks(block_tables)
     rows, nb, kv_heads, block_size, head_dim = blocks.shape
     return blocks.swapaxes(1, 2).reshape(rows, kv_heads, nb * block_size, head_dim)
 
 
 def gathered(
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Dense]:
     """The rows' keys and values, and where they are."""

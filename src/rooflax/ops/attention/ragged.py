@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
 from rooflax.ops.attention import cpu
-from rooflax.ops.attention.api import check_heads, chosen, paged_attention
+from rooflax.ops.attention.api import PAGED, check_heads, trimmed, with_pool_width
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import NOWHERE
 from rooflax.ops.attention.sequences import Sequences, owners
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend, Operation
+from rooflax.ops.kv_pool import Pool, PoolLeaf, as_pool
 
 TILE = 64
 """Queries of a tile: as many as a GPU's tensor cores multiply at a time."""
@@ -29,8 +31,8 @@ TILE = 64
 @parts.attention
 def ragged_attention(
     q: Float[Array, "T N H"],
-    k_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size width"] | QuantizedPool,
+    k_pool: PoolLeaf,
+    v_pool: PoolLeaf,
     sequences: Sequences,
     args: AttentionArgs,
     *,
@@ -44,22 +46,48 @@ def ragged_attention(
 
     Raises:
         ValueError: N is not a multiple of K.
-        NotImplementedError: the named implementation does not exist here.
+        RequestError: the named implementation is not here, or does not take these arguments.
     """
     check_heads(q.shape[1], k_pool.shape[1])
-    if chosen(args, implementation) is cpu.paged_attention:
-        return cpu.ragged_attention(q, k_pool, v_pool, sequences, args)
-    tiles, of_token = _tiled(sequences, q.shape[0])
-    paging = Paging(
-        block_tables=sequences.block_tables[tiles.sequence],
-        first_positions=sequences.first_positions[tiles.sequence],
-        positions=tiles.positions,
-        context_lens=sequences.context_lens[tiles.sequence],
-    )
-    out = paged_attention(
-        q[tiles.tokens], k_pool, v_pool, paging, args, implementation=implementation
-    )
-    return out.reshape(-1, *q.shape[1:])[of_token]
+    return RAGGED(implementation, q, as_pool(k_pool), as_pool(v_pool), sequences, args)
+
+
+def _in_tiles(name: str) -> Backend:
+    """The paged backend of this name, of tiles."""
+
+    def run(q: Array, k: Pool, v: Pool, sequences: Sequences, args: AttentionArgs) -> Array:
+        head_dim = q.shape[2]
+        q = with_pool_width(q, k.values)
+        tiles, of_token = _tiled(sequences, q.shape[0])
+        paging = Paging(
+            block_tables=sequences.block_tables[tiles.sequence],
+            first_positions=sequences.first_positions[tiles.sequence],
+            positions=tiles.positions,
+            context_lens=sequences.context_lens[tiles.sequence],
+        )
+        out = PAGED.backend(name).run(q[tiles.tokens], k, v, paging, args)
+        out = trimmed(out, head_dim)
+        return out.reshape(-1, *out.shape[2:])[of_token]
+
+    def unsupported(
+        q: Array, k: Pool, v: Pool, sequences: Sequences, args: AttentionArgs
+    ) -> str | None:
+        shape = (*_tile_sizes(sequences, q.shape[0]), *q.shape[1:])
+        tiles = jax.ShapeDtypeStruct(shape, q.dtype)
+        return PAGED.backend(name).unsupported(tiles, k, v, sequences, args)
+
+    return Backend(run, unsupported)
+
+
+RAGGED = Operation(
+    "attention",
+    {
+        "reference": _in_tiles("reference"),
+        "xla": _in_tiles("xla"),
+        "native": cpu.RAGGED,
+        "pallas": _in_tiles("pallas"),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -75,12 +103,19 @@ class _Tiles:
     positions: Int[Array, "tiles tile"]
 
 
+def _tile_sizes(s: Sequences, num_tokens: int) -> tuple[int, int]:
+    """How many tiles there are at most, and queries of each."""
+    num_sequences, tile = s.query_lens.shape[0], min(s.longest, TILE)
+    if s.longest <= tile:
+        return num_sequences, tile
+    most = min(num_sequences * -(-s.longest // tile), num_sequences + num_tokens // tile)
+    return most, tile
+
+
 def _tiled(s: Sequences, num_tokens: int) -> tuple[_Tiles, Int[Array, " T"]]:
     """The tiles, and where each token is in them."""
-    num_sequences, tile = s.query_lens.shape[0], min(s.longest, TILE)
-    num_tiles = num_sequences
-    if s.longest > tile:
-        num_tiles = min(num_sequences * -(-s.longest // tile), num_sequences + num_tokens // tile)
+    num_tiles, tile = _tile_sizes(s, num_tokens)
+    num_sequences = s.query_lens.shape[0]
     needed = (s.query_lens + (tile - 1)) // tile
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     numbers = jnp.arange(num_tiles, dtype=jnp.int32)

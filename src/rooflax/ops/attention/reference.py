@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
 from rooflax.ops.attention.paging import gathered
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.kv_pool import Pool
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -43,9 +44,13 @@ def attention(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
     return attention(q, *gathered(k_pool, v_pool, paging), args)
+
+
+DENSE = Backend(attention)
+BACKEND = Backend(paged_attention)

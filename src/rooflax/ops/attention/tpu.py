@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import tpu
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.plan import NOWHERE, visible_tiles
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.kv_pool import Pool
 from rooflax.ops.tpu import dot
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -32,15 +33,14 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    if args.repeat_kv:
-        raise NotImplementedError("attention's TPU kernel never copies K/V heads (gqa=repeat).")
     num_queries, num_heads = q.shape[1:3]
-    (k, v), scales = _arrays(k_pool, v_pool)
+    k, v = k_pool.values, v_pool.values
+    scales = [pool.scales for pool in (k_pool, v_pool) if pool.scales is not None]
     kv_heads, block_size = k.shape[1:3]
     group = num_heads // kv_heads
     tiles = tpu.attention_tiles(
@@ -240,15 +240,17 @@ def _accumulate(
     return new, total, sums * kept + dot(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
 
 
-def _arrays(*pools: jax.Array | QuantizedPool) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The pools' values, and their scales if they have any."""
-    quantized = [pool for pool in pools if isinstance(pool, QuantizedPool)]
-    if any(pool.values.dtype != jnp.int8 for pool in quantized):
-        raise NotImplementedError("attention's TPU kernel reads no fp8 KV cache.")
-    values = [pool.values if isinstance(pool, QuantizedPool) else pool for pool in pools]
-    if any(pool.dtype == jnp.float16 for pool in values):
-        raise NotImplementedError("attention's TPU kernel reads no float16 KV cache.")
-    return values, [pool.scales for pool in quantized]
+def unsupported(
+    q: object, k_pool: Pool, v_pool: Pool, where: object, args: AttentionArgs
+) -> str | None:
+    del q, v_pool, where
+    if args.repeat_kv:
+        return "attention's TPU kernel never copies K/V heads (gqa=repeat)"
+    if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
+        return "attention's TPU kernel reads no fp8 KV cache"
+    if k_pool.values.dtype == jnp.float16:
+        return "attention's TPU kernel reads no float16 KV cache"
+    return None
 
 
 def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:
@@ -286,3 +288,6 @@ def _gathered(
     found = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
     rows, _, kv_heads, _ = found.shape
     return found.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)
+
+
+BACKEND = Backend(paged_attention, unsupported, reads_blocks=True)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float
 from rooflax.ops import accelerator
 from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
 from rooflax.ops.attention.paging import gathered
+from rooflax.ops.dispatch import Backend
 from rooflax.ops.dot import dot_general
-from rooflax.ops.quantization import QuantizedPool
+from rooflax.ops.kv_pool import Pool
 
 QUERY_CHUNK = 128
 """Queries scored at once over whole sequences; keys behind a chunk's end are never touched."""
@@ -73,8 +74,8 @@ def _scores(q: Float[Array, "B T K G H"], k: Float[Array, "B K S H"]) -> Float[A
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
-    v_pool: Float[Array, "blocks K block_size H"] | QuantizedPool,
+    k_pool: Pool,
+    v_pool: Pool,
     paging: Paging,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
@@ -99,3 +100,7 @@ def _softmax(scores: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax
     if sinks is not None:
         total = total + jnp.exp(sinks - jax.lax.stop_gradient(highest))
     return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+DENSE = Backend(attention)
+BACKEND = Backend(paged_attention)

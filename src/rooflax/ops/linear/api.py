@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
-from rooflax.ops.accelerator import per_platform
-from rooflax.ops.dispatch import choose
-from rooflax.ops.linear import cpu, reference, xla
-from rooflax.ops.linear.prologue import Norm, Prologue, normalised, unfused
-from rooflax.ops.quantization import QuantizedArray, rows_of
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.dispatch import Backend, Operation
+from rooflax.ops.linear import cpu
+from rooflax.ops.linear.prologue import Norm, Prologue
+from rooflax.ops.weights import Stacked, Weight, as_table, as_weight
 
-IMPLEMENTATIONS = {
-    "reference": unfused(reference.matmul),
-    "xla": unfused(xla.matmul),
-    "native": cpu.matmul,
-    "pallas": per_platform("linear", "matmul", gpu=partial(unfused, in_stacks=True)),
-}
+LINEAR = Operation(
+    "linear",
+    {
+        "reference": "rooflax.ops.linear.reference",
+        "xla": "rooflax.ops.linear.xla",
+        "native": "rooflax.ops.linear.cpu",
+        "pallas": "rooflax.ops.linear.{platform}",
+    },
+)
 
 
 @parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
-    w: Float[Array, "*weight"] | QuantizedArray | Stacked,
+    w: Float[Array, "*weight"] | Weight,
     bias: Float[Array, "*out"] | Stacked | None = None,
     *,
     contract: int = 1,
@@ -45,8 +47,8 @@ def linear(
 
     Args:
         x: [..., *in]; where the prologue gates, [..., 2, in].
-        w: [*in, *out], in any width; quantised ones round x as their format says. One of a stack
-            is read where it lies by the native kernel, and copied by the others.
+        w: [*in, *out], in any width; some formats round x as they say. One of a stack is read where
+            it lies by the backends that can, and copied by the others.
         bias: [*out] or None.
         contract: number of axes in `*in`.
         prologue: a norm or an activation of the rows, which a kernel does while it reads them.
@@ -57,27 +59,29 @@ def linear(
 
     Raises:
         ValueError: the contracted axes differ.
-        NotImplementedError: the named implementation does not exist here.
+        RequestError: the named implementation is not here, or does not take these arguments.
     """
     taken = contract + (prologue is not None and getattr(prologue, "gated", False))
     split = x.ndim - taken
     in_shape, out_shape = w.shape[:contract], w.shape[contract:]
     if x.shape[x.ndim - contract :] != in_shape:
         raise ValueError(f"x ends in {x.shape[x.ndim - contract :]}, but w begins with {in_shape}")
-    matmul = choose("linear", IMPLEMENTATIONS, implementation)
-    rows = x.reshape(-1, _size(x.shape[split:]))
-    flat_bias = None if bias is None else bias.reshape(-1)
-    flat_residual = None if residual is None else residual.reshape(rows.shape[0], -1)
-    if not isinstance(w, QuantizedArray):
-        w = w.reshape(_size(in_shape), _size(out_shape))
-    y = matmul(rows, w, flat_bias, prologue=prologue, residual=flat_residual, num_rows=num_rows)
+    rows = x.reshape(-1, math.prod(x.shape[split:]))
+    y = as_weight(w, contract=contract).matmul(
+        rows,
+        None if bias is None else bias.reshape(-1),
+        prologue=prologue,
+        residual=None if residual is None else residual.reshape(rows.shape[0], -1),
+        num_rows=num_rows,
+        implementation=implementation,
+    )
     return y.reshape(*x.shape[:split], *out_shape)
 
 
 @parts.matmuls
 def unembed(
     x: Float[Array, "*batch hidden"],
-    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    table: Float[Array, "vocab hidden"] | Weight,
     *,
     prologue: Norm | None = None,
     num_rows: Int[Array, ""] | None = None,
@@ -85,17 +89,17 @@ def unembed(
 ) -> Float[Array, "*batch vocab"]:
     """Logits: x, normalised, times the transposed embedding; accumulated and returned in float32.
 
-    A quantised table contracts hidden: its in_shape is (hidden,), its out_shape (vocab,). For
-    `num_rows` see `linear`.
+    A table that is a weight has hidden as inputs and the vocabulary as outputs. For `num_rows` see
+    `linear`.
     """
-    product = choose("unembed", UNEMBED_IMPLEMENTATIONS, implementation)
+    how: dict[str, Any] = {"prologue": prologue, "num_rows": num_rows, "dtype": jnp.float32}
     rows = x.reshape(-1, x.shape[-1])
-    logits = product(rows, table, prologue=prologue, num_rows=num_rows)
+    logits = as_table(table).matmul(rows, implementation=implementation, **how)
     return logits.reshape(*x.shape[:-1], -1)
 
 
 def lookup(
-    table: Float[Array, "vocab hidden"] | QuantizedArray,
+    table: Float[Array, "vocab hidden"] | Weight,
     index: Int[Array, "*batch"],
     *,
     num_rows: Int[Array, ""] | None = None,
@@ -106,23 +110,27 @@ def lookup(
     An index outside the table takes its nearest row; the native kernel raises instead. No gradient
     goes through a kernel. For `num_rows` see `linear`.
     """
-    if isinstance(table, QuantizedArray):
-        return rows_of(table, jnp.clip(index, 0, table.out_shape[0] - 1))
-    take = choose("lookup", LOOKUP_IMPLEMENTATIONS, implementation)
-    return take(table, index.reshape(-1), num_rows).reshape(*index.shape, -1)
+    how = {"num_rows": num_rows, "implementation": implementation}
+    return as_table(table).take(index.reshape(-1), **how).reshape(*index.shape, -1)
 
 
-LOOKUP_IMPLEMENTATIONS = {"reference": xla.rows, "xla": xla.rows, "native": cpu.rows}
-UNEMBED_IMPLEMENTATIONS = {
-    "reference": normalised(reference.unembed),
-    "xla": normalised(xla.unembed),
-    "native": cpu.unembed,
-    "pallas": per_platform("linear", "unembed", gpu=normalised),
-}
+def lookup_rows(
+    table: Float[Array, "vocab hidden"],
+    index: Int[Array, " n"],
+    *,
+    num_rows: Int[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "n hidden"]:
+    """`lookup` in a plain table."""
+    return LOOKUP(implementation, table, index, num_rows)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _rows(table: Array, index: Array, num_rows: object) -> Array:
+    del num_rows  # padding is looked up like the rest
+    return table.at[index].get(mode="clip")
+
+
+LOOKUP = Operation(
+    "lookup",
+    {"reference": Backend(_rows), "xla": Backend(_rows), "native": Backend(cpu.rows)},
+)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,11 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
-from rooflax.ops.formats import FORMATS
-from rooflax.ops.matrix_packing import e8m0
-from rooflax.ops.quantization import PANEL, QuantizedArray, dequantize, int8_codes, rounded
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.formats import PANEL
+from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of
+from rooflax.ops.weights.matrix_packing import e8m0
 
 MOST_ROWS = 16
 """Rows up to which the kernel is used."""
@@ -84,37 +85,51 @@ CODES = {
 }
 
 
-def matmul(
-    x: Float[Array, "rows in"], w: Any, bias: Float[Array, " out"] | None
-) -> Float[Array, "rows out"]:
-    """x @ w + bias; one of a stack is read where it lies."""
-    y = _product(x, w)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None, :]
-    return y.astype(x.dtype)
+def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
+    """One of a stack is read where it lies by few rows."""
+    w: Any = args.w
+
+    def product(x: jax.Array) -> jax.Array:
+        if len(x) > MOST_ROWS:
+            return wide_product(x, cast(Quantized, args.matrix)).astype(jnp.float32)
+        member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
+        return products(x.astype(jnp.float32)[None], w, member, jnp.ones(1, jnp.int32))[0]
+
+    return args.unfused(product)
 
 
-def unembed(
-    x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
-) -> Float[Array, "rows vocab"]:
-    return _product(x, table)
+def unsupported(args: LinearArgs) -> str | None:
+    w, dtype = args.w, args.x.dtype
+    if why := unreadable(w):
+        return why
+    if len(args.x) <= MOST_ROWS:
+        return None
+    # Scales of groups of int8 and int4 codes are not bfloat16's, nor are activations that are
+    # rounded per group, nor float32 ones.
+    if w.code in ("int4", "int8-g32") or (w.code == "mxfp4" and w.rounds):
+        return f"linear's GPU kernel is for {MOST_ROWS} rows of {cast(Quantized, w).format}"
+    if not w.rounds and dtype != jnp.bfloat16:
+        return f"linear's tensor cores take bfloat16 rows, not {dtype}"
+    return None
 
 
-def _product(x: Float[Array, "rows in"], w: Any) -> Float[Array, "rows out"]:
-    """x @ w in float32."""
-    stacked = w if isinstance(w, Stacked) else None
-    weights = w if stacked is None else stacked.stack
-    if not isinstance(weights, QuantizedArray):
-        raise NotImplementedError("linear's GPU kernel is for quantised weights: XLA has the rest.")
-    if len(x) > MOST_ROWS:
-        return wide_product(x, taken(w)).astype(jnp.float32)
-    member = jnp.zeros(1, jnp.int32) if stacked is None else jnp.reshape(stacked.index, 1)
-    return products(x.astype(jnp.float32)[None], weights, member, jnp.ones(1, jnp.int32))[0]
+def unreadable(w: Stored) -> str | None:
+    """Why the kernel for few rows cannot read a weight, or a stack of them."""
+    if w.code not in CODES:
+        return "linear's GPU kernel is for quantised weights: XLA has the rest"
+    if w.packing != "panels":
+        return "linear's GPU kernel reads panels, not matrices"
+    slots = CODES[w.code].slots
+    if w.inner % slots:
+        return f"linear's GPU kernel takes inputs by {slots}, not {w.inner}"
+    if math.prod(w.stack) * -(-w.outer // PANEL) * (w.inner // slots) < TILE:
+        return f"linear's GPU kernel needs a larger weight than {w.shape}"
+    return None
 
 
 def products(
     x: Float[Array, "tiles rows in"],
-    w: QuantizedArray,
+    w: Quantized,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
 ) -> Float[Array, "tiles rows out"]:
@@ -123,36 +138,25 @@ def products(
     Args:
         x: float32, not rounded yet.
         w: one matrix, or a stack of which only the members asked for are read.
-
-    Raises:
-        NotImplementedError: fewer weights than a tile of words.
     """
-    code = CODES[FORMATS[w.format].code]
-    inner, outer = math.prod(w.in_shape), math.prod(w.out_shape)
-    words = _words(w, code)
-    if math.prod(words.shape[:-2]) < TILE:
-        raise NotImplementedError(f"linear's GPU kernel needs a larger weight than {w.shape}.")
+    code, words = CODES[w.code], _words(w, CODES[w.code])
     count, rows, _ = x.shape
-    rounded_rows = rounded(x.reshape(count * rows, inner), w.format)
-    slots = _by_slot(rounded_rows.reshape(count, rows, inner), code, words.shape[-3])
-    grouped = FORMATS[w.format].grouped
-    scales = w.scales.reshape(-1, PANEL) if grouped else jnp.zeros((1, PANEL), jnp.float32)
-    sums = _sums(words, slots, scales, members, num_tiles, w.format)
-    if not grouped:
+    rounded = w.activations(x.reshape(count * rows, w.inner))
+    slots = _by_slot(rounded.reshape(count, rows, w.inner), code, words.shape[-3])
+    scales = w.scales.reshape(-1, PANEL) if w.grouped else jnp.zeros((1, PANEL), jnp.float32)
+    sums = _sums(words, slots, scales, members, num_tiles, w.code)
+    if not w.grouped:
         of_member = w.scales.reshape(-1, w.scales.shape[-1])[members] if w.stack else w.scales[None]
         sums = sums * of_member[:, None, :]
-    return sums[..., :outer]
+    return sums[..., : w.outer]
 
 
-def _words(w: QuantizedArray, code: Code) -> Int[Array, "members panels rows words 16"]:
+def _words(w: Quantized, code: Code) -> Int[Array, "members panels rows words 16"]:
     """The packed bytes, four to an int32, which is no work on a GPU."""
     values = w.values
-    if FORMATS[w.format].code in ("int8", "fp8"):
-        quads = values.shape[-3]
-        if quads % code.words:
-            inner = math.prod(w.in_shape)
-            raise NotImplementedError(f"linear's GPU kernel takes inputs by 16, not {inner}.")
-        values = values.reshape(*values.shape[:-3], quads // code.words, code.words, PANEL, 4)
+    if not w.grouped:
+        rows = values.shape[-3] // code.words
+        values = values.reshape(*values.shape[:-3], rows, code.words, PANEL, 4)
     words = jax.lax.bitcast_convert_type(values, jnp.int32)
     return words.reshape(-1, *words.shape[-4:])
 
@@ -176,12 +180,11 @@ def _sums(
     scales: Array,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
-    format: str,
+    name: str,
 ) -> Float[Array, "tiles few outputs"]:
     """The kernel and the sum over its splits."""
     from rooflax.ops.mosaic import filled, launch, load, pl, store, words_layout
 
-    name = FORMATS[format].code
     code, layout, shape = CODES[name], words_layout(), (TILE, PANEL)
     _, panels, word_rows, _, _ = words.shape
     count, few = x.shape[:2]
@@ -221,7 +224,7 @@ def _sums(
                         for at, row in enumerate(rows):
                             column = load(x_ref.at[tile, row, slot, inputs], layout.reduce(1))
                             parts[at] += numbers * jax.lax.broadcast_in_dim(column, shape, (0,))
-                if not FORMATS[format].grouped:
+                if name not in SCALE:
                     return [total + part for total, part in zip(sums, parts, strict=True)]
                 scale = SCALE[name](load(scales_ref.at[pl.ds(start, TILE)], layout))
                 return [total + part * scale for total, part in zip(sums, parts, strict=True)]
@@ -318,25 +321,15 @@ SCALE = {
 }
 
 
-def wide_product(x: Float[Array, "rows in"], w: QuantizedArray) -> Float[Array, "rows out"]:
-    """Many rows, by tensor cores, where they lose nothing.
-
-    Raises:
-        NotImplementedError: they would: scales of groups of int8 and int4 codes are not bfloat16's,
-            nor are activations that are rounded per group, nor float32 ones.
-    """
-    name, rounds = FORMATS[w.format].code, FORMATS[w.format].rounds
-    inner, outer = math.prod(w.in_shape), math.prod(w.out_shape)
-    if w.stack or name in ("int4", "int8-g32") or (name == "mxfp4" and rounds):
-        raise NotImplementedError(f"linear's GPU kernel is for {MOST_ROWS} rows of {w.format}.")
-    if not rounds and x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"linear's tensor cores take bfloat16 rows, not {x.dtype}.")
+def wide_product(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows out"]:
+    """Many rows of one matrix, by tensor cores, where they lose nothing: see `unsupported`."""
+    name, outer, inner = w.code, w.outer, w.inner
     if name == "mxfp4":
-        return _dot(x, dequantize(w).astype(jnp.bfloat16), jnp.float32)
+        return _dot(x, w.numbers().astype(jnp.bfloat16), jnp.float32)
     codes = w.values.swapaxes(-3, -2).reshape(w.values.shape[0] * PANEL, -1)[:outer, :inner].T
     if name == "fp8":
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    if not rounds:
+    if not w.rounds:
         return _dot(x, codes.astype(jnp.bfloat16), jnp.float32) * w.scales[None, :outer]
     whole, step = int8_codes(x.astype(jnp.float32))
     sums = _dot(whole.astype(jnp.int8), codes, jnp.int32).astype(jnp.float32)
@@ -345,3 +338,6 @@ def wide_product(x: Float[Array, "rows in"], w: QuantizedArray) -> Float[Array, 
 
 def _dot(a: jax.Array, b: jax.Array, sums: Any) -> jax.Array:
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=sums)
+
+
+BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: packing_of(leaf) == "panels")

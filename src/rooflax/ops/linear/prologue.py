@@ -6,16 +6,13 @@ fields instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 from jaxtyping import Array, Float
 
 from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.weights import Stacked, taken
 
 
 @dataclass(frozen=True)
@@ -62,49 +59,8 @@ class ClampedSwiglu:
 Prologue = Norm | Activation | ClampedSwiglu
 
 
-def unfused(
-    matmul: Callable[..., jax.Array], *, in_stacks: bool = False
-) -> Callable[..., jax.Array]:
-    """A plain product with the prologue before it and the residual behind it.
-
-    Args:
-        in_stacks: it reads one of a stack of weights where it lies.
-    """
-
-    def compute(
-        x: Float[Array, "rows width"],
-        w: Any,
-        bias: Float[Array, " out"] | Stacked | None,
-        *,
-        prologue: Prologue | None = None,
-        residual: Float[Array, "rows out"] | None = None,
-        num_rows: Any = None,
-    ) -> Float[Array, "rows out"]:
-        del num_rows  # padding is computed like the rest
-        y = matmul(applied(prologue, x), w if in_stacks else taken(w), taken(bias))
-        return y if residual is None else y + residual
-
-    return compute
-
-
 def applied(prologue: Prologue | None, x: Float[Array, "rows width"]) -> Float[Array, "rows in"]:
     """The rows that a product sees."""
     if prologue is None:
         return x
     return prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)
-
-
-def normalised(unembed: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A plain product with a table, with the norm before it."""
-
-    def compute(
-        x: Float[Array, "rows hidden"],
-        table: Any,
-        *,
-        prologue: Norm | None = None,
-        num_rows: Any = None,
-    ) -> Float[Array, "rows vocab"]:
-        del num_rows  # padding is computed like the rest
-        return unembed(x if prologue is None else prologue(x), table)
-
-    return compute

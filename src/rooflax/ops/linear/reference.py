@@ -6,30 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.ops.quantization import QuantizedArray, quantized_product
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.linear.args import LinearArgs
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def matmul(
-    x: Float[Array, "rows in"],
-    w: Float[Array, "in out"] | QuantizedArray,
-    bias: Float[Array, " out"] | None,
-) -> Float[Array, "rows out"]:
-    x32 = x.astype(jnp.float32)
-    if isinstance(w, QuantizedArray):
-        y = quantized_product(x32, w)
-    else:
-        y = jnp.einsum("mk,kn->mn", x32, w.astype(jnp.float32), precision=HIGHEST)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None, :]
-    return y.astype(x.dtype)
+def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
+    def product(x: jax.Array) -> jax.Array:
+        rows, numbers = args.w.activations(x.astype(jnp.float32)), args.matrix.numbers()
+        return jnp.einsum("mk,kn->mn", rows, numbers, precision=HIGHEST)
+
+    return args.unfused(product)
 
 
-def unembed(
-    x: Float[Array, "rows hidden"], table: Float[Array, "vocab hidden"] | QuantizedArray
-) -> Float[Array, "rows vocab"]:
-    if isinstance(table, QuantizedArray):
-        return quantized_product(x.astype(jnp.float32), table)
-    x32, table32 = x.astype(jnp.float32), table.astype(jnp.float32)
-    return jnp.einsum("mk,nk->mn", x32, table32, precision=HIGHEST)
+BACKEND = Backend(matmul)

@@ -14,7 +14,7 @@ Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (s
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,67 +23,53 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from rooflax.ops import tpu
-from rooflax.ops.formats import FORMATS, GROUP
-from rooflax.ops.linear.prologue import Norm, Prologue, applied
-from rooflax.ops.matrix_packing import as_matrix, e8m0
-from rooflax.ops.quantization import QuantizedArray, int8_codes, rounded
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.formats import GROUP
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.tpu import dot
+from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of
+from rooflax.ops.weights.matrix_packing import as_matrix, e8m0
 
 BFLOAT16_HOLDS = ("int8", "fp8", "mxfp4", "matrix")
 """Weights that bfloat16 holds exactly, before the scale of an output. "matrix" is unquantised."""
 LARGEST_TILE = 256
 NIBBLES = ("int4", "mxfp4")
 GROUPED = ("int8-g32", *NIBBLES)
+DECODED = ("int8", "fp8", *GROUPED)
+"""What `_weights` knows."""
 
 
-def matmul(
-    x: Float[Array, "rows width"],
-    w: Float[Array, "in out"] | QuantizedArray | Stacked,
-    bias: Float[Array, " out"] | Stacked | None,
-    *,
-    prologue: Prologue | None = None,
-    residual: Float[Array, "rows out"] | None = None,
-    num_rows: Any = None,
-) -> Float[Array, "rows out"]:
-    del num_rows  # padding is computed like the rest
-    member = jnp.zeros(1, jnp.int32)
-    if isinstance(w, Stacked) and isinstance(w.stack, QuantizedArray) and w.stack.is_matrix:
-        w, member = w.stack, w.index.reshape(1)
-    y = _whole(applied(prologue, x), taken(w), member)
-    bias = taken(bias)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None]
-    y = y.astype(x.dtype)
-    return y if residual is None else y + residual
+def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
+    def run(x: jax.Array) -> jax.Array:
+        w, member = stack_of(args.w, args.index)
+        tile = min(x.shape[0], LARGEST_TILE)
+        num_tiles = -(-x.shape[0] // tile)
+        members = jnp.broadcast_to(jnp.reshape(member, 1), (num_tiles,))
+        return product(x, w, members, num_tiles=None, tile=tile)
+
+    return args.unfused(run)
 
 
-def unembed(
-    x: Float[Array, "rows hidden"],
-    table: Float[Array, "vocab hidden"] | QuantizedArray,
-    *,
-    prologue: Norm | None = None,
-    num_rows: Any = None,
-) -> Float[Array, "rows vocab"]:
-    del num_rows  # padding is computed like the rest
-    return _whole(applied(prologue, x), table, jnp.zeros(1, jnp.int32))
+def unsupported(args: LinearArgs) -> str | None:
+    if args.w.code in DECODED:
+        return None
+    return (
+        f"linear's TPU kernel is for quantised weights, and this one is {args.w.dtype}: XLA's "
+        f"product reads it once already"
+    )
 
 
-def _whole(x: jax.Array, w: Any, member: Int[Array, " one"]) -> Float[Array, "rows out"]:
-    """All rows times one member of a stack."""
-    if not isinstance(w, QuantizedArray):
-        raise NotImplementedError(
-            f"linear's TPU kernel is for quantised weights, and this one is {w.dtype}: XLA's "
-            f"product reads it once already."
-        )
-    tile = min(x.shape[0], LARGEST_TILE)
-    num_tiles = -(-x.shape[0] // tile)
-    return product(x, w, jnp.broadcast_to(member, (num_tiles,)), num_tiles=None, tile=tile)
+def stack_of(w: Stored, index: jax.Array | None) -> tuple[Stored, jax.Array]:
+    """The stack that the kernel reads and a member's number there; what it cannot read where it
+    lies is copied out."""
+    if index is None:
+        return w, jnp.int32(0)
+    return (w, index) if w.packing == "matrix" else (w.member(index), jnp.int32(0))
 
 
 def product(
     x: Float[Array, "rows in"],
-    w: Float[Array, _ in out] | QuantizedArray,
+    w: Stored,
     members: Int[Array, " tiles"],
     *,
     num_tiles: Int[Array, ""] | None,
@@ -96,25 +82,24 @@ def product(
         members: of each tile.
         num_tiles: how many are computed; None is all. The rows of the others mean nothing.
     """
-    if isinstance(w, QuantizedArray):
-        format, w = FORMATS[w.format], as_matrix(w)
-        x, steps = _rounded(x, w.format)
-        code, arrays = format.code, (w.values, w.scales)
-    else:
-        code, arrays, steps = "matrix", (w,), None
+    arrays, steps = w.arrays[:1], None
+    if w.code in DECODED:
+        packed = as_matrix(cast(Quantized, w))
+        arrays = packed.arrays[:2]
+        x, steps = _rounded(x, packed)
     arrays = [tpu.in_place(a.reshape(-1, *a.shape[-2:])) for a in arrays]
     used = jnp.int32(len(members)) if num_tiles is None else num_tiles
-    y = _run(members, used, _halves(x) if code in NIBBLES else x[None], arrays, code, tile)
+    y = _run(members, used, _halves(x) if w.code in NIBBLES else x[None], arrays, w.code, tile)
     return y if steps is None else y * steps
 
 
-def _rounded(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array | None]:
+def _rounded(x: jax.Array, w: Quantized) -> tuple[jax.Array, jax.Array | None]:
     """Rows as the format's product takes them; whole numbers come with the sizes of their steps."""
-    if not FORMATS[format].rounds:
+    if not w.rounds:
         return x, None
     x = x.astype(jnp.float32)
-    if FORMATS[format].grouped:
-        return rounded(x, format), None
+    if w.grouped:
+        return w.activations(x), None
     codes, steps = int8_codes(x)
     return codes.astype(jnp.int8), steps
 
@@ -235,3 +220,6 @@ def _for_each_row(scales: Any, count: int) -> Any:
     """Each row `count` times."""
     groups, outer = scales.shape
     return jnp.broadcast_to(scales[:, None], (groups, count, outer)).reshape(-1, outer)
+
+
+BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: packing_of(leaf) == "matrix")

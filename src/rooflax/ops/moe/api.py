@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import parts
-from rooflax.ops.accelerator import per_platform
-from rooflax.ops.dispatch import choose
+from rooflax.ops.dispatch import Operation
 from rooflax.ops.linear.prologue import Norm
-from rooflax.ops.moe import cpu, reference, xla
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.moe.args import MoeArgs
+from rooflax.ops.weights import Stacked, Weight
 
-
-def _after_norm(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """An implementation that leaves the norm to XLA, and takes weights out of their stacks."""
-
-    def run(
-        x: jax.Array, *arrays: Any, norm: Norm | None, num_tokens: Any, **how: Any
-    ) -> jax.Array:
-        del num_tokens  # padding is computed like the rest
-        return compute(x if norm is None else norm(x), *map(taken, arrays), **how)
-
-    return run
-
-
-IMPLEMENTATIONS = {
-    "reference": _after_norm(reference.experts),
-    "xla": _after_norm(xla.experts),
-    "native": cpu.experts,
-    "pallas": per_platform("moe", "experts"),
-}
-
-
+EXPERTS = Operation(
+    "experts",
+    {
+        "reference": "rooflax.ops.moe.reference",
+        "xla": "rooflax.ops.moe.xla",
+        "native": "rooflax.ops.moe.cpu",
+        "pallas": "rooflax.ops.moe.{platform}",
+    },
+)
 WHOLE_ROWS = 64
 """However few numbers a row has, this many rows leave none to the end of XLA's vector loops."""
 
@@ -63,9 +48,9 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
+    gate_up: Float[Array, "experts hidden 2 mlp"] | Weight,
     gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
+    down: Float[Array, "experts mlp hidden"] | Weight,
     down_bias: Float[Array, "experts hidden"] | Stacked,
     *,
     activation: Callable[[jax.Array], jax.Array],
@@ -92,20 +77,10 @@ def experts(
             nothing, and the native kernel does not compute them.
         implementation: "reference" (always dense), "xla", "native" and "pallas" (grouped only), or
             None for the platform's best.
+
+    Raises:
+        RequestError: the named implementation is not here, or does not take these arguments.
     """
-    if implementation is None and method != "grouped":  # the kernel has no slow way
-        implementation = "xla"
-    compute = choose("experts", IMPLEMENTATIONS, implementation)
-    return compute(
-        x,
-        expert_ids,
-        expert_weights,
-        gate_up,
-        gate_up_bias,
-        down,
-        down_bias,
-        activation=activation,
-        norm=norm,
-        method=method,
-        num_tokens=num_tokens,
-    )
+    leaves = (gate_up, gate_up_bias, down, down_bias)
+    how = {"activation": activation, "norm": norm, "method": method, "num_tokens": num_tokens}
+    return EXPERTS(implementation, MoeArgs.of(x, expert_ids, expert_weights, *leaves, **how))

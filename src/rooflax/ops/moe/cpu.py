@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from rooflax.ops.dispatch import Backend
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.cpu import product
-from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
-from rooflax.ops.quantization import QuantizedArray
-from rooflax.ops.real_rows import NumRows
-from rooflax.ops.stacked import Stacked
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
+from rooflax.ops.moe.args import Experts, MoeArgs
 
 
-def experts(
-    x: Float[Array, "tokens hidden"],
-    expert_ids: Int[Array, "tokens chosen"],
-    expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
-    *,
-    activation: Callable[[jax.Array], jax.Array],
-    norm: Norm | None = None,
-    method: str,
-    num_tokens: NumRows = None,
-) -> Float[Array, "tokens hidden"]:
-    if method != "grouped":
-        raise NotImplementedError(f"the experts' native kernel always groups (moe={method}).")
-    tokens, chosen = expert_ids.shape
-    pairs, select = jnp.repeat(x, chosen, axis=0), expert_ids.reshape(-1)
-    if not isinstance(gate_up, QuantizedArray):
-        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-    bias = gate_up_bias.reshape(gate_up_bias.shape[0], -1)
-    num_rows = None if num_tokens is None else num_tokens * chosen
-    h = product(pairs, gate_up, bias, prologue=norm, select=select, num_rows=num_rows)
-    prologue = activation if isinstance(activation, Activation | ClampedSwiglu) else None
-    if prologue is None:
-        h = activation(h.reshape(h.shape[0], 2, -1))
-    y = product(h, down, down_bias, prologue=prologue, select=select, num_rows=num_rows)
-    shared = y.reshape(tokens, chosen, -1) * expert_weights.astype(jnp.float32)[:, :, None]
+def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
+    tokens, chosen = args.expert_ids.shape
+    pairs, select = jnp.repeat(args.x, chosen, axis=0), args.expert_ids.reshape(-1)
+    num_rows = None if args.num_tokens is None else args.num_tokens * chosen
+
+    def through(x: jax.Array, e: Experts, prologue: object) -> jax.Array:
+        bias = e.bias.reshape(args.num_experts, -1)
+        return product(
+            LinearArgs(x, e.w, e.index, bias, prologue, num_rows=num_rows),  # type: ignore[arg-type]
+            select,
+        )
+
+    h = through(pairs, args.up, args.norm)
+    fused = isinstance(args.activation, Activation | ClampedSwiglu)
+    if not fused:
+        h = args.activation(h.reshape(h.shape[0], 2, -1))
+    y = through(h, args.down, args.activation if fused else None)
+    shared = y.reshape(tokens, chosen, -1) * args.expert_weights.astype(jnp.float32)[:, :, None]
     total = shared[:, 0]
     for index in range(1, chosen):  # one after the other: XLA's sums depend on the shape
         total = total + shared[:, index]
-    return total.astype(x.dtype)
+    return total.astype(args.x.dtype)
+
+
+def unsupported(args: MoeArgs) -> str | None:
+    if args.method != "grouped":
+        return f"the experts' native kernel always groups (moe={args.method})"
+    return None
+
+
+BACKEND = Backend(experts, unsupported)

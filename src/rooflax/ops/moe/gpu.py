@@ -11,8 +11,7 @@ sm_90a show that they compile. No GPU has run them yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
-from rooflax.ops.linear.prologue import Norm
+from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
-from rooflax.ops.quantization import QuantizedArray, dequantize
-from rooflax.ops.stacked import Stacked, taken
+from rooflax.ops.weights import Quantized, Stored, taken
 
 WIDE_TILE = 128
 """Rows of a tile on the tensor cores."""
@@ -39,29 +37,11 @@ ROWS_READ = 64
 """Rows of plain weights that a warpgroup asks for before it uses the first."""
 
 
-def experts(
-    x: Float[Array, "tokens hidden"],
-    expert_ids: Int[Array, "tokens chosen"],
-    expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray | Stacked,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked,
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray | Stacked,
-    down_bias: Float[Array, "experts hidden"] | Stacked,
-    *,
-    activation: Callable[[jax.Array], jax.Array],
-    norm: Norm | None = None,
-    method: str,
-    num_tokens: Any = None,
-) -> Float[Array, "tokens hidden"]:
-    del num_tokens  # padding is computed like the rest
-    if method != "grouped":
-        raise NotImplementedError(f"the experts' GPU kernels always group (moe={method}).")
-    x = x if norm is None else norm(x)
+def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
+    x, expert_ids = args.rows, args.expert_ids
     tokens, chosen = expert_ids.shape
-    num_experts, pairs = gate_up.shape[0], tokens * chosen
-    few = pairs <= linear.ROWS_AT_ONCE * num_experts
-    if not few and x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the experts' tensor cores take bfloat16, not {x.dtype}.")
+    num_experts, pairs = args.num_experts, tokens * chosen
+    few = _is_few(args)
     multiply, tile = (_few, _rows_each(pairs, num_experts)) if few else (_many, WIDE_TILE)
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
@@ -74,16 +54,56 @@ def experts(
         slots = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
         token_of_slot = slots.at[pair_slot].set(token_of_pair)
 
-    def through(rows: jax.Array, w: Any, bias: Any) -> Float[Array, "tiles tile outer"]:
-        y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, tile_expert, num_tiles.reshape(1))
-        wide = taken(bias).astype(jnp.float32)
+    def through(rows: jax.Array, e: Experts) -> Float[Array, "tiles tile outer"]:
+        members = tile_expert if e.index is None else tile_expert + e.index * num_experts
+        w = e.w if e.index is None else e.w.joined()
+        y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, members, num_tiles.reshape(1))
+        wide = taken(e.bias).astype(jnp.float32)
         return y + wide.reshape(wide.shape[0], -1)[tile_expert][:, None, :]
 
-    h = through(x[token_of_slot], gate_up, gate_up_bias)
-    h = activation(h.reshape(len(token_of_slot), 2, -1))
-    y = through(h, down, down_bias).reshape(len(token_of_slot), -1)
+    h = through(x[token_of_slot], args.up)
+    h = args.activation(h.reshape(len(token_of_slot), 2, -1))
+    y = through(h, args.down).reshape(len(token_of_slot), -1)
     per_pair = y[pair_slot].reshape(tokens, chosen, -1)
-    return jnp.sum(per_pair * expert_weights[:, :, None], axis=1).astype(x.dtype)
+    return jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _is_few(args: MoeArgs) -> bool:
+    """Whether the rows of an expert share one reading of its weights."""
+    return args.expert_ids.size <= linear.ROWS_AT_ONCE * args.num_experts
+
+
+def unsupported(args: MoeArgs) -> str | None:
+    if args.method != "grouped":
+        return f"the experts' GPU kernels always group (moe={args.method})"
+    refuse = _few_unsupported if _is_few(args) else _many_unsupported
+    if not _is_few(args) and args.x.dtype != jnp.bfloat16:
+        return f"the experts' tensor cores take bfloat16, not {args.x.dtype}"
+    return refuse(args.up.w) or refuse(args.down.w)
+
+
+def _few_unsupported(w: Stored) -> str | None:
+    if w.code != "matrix":
+        return linear.unreadable(w)
+    from rooflax.ops.mosaic import VALUES_TILE
+
+    depth, width = VALUES_TILE
+    if w.inner % depth or w.outer % width:
+        return (
+            f"the experts' GPU kernel takes inputs by {depth} and outputs by {width}, "
+            f"not {w.inner} and {w.outer}"
+        )
+    return None
+
+
+def _many_unsupported(w: Stored) -> str | None:
+    if w.code != "matrix" and (w.code != "mxfp4" or w.rounds):
+        return f"the experts' tensor cores would lose digits of {cast(Quantized, w).format}"
+    if w.code == "matrix" and w.dtype != jnp.bfloat16:
+        return f"the experts' tensor cores take bfloat16, not {w.dtype}"
+    if w.inner % DEPTH or w.outer % 64:
+        return f"the experts' tensor cores take sizes by {DEPTH}, not {w.inner} and {w.outer}"
+    return None
 
 
 def _rows_each(pairs: int, num_experts: int) -> int:
@@ -93,26 +113,15 @@ def _rows_each(pairs: int, num_experts: int) -> int:
 
 def _few(
     x: Float[Array, "tiles tile inner"],
-    w: Any,
-    tile_expert: Int[Array, " tiles"],
+    w: Stored,
+    members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
 ) -> Float[Array, "tiles tile outer"]:
     """Products of tiles of few rows, by reading the weights once at their width."""
-    w, members = _members(w, tile_expert)
     x = x.astype(jnp.float32)
-    if isinstance(w, QuantizedArray):
-        return linear.products(x, w, members, num_tiles)
-    return _plain_products(x, w, members, num_tiles)
-
-
-def _members(w: Any, tile_expert: Int[Array, " tiles"]) -> tuple[Any, Int[Array, " tiles"]]:
-    """Weights as one stack of matrices, and the tiles' numbers in it."""
-    if isinstance(w, Stacked):
-        tile_expert = tile_expert + w.index * w.shape[0]
-        w = w.stack if isinstance(w.stack, QuantizedArray) else w.stack.reshape(-1, *w.shape[1:])
-    if isinstance(w, QuantizedArray):
-        return w, tile_expert
-    return w.reshape(*w.shape[:2], -1), tile_expert
+    if w.code == "matrix":
+        return _plain_products(x, w.arrays[0], members, num_tiles)
+    return linear.products(x, cast(Quantized, w), members, num_tiles)
 
 
 def _plain_products(
@@ -126,11 +135,6 @@ def _plain_products(
 
     (count, few, inner), outer = x.shape, w.shape[2]
     depth, width = VALUES_TILE
-    if inner % depth or outer % width:
-        raise NotImplementedError(
-            f"the experts' GPU kernel takes inputs by {depth} and outputs by {width}, "
-            f"not {inner} and {outer}."
-        )
     together = next(n for n in (8, 4, 2, 1) if inner // depth % n == 0) * depth
     assert together <= ROWS_READ
     steps, panels = inner // together, outer // width
@@ -176,20 +180,14 @@ def _plain_products(
 
 def _many(
     x: Float[Array, "tiles tile inner"],
-    w: Any,
-    tile_expert: Int[Array, " tiles"],
+    w: Stored,
+    members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
 ) -> Float[Array, "tiles tile outer"]:
     """Products of whole tiles, on the tensor cores."""
-    w, members = _members(w, tile_expert)
-    if isinstance(w, QuantizedArray):
-        if FORMATS[w.format].code != "mxfp4" or FORMATS[w.format].rounds:
-            raise NotImplementedError(f"the experts' tensor cores would lose digits of {w.format}.")
-        w = dequantize(w).astype(jnp.bfloat16)
-        w = w.reshape(-1, *w.shape[-2:])
-    if w.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the experts' tensor cores take bfloat16, not {w.dtype}.")
-    return _tile_products(x.astype(jnp.bfloat16), w, members, num_tiles)
+    wide = w.arrays[0] if w.code == "matrix" else w.numbers().astype(jnp.bfloat16)
+    wide = wide.reshape(-1, *wide.shape[-2:])
+    return _tile_products(x.astype(jnp.bfloat16), wide, members, num_tiles)
 
 
 def _tile_products(
@@ -202,11 +200,6 @@ def _tile_products(
     from rooflax.ops.mosaic import accumulator, launch, pl, plgpu, swizzled
 
     (count, tile, inner), outer = x.shape, w.shape[2]
-    if inner % DEPTH or outer % 64:
-        raise NotImplementedError(
-            f"the experts' tensor cores take sizes by {DEPTH}, not {inner} and {outer}."
-        )
-
     steps = inner // DEPTH
     late = int(steps > 1)
     width, stages = block_sizes.of(
@@ -268,3 +261,6 @@ def _tile_candidates(tile: int, outer: int, steps: int) -> list[tuple[int, int]]
         if outer % width == 0 and stages <= steps
         if stages * 2 * DEPTH * (tile + width) + 4 * tile * width <= SHARED_BYTES
     ]
+
+
+BACKEND = Backend(experts, unsupported)

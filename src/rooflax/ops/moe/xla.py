@@ -5,44 +5,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.control import fori_loop
+from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import xla as linear
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.moe import reference
-from rooflax.ops.quantization import QuantizedArray, member
+from rooflax.ops.moe.args import MoeArgs
+from rooflax.ops.weights import taken
 
 LARGEST_TILE = 32
 
 
-def experts(
-    x: Float[Array, "tokens hidden"],
-    expert_ids: Int[Array, "tokens chosen"],
-    expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | QuantizedArray,
-    gate_up_bias: Float[Array, "experts 2 mlp"],
-    down: Float[Array, "experts mlp hidden"] | QuantizedArray,
-    down_bias: Float[Array, "experts hidden"],
-    *,
-    activation: Callable[[jax.Array], jax.Array],
-    method: str,
-) -> Float[Array, "tokens hidden"]:
-    arrays = (gate_up, gate_up_bias, down, down_bias)
-    if method == "dense":
-        return reference.experts(
-            x, expert_ids, expert_weights, *arrays, activation=activation, method=method
-        )
+def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
+    if args.method == "dense":
+        return reference.experts(args)
+    x, expert_ids = args.rows, args.expert_ids
     num_tokens, chosen = expert_ids.shape
-    tile = 1 if method == "per_token" else _tile_size(num_tokens * chosen, gate_up.shape[0])
-    tile_expert, pair_slot, num_tiles = plan(expert_ids.reshape(-1), gate_up.shape[0], tile)
-    outputs = _run_tiles(x, tile_expert, pair_slot, num_tiles, tile, chosen, arrays, activation)
+    per_expert = _tile_size(num_tokens * chosen, args.num_experts)
+    tile = 1 if args.method == "per_token" else per_expert
+    tile_expert, pair_slot, num_tiles = plan(expert_ids.reshape(-1), args.num_experts, tile)
+    outputs = _run_tiles(args, x, tile_expert, pair_slot, num_tiles, tile)
     per_pair = outputs[pair_slot].reshape(num_tokens, chosen, -1)
-    return jnp.sum(per_pair * expert_weights[:, :, None], axis=1).astype(x.dtype)
+    return jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
 
 
 def _tile_size(num_pairs: int, num_experts: int) -> int:
@@ -82,32 +70,34 @@ def plan(
 
 
 def _run_tiles(
+    args: MoeArgs,
     x: jax.Array,
     tile_expert: jax.Array,
     pair_slot: jax.Array,
     num_tiles: jax.Array,
     tile: int,
-    chosen: int,
-    arrays: tuple[Any, ...],
-    activation: Callable[[jax.Array], jax.Array],
 ) -> Float[Array, "slots hidden"]:
     """Every used tile through its expert, in float32; unused slots stay zero."""
-    gate_up, gate_up_bias, down, down_bias = arrays
-    hidden = x.shape[1]
-    num_slots = tile_expert.shape[0] * tile
+    up, down = args.up.stack, args.down.stack
+    gate_up_bias, down_bias = taken(args.up.bias), taken(args.down.bias)
+    num_slots, chosen = tile_expert.shape[0] * tile, args.expert_ids.shape[1]
     token_of_pair = jnp.arange(pair_slot.shape[0], dtype=jnp.int32) // chosen
     token_of_slot = jnp.zeros(num_slots, jnp.int32).at[pair_slot].set(token_of_pair)
 
     def run_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         expert = tile_expert[index]
         tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, index * tile, tile)
-        w_in, w_out = member(gate_up, expert), member(down, expert)
-        if not isinstance(w_in, QuantizedArray):
-            w_in = w_in.reshape(hidden, -1)
-        h = linear.matmul(x[tokens], w_in, gate_up_bias[expert].reshape(-1))
-        h = activation(h.reshape(tile, 2, -1))
-        y = linear.matmul(h, w_out, down_bias[expert]).astype(jnp.float32)
+        w_in, w_out = up.member(expert), down.member(expert)
+        h = linear.matmul(
+            LinearArgs(x[tokens], w_in, bias=gate_up_bias[expert].reshape(-1), dtype=x.dtype)
+        )
+        h = args.activation(h.reshape(tile, 2, -1))
+        y = linear.matmul(LinearArgs(h, w_out, bias=down_bias[expert], dtype=h.dtype))
+        y = y.astype(jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y, index * tile, axis=0)
 
-    empty = jnp.zeros((num_slots, hidden), jnp.float32)
+    empty = jnp.zeros((num_slots, x.shape[1]), jnp.float32)
     return fori_loop(0, num_tiles, run_tile, empty)
+
+
+BACKEND = Backend(experts)

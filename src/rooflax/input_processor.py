@@ -1,0 +1,142 @@
+"""`InputProcessor`: from what a caller sent to sequences that an engine runs.
+
+It checks a request against the model and the context, before any device is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rooflax.completion import Sample
+from rooflax.engine.beams import BeamGroup, check_beams
+from rooflax.engine.request_checks import check_length, check_prompt, check_salt, check_sequence
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.errors import RequestError
+from rooflax.inputs import Prompt, is_whole
+from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.loading.plan import Plan
+from rooflax.structured import Forms
+
+
+class InputProcessor:
+    """Encodes prompts, and makes the sequences of a request.
+
+    Attributes:
+        tokenizer: of the model.
+        defaults: what the checkpoint says of sampling.
+        forms: the grammars that were asked for, compiled.
+    """
+
+    def __init__(self, plan: Plan):
+        info = plan.info
+        self._has_folder, self._vocab_size = info.folder is not None, info.config.vocab_size
+        self.max_model_len, self.max_num_seqs = plan.max_model_len, plan.max_num_seqs
+        self.tokenizer, self.defaults = info.tokenizer(), info.generation_defaults()
+        self.forms = Forms(self.tokenizer, self._vocab_size, self.stop_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every end-of-sequence id of the checkpoint."""
+        ids = set(self.defaults.eos_token_ids)
+        if not ids and self._has_folder and self.tokenizer.eos_id is not None:
+            ids.add(self.tokenizer.eos_id)
+        # What the model cannot generate ends nothing.
+        return frozenset(i for i in ids if 0 <= i < self._vocab_size)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids; ids are taken as they are.
+
+        Raises:
+            RequestError: it is neither text nor token ids.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        is_list = isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes)
+        ids = list(prompt) if is_list else []
+        if set(map(type, ids)) <= {int} and is_list:
+            return ids
+        if not is_list or not all(is_whole(token) for token in ids):
+            raise RequestError(
+                f"A prompt is {prompt!r:.80}; it must be text or a list of token ids.",
+                param="prompt",
+            )
+        return [int(token) for token in ids]
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """As `encode`, of a prompt that may fit; one that cannot is rejected without being encoded.
+
+        Raises:
+            RequestError: it is neither text nor token ids, or longer than the context.
+        """
+        longest = self.tokenizer.longest_token
+        if isinstance(prompt, str):
+            if longest is not None and len(prompt) > self.max_model_len * longest:
+                raise RequestError(
+                    f"The prompt has {len(prompt):,} characters and the context holds "
+                    f"{self.max_model_len} tokens of at most {longest}; shorten the prompt.",
+                    param="prompt",
+                )
+        elif isinstance(prompt, Sequence) and len(prompt) >= self.max_model_len:
+            check_length(len(prompt), self.max_model_len)
+        return self.encode(prompt)
+
+    def samples(
+        self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""
+    ) -> list[Sample]:
+        """A request's `n` sequences, checked, each with its way back to text.
+
+        With beams these are the first `n` of the group.
+
+        Raises:
+            RequestError: what this model cannot do, or a form that cannot be compiled.
+        """
+        asked, given = given.max_tokens, given.with_defaults(self._default_values())
+        vocab = self._vocab_size
+        check_prompt(ids, vocab, self.max_model_len)
+        check_salt(cache_salt)
+        stop = frozenset(given.stop_token_ids)
+        if not given.ignore_eos:
+            stop |= self.stop_ids
+        room = self.max_model_len - len(ids)
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"max_tokens is {asked} and the context of {self.max_model_len} has room for "
+                f"{room} after a prompt of {len(ids)}; lower it, or leave it out to fill the "
+                f"context.",
+                param="max_tokens",
+            )
+        max_tokens = min(given.max_tokens or room, room)
+        guide = self.forms.guide(given, stop)
+        sequences = [
+            EngineSequence(
+                request_id,
+                ids,
+                given,
+                max_tokens,
+                stop,
+                index,
+                cache_salt=cache_salt,
+                guide=guide.copy() if guide and index else guide,
+            )
+            for index in range(max(given.n, given.num_beams))
+        ]
+        check_sequence(sequences[0], vocab, self.max_model_len)
+        if given.num_beams > 1:
+            check_beams(given, stop, vocab, self.max_num_seqs)
+            BeamGroup(sequences)
+        return [
+            Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
+            for sequence in sequences[: given.n]
+        ]
+
+    def _default_values(self) -> dict[str, Any]:
+        d = self.defaults
+        values = {
+            name: getattr(d, name)
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        } | {"max_tokens": d.max_new_tokens}
+        if d.do_sample is False:  # said outright: greedy, as in transformers
+            values["temperature"] = 0.0
+        return values

@@ -1,0 +1,136 @@
+"""What is known of a model before its weights are read: where it lies, its config, its tokenizer.
+
+A name is a checkpoint folder, a GGUF file, a hub id, "preset:NAME", or nothing: the embedded
+default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.checkpoint import Checkpoint
+from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
+from rooflax.loading.gguf_weights import GGUFWeights
+from rooflax.loading.hub import resolve
+from rooflax.loading.mxfp4 import Mxfp4Weights
+from rooflax.loading.packed import PackedWeights, is_packed
+from rooflax.loading.source import Source
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.loading.weights import WeightReader
+from rooflax.models.presets import EMBEDDED, EMBEDDED_NAME, PREFIX, preset_config
+from rooflax.models.registry import read_config, read_config_json
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.placement import Placer
+from rooflax.nn.storage import Storage
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model before its weights are read.
+
+    Attributes:
+        name: as the user gave it; the embedded default's own name otherwise.
+        folder: of the checkpoint, or the GGUF file; None for a preset.
+        family, config: the architecture.
+        raw_config: config.json, or what a GGUF file's metadata says in its words.
+        gguf: the GGUF file, opened.
+    """
+
+    name: str
+    folder: Path | None
+    family: str
+    config: Decoder
+    raw_config: Mapping[str, Any]
+    gguf: GGUFFile | None = None
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; the embedded one for a preset.
+
+        Raises:
+            CheckpointError: it has more ids than the model's embedding has rows.
+        """
+        tokenizer = Tokenizer(self.gguf or self.folder or embedded_folder())
+        rows = self.config.vocab_size
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"The tokenizer of {self.name} has ids up to {tokenizer.vocab_size - 1}, but the "
+                f"embedding has {rows} rows; they do not belong together."
+            )
+        return tokenizer
+
+    def weights(self) -> Source:
+        """The tensors of the checkpoint, memory-mapped; not for a preset."""
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf, self.family, self.config)
+        return Checkpoint(self.folder or "")
+
+    def kept(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
+        """Which weights the checkpoint holds quantised, and these packed."""
+        source = self.weights()
+        if isinstance(source, GGUFWeights):
+            return source
+        if is_packed(self.raw_config):
+            return PackedWeights(source, self.family, self.config, self.raw_config)
+        return Mxfp4Weights(source, self.family, self.config)
+
+    def reader(
+        self, storage: Storage, *, check: bool = False, place: Placer | None = None
+    ) -> WeightReader:
+        """Reads the weights of the checkpoint; the arguments of `WeightReader`."""
+        kept = self.kept() if storage.kept else None
+        own = kept.tensors if isinstance(kept, PackedWeights) else {}
+        how = {"storage": storage, "check": check, "place": place, "kept": kept, "own": own}
+        return WeightReader(self.weights(), self.family, self.config, **how)
+
+    def generation_defaults(self) -> GenerationDefaults:
+        if self.folder is None:
+            return GenerationDefaults()
+        if self.gguf is not None:
+            return gguf_generation_defaults(self.gguf)
+        return read_generation_defaults(self.folder)
+
+
+def embedded_folder(name: str = EMBEDDED_NAME) -> Path:
+    """Where an embedded model lies."""
+    folder = Path(__file__).resolve().parents[1] / "assets" / name
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"This installation has no embedded model ({folder} is missing); name a MODEL."
+        )
+    return folder
+
+
+def model_info(
+    model: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+) -> ModelInfo:
+    """Finds a model (downloading it if need be) and reads its config.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, RequestError: with the reason.
+    """
+    if model is not None and str(model).startswith(PREFIX):
+        raw = preset_config(str(model))
+        name, config = read_config(raw)
+        return ModelInfo(str(model), None, name, config, raw)
+    model = EMBEDDED_NAME if model is None else str(model)
+    if model in EMBEDDED and not Path(model).exists():
+        folder, shown = embedded_folder(model), model
+    else:
+        folder, shown = resolve(model, revision=revision, offline=offline), model
+    if folder.is_file():
+        gguf = GGUFFile(folder)
+        name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
+        return ModelInfo(shown, folder, name, config, raw, gguf)
+    raw = read_config_json(folder)
+    name, config = read_config(raw, ignore=ignore_config_keys)
+    return ModelInfo(shown, folder, name, config, raw)

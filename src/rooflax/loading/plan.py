@@ -1,0 +1,421 @@
+"""`Plan`: how a model will run and what it will take, resolved before anything is loaded.
+
+What was asked for meets the model, the platform and the memory here, and nowhere else. Only
+config.json and the headers of the weight files are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from rooflax.errors import RequestError
+from rooflax.loading.model_info import ModelInfo, model_info
+from rooflax.loading.packed import is_packed
+from rooflax.models.memory import (
+    ONE_DEVICE,
+    MemoryEstimate,
+    check_fits,
+    estimate,
+    padding,
+    plan_blocks,
+    rope_bytes,
+)
+from rooflax.models.model import resolve_max_model_len
+from rooflax.models.streaming import StreamPlan, plan_streaming
+from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.execution import (
+    DEFAULT_DRAFT_TOKENS,
+    NGRAM,
+    ExecutionOptions,
+    Precision,
+    check_speculate,
+    parse_bytes,
+    streaming_options,
+)
+from rooflax.nn.layout import (
+    DEFAULT_PREFILL_CHUNK,
+    MOST_DECODE_STEPS,
+    blocks_needed,
+    most_new_tokens,
+)
+from rooflax.nn.mesh import make_mesh, shards_of
+from rooflax.nn.shards import Shards, config_on
+from rooflax.nn.storage import Storage
+from rooflax.ops import accelerator, kernels
+from rooflax.ops.linear.api import LINEAR
+
+DEFAULT_NUM_SEQS = 16
+CACHE_SHARE = 0.5
+"""Of the memory that is free beside the weights, for the KV cache of a server."""
+SMALL_CONTEXT = 256
+"""Tokens whose KV cache must fit beside the weights, or the model is not loaded."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided about a model before its weights are read.
+
+    Attributes:
+        info: the model.
+        storage: the format or dtype of each weight, and the dtype of the activations.
+        kv_dtype: of the KV cache.
+        options: with `layers` resolved; one step per dispatch where layers are offloaded.
+        max_model_len: longest context in tokens.
+        max_num_seqs: sequences that run at once.
+        prefill_chunk: most tokens of one prompt in a step.
+        max_tokens_per_step: most tokens of a step.
+        mesh: its devices; None is one device, or devices that are not here.
+        shards: into how many parts the mesh splits each axis.
+        offloading: which layers stay in memory and which are read at every step; None without a
+            weights budget.
+        draft: of the smaller model that drafts tokens; None without one.
+        num_draft_tokens: most drafts of a sequence in a step; 0 if nobody drafts.
+        num_blocks: of the KV cache, per layer group, block 0 included.
+        memory: bytes on each device, with this KV cache.
+    """
+
+    info: ModelInfo
+    storage: Storage
+    kv_dtype: str
+    options: ExecutionOptions
+    max_model_len: int
+    max_num_seqs: int
+    prefill_chunk: int
+    max_tokens_per_step: int
+    mesh: Mesh | None
+    shards: Shards
+    offloading: StreamPlan | None
+    draft: Plan | None
+    num_draft_tokens: int
+    num_blocks: tuple[int, ...]
+    memory: MemoryEstimate
+
+    @property
+    def precision(self) -> Precision:
+        """The widths with nothing left open; `quantize` is None if the weights are kept."""
+        return Precision(self.storage.dtype, self.kv_dtype, self.storage.quantize)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether layers are read from the file at every step."""
+        return self.offloading is not None and bool(self.offloading.streamed)
+
+    @property
+    def load_bytes(self) -> int:
+        """Of weights that loading will read and keep, about."""
+        if self.offloading is not None:
+            plan = self.offloading
+            return plan.fixed_bytes + sum(plan.layer_bytes) - plan.bytes_per_step
+        config = self.info.config
+        whole = self.estimate(shards=ONE_DEVICE).weights
+        return whole - rope_bytes(config, self.max_model_len)
+
+    def estimate(
+        self,
+        num_seqs: int | None = None,
+        max_tokens: int | None = None,
+        *,
+        shards: Shards | None = None,
+        num_blocks: tuple[int, ...] | None = None,
+    ) -> MemoryEstimate:
+        """Bytes on each device with another KV cache than the plan's, or on another mesh.
+
+        Args:
+            num_seqs: sequences that run at once; None is the plan's number.
+            max_tokens: of each of them; None is the plan's longest context.
+            num_blocks: of the KV cache; None is enough for all sequences.
+        """
+        need = estimate(
+            self.info.config,
+            **self._widths(num_seqs, max_tokens, shards),
+            max_model_len=self.max_model_len,
+            num_blocks=num_blocks,
+        )
+        if self.offloading is not None:
+            need = replace(need, weights=self.offloading.memory_bytes)
+        return need
+
+    def padding(self) -> dict[str, int]:
+        """Bytes of the estimate that only fill tiles and parts up, by the size that is padded."""
+        return padding(self.info.config, **self._widths(None, None, None))
+
+    def _widths(
+        self, num_seqs: int | None, max_tokens: int | None, shards: Shards | None
+    ) -> dict[str, Any]:
+        return {
+            "storage": self.storage,
+            "kv_dtype": self.kv_dtype,
+            "rows": num_seqs or self.max_num_seqs,
+            "tokens": max_tokens or self.max_model_len,
+            "shards": shards or self.shards,
+        }
+
+    def check_fits(self, num_seqs: int | None = None, max_tokens: int = SMALL_CONTEXT) -> None:
+        """Refuses what does not fit into the memory that is free, with the arithmetic.
+
+        Args:
+            num_seqs: of `max_tokens`, whose KV cache is needed while the weights are there; None
+                is the weights, with those of a drafting model, and a small KV cache.
+
+        Raises:
+            RequestError: more memory is needed than is free.
+        """
+        need = self.estimate(num_seqs or 1, min(max_tokens, self.max_model_len))
+        what = self.info.name
+        if num_seqs is not None:
+            need, what = replace(need, weights=0), f"{what} with {num_seqs} x {max_tokens} tokens"
+        elif self.draft is not None:
+            what = f"{what} with {self.draft.info.name} drafting"
+            need = replace(need, weights=need.weights + self.draft.memory.weights)
+        if num_seqs is None and self.shards != ONE_DEVICE:
+            what = f"{what} on each device of {self.shards}"
+        check_fits(need, free_bytes(self.shards.num_devices), what)
+
+    def serving(self, *, max_tokens_per_step: int | None = None, num_blocks: object = None) -> Plan:
+        """The plan of a server, whose KV cache is allocated once.
+
+        Args:
+            max_tokens_per_step: prompt tokens and decoding sequences of one step; None is 512.
+            num_blocks: of the KV cache, per layer group; None is enough for all sequences, or for
+                as many as fit into half of the memory that is free beside the weights.
+
+        Raises:
+            RequestError: not even one sequence of `max_model_len` fits, with the arithmetic.
+        """
+        per_step = max(max_tokens_per_step or DEFAULT_PREFILL_CHUNK, self.max_num_seqs)
+        chunk = min(per_step, DEFAULT_PREFILL_CHUNK, self.max_model_len)
+        plan = replace(self, prefill_chunk=chunk, max_tokens_per_step=per_step)
+        if num_blocks is not None:
+            num_groups = len(self.info.config.groups.windows)
+            return plan._with_blocks(_checked_blocks(num_blocks, num_groups))
+        free = free_bytes(self.shards.num_devices)
+        if free is not None:
+            free -= self.memory.weights
+            if self.draft is not None:
+                tokens = min(self.max_model_len, self.draft.max_model_len)
+                draft = self.draft.estimate(self.max_num_seqs, tokens)
+                free -= draft.weights + draft.kv_cache
+            free = int(CACHE_SHARE * max(0, free * self.shards.tensor * self.shards.stage))
+        return plan._with_blocks(plan._blocks(free))
+
+    def full_length_seqs(self) -> int:
+        """How many sequences of `max_model_len` the KV cache holds at once."""
+        windows, size = self.info.config.groups.windows, accelerator.block_size()
+        per_seq = [blocks_needed(w, self.max_model_len, self._new_tokens, size) for w in windows]
+        return min((n - 1) // each for n, each in zip(self.num_blocks, per_seq, strict=True))
+
+    @property
+    def _new_tokens(self) -> int:
+        steps = self.options.decode_steps or MOST_DECODE_STEPS
+        return most_new_tokens(self.prefill_chunk, steps, self.num_draft_tokens)
+
+    def _blocks(self, limit_bytes: int | None = None) -> tuple[int, ...]:
+        return plan_blocks(
+            config_on(self.info.config, self.shards),
+            kv_dtype=self.kv_dtype,
+            num_slots=self.max_num_seqs,
+            max_tokens=self.max_model_len,
+            new_tokens=self._new_tokens,
+            block_size=accelerator.block_size(),
+            limit_bytes=limit_bytes,
+        )
+
+    def _with_blocks(self, num_blocks: tuple[int, ...]) -> Plan:
+        return replace(self, num_blocks=num_blocks, memory=self.estimate(num_blocks=num_blocks))
+
+
+def make_plan(
+    model: str | Path | ModelInfo | Plan | None = None,
+    *,
+    quantize: str | None = None,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    options: ExecutionOptions | None = None,
+    weights_budget: int | str | None = None,
+    mesh: Mesh | Shards | str | None = None,
+    speculate: str | Path | None = None,
+    num_draft_tokens: int | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+) -> Plan:
+    """Resolves what was asked for; the arguments are those of `LLM`.
+
+    Args:
+        mesh: also the parts alone, for a mesh that need not be here; such a plan cannot be loaded.
+
+    Raises:
+        RooflaxError: one sentence that says what is wrong, with the arithmetic.
+    """
+    given = [k for k, v in locals().items() if v is not None and v is not False and v != ()]
+    if isinstance(model, Plan):
+        given.remove("model")
+        if given:
+            raise RequestError(
+                f"{given[0]} is given beside a Plan, which has decided it; give it to make_plan.",
+                param=given[0],
+            )
+        return model
+    options = _checked_options(options)
+    num_seqs = DEFAULT_NUM_SEQS if max_num_seqs is None else max_num_seqs
+    if not isinstance(num_seqs, Integral) or isinstance(num_seqs, bool) or num_seqs < 1:
+        raise RequestError(
+            f"max_num_seqs is {num_seqs!r}; it must be at least 1.", param="max_num_seqs"
+        )
+    check_speculate(speculate, num_draft_tokens, options.use_cache)
+    precision = Precision(dtype, kv_dtype, quantize)
+    budget = None if weights_budget is None else parse_bytes(weights_budget)
+    native = kernels.chosen(options.kernels)["linear"] == "native"
+    options = options.with_layers(kernels_read_stacks=native and mesh is None and budget is None)
+    offloaded = options if budget is None else streaming_options(options, mesh is not None)
+    mesh, shards = _resolved_mesh(mesh)
+    info = model
+    if not isinstance(info, ModelInfo):
+        info = model_info(
+            info, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
+        )
+    length = resolve_max_model_len(info.config, max_model_len)
+    own_kv_dtype, storage = resolve_precision(
+        info,
+        precision,
+        accelerator.platform(),
+        reads_bfloat16=LINEAR.preferred(options.kernels).keeps_bf16,
+    )
+    offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
+    draft = None
+    if speculate is not None and speculate != NGRAM:
+        draft = make_plan(
+            speculate,
+            quantize=quantize,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            options=options,
+            mesh=mesh,
+            offline=offline,
+            ignore_config_keys=ignore_config_keys,
+        )
+    plan = Plan(
+        info=info,
+        storage=storage,
+        kv_dtype=own_kv_dtype,
+        options=offloaded if offloading and offloading.streamed else options,
+        max_model_len=length,
+        max_num_seqs=int(num_seqs),
+        prefill_chunk=min(DEFAULT_PREFILL_CHUNK, length),
+        max_tokens_per_step=max(min(DEFAULT_PREFILL_CHUNK, length), int(num_seqs)),
+        mesh=mesh,
+        shards=shards,
+        offloading=offloading,
+        draft=draft,
+        num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
+        num_blocks=(),
+        memory=MemoryEstimate(0, 0, 0),
+    )
+    return plan._with_blocks(plan._blocks())
+
+
+PLANNED = frozenset(make_plan.__kwdefaults__ or ())
+"""The arguments of `LLM` that a plan decides."""
+
+
+def resolve_precision(
+    info: ModelInfo, asked: Precision, platform: str, *, reads_bfloat16: bool
+) -> tuple[str, Storage]:
+    """The dtype of the KV cache, and the width of every weight.
+
+    Without a dtype, activations are float32 on CPU and bfloat16 elsewhere, weights that the
+    checkpoint holds quantized stay so, and bfloat16 ones do where kernels read them beside float32.
+    config.json says whether weights are bfloat16, or the tensors where it says nothing; each
+    tensor's own type decides as it is read. The KV cache is as wide as the activations, but float16
+    beside float32 on a CPU where weights or activations are rounded, which is far coarser.
+
+    Args:
+        reads_bfloat16: whether linear's kernel multiplies bfloat16 weights by float32.
+
+    Raises:
+        RequestError: a format is asked for, and the checkpoint is quantized already.
+    """
+    if is_packed(info.raw_config) and asked.quantize is not None:
+        raise RequestError(
+            f"{info.name} is quantised already; leave `quantize` out.", param="quantize"
+        )
+    own = asked.dtype is None
+    dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    kept = {}
+    if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
+        kept = info.kept().formats
+    narrow = own and reads_bfloat16 and _is_bfloat16(info)
+    storage = Storage(dtype, asked.quantize, narrow, kept)
+    is_coarse = storage.rounds and dtype == "float32" and platform == "cpu"
+    return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
+
+
+def _is_bfloat16(info: ModelInfo) -> bool:
+    """Whether the checkpoint's weights are bfloat16, or some of them if config.json is silent."""
+    declared = {str(info.raw_config.get(key)) for key in ("torch_dtype", "dtype")}
+    if declared == {"None"} and info.folder is not None and info.gguf is None:
+        source = info.weights()
+        return any(source.info(name).dtype == "BF16" for name in source.names())
+    return "bfloat16" in declared
+
+
+def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> StreamPlan:
+    """Which layers stay within the budget of bytes.
+
+    Raises:
+        RequestError: there is no file to read from, or the budget is too small.
+    """
+    if info.folder is None:
+        raise RequestError(
+            f"{info.name} has random weights and no file to read them from; leave the weights "
+            f"budget out, or save it as a checkpoint first."
+        )
+    reader = info.reader(storage)
+    fixed, layers = rope_bytes(info.config, length), [0] * info.config.num_layers
+    for slot in reader.slots:
+        if slot.layer is None:
+            fixed += reader.num_bytes(slot)
+        else:
+            layers[slot.layer] += reader.num_bytes(slot)
+    return plan_streaming(budget, fixed, layers, info.name)
+
+
+def _checked_options(options: Any) -> ExecutionOptions:
+    options = ExecutionOptions() if options is None else options
+    if not isinstance(options, ExecutionOptions):
+        raise RequestError(
+            f"options is {options!r:.80}; it must be ExecutionOptions.", param="options"
+        )
+    kernels.check_kernels(options.kernels)
+    return options
+
+
+def _resolved_mesh(mesh: Any) -> tuple[Mesh | None, Shards]:
+    if not isinstance(mesh, str | Mesh | Shards | None):
+        raise RequestError(
+            f"mesh is {mesh!r}; it must be a Mesh, or text like tensor=4,data=2.", param="mesh"
+        )
+    if isinstance(mesh, Shards):
+        return None, mesh
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
+    return mesh, shards_of(mesh) or ONE_DEVICE
+
+
+def _checked_blocks(num_blocks: Any, num_groups: int) -> tuple[int, ...]:
+    numbers = num_blocks if isinstance(num_blocks, tuple | list) else ()
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in numbers)
+    if len(numbers) != num_groups or not whole:
+        raise RequestError(
+            f"kv_blocks is {num_blocks!r}; it must be {num_groups} whole numbers from 2 up, one "
+            f"for each group of layers.",
+            param="kv_blocks",
+        )
+    return tuple(numbers)

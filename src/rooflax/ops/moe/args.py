@@ -1,0 +1,73 @@
+"""What a backend of experts is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.linear.prologue import Norm
+from rooflax.ops.real_rows import NumRows
+from rooflax.ops.weights import Stacked, Stored, Weight, as_weight
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One product of all experts: a stack of matrices, and of biases.
+
+    Attributes:
+        w: [experts, in, out], or with `index` one of a stack of those.
+        bias: [experts, *out].
+    """
+
+    w: Stored
+    index: Int[Array, ""] | None
+    bias: Array | Stacked
+
+    @property
+    def stack(self) -> Stored:
+        """The experts alone, copied out of their stack."""
+        return self.w if self.index is None else self.w.member(self.index)
+
+
+@dataclass(frozen=True)
+class MoeArgs:
+    """The arguments of `experts`, checked."""
+
+    x: Float[Array, "tokens hidden"]
+    expert_ids: Int[Array, "tokens chosen"]
+    expert_weights: Float[Array, "tokens chosen"]
+    up: Experts
+    down: Experts
+    activation: Callable[[jax.Array], jax.Array]
+    norm: Norm | None = None
+    method: str = "grouped"
+    num_tokens: NumRows = None
+
+    @staticmethod
+    def of(
+        x: Float[Array, "tokens hidden"],
+        expert_ids: Int[Array, "tokens chosen"],
+        expert_weights: Float[Array, "tokens chosen"],
+        gate_up: Array | Weight,
+        gate_up_bias: Array | Stacked,
+        down: Array | Weight,
+        down_bias: Array | Stacked,
+        **how: Any,
+    ) -> MoeArgs:
+        """Of leaves."""
+        up = Experts(*as_weight(gate_up, stack=1).in_stack(), gate_up_bias)
+        out = Experts(*as_weight(down, stack=1).in_stack(), down_bias)
+        return MoeArgs(x, expert_ids, expert_weights, up, out, **how)
+
+    @property
+    def num_experts(self) -> int:
+        return self.up.w.stack[-1]
+
+    @property
+    def rows(self) -> Float[Array, "tokens hidden"]:
+        """The tokens, normalised."""
+        return self.x if self.norm is None else self.norm(self.x)

@@ -1,0 +1,135 @@
+"""The formats of few bits, one class each: how numbers become codes, and codes numbers.
+
+With w the weight [in, out], q its codes, s its scales and g = k // 32:
+
+    int8       w[k, n] ~ q[k, n] * s[n],       q in -127..127, s[n] = max over k of |w| / 127
+    int8-g32   w[k, n] ~ q[k, n] * s[g, n],    as ggml's Q8_0: s a float16
+    int4       w[k, n] ~ (q[k, n] - 8) * s[g, n],  as ggml's Q4_0: q in 0..15, s a signed float16,
+               the largest |w| of the group becomes -8
+    mxfp4      w[k, n] ~ e2m1(q[k, n]) * 2^(s[g, n] - 127),  as in GPT-OSS; s a byte
+    fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
+
+Formats that round take activations as int8 inside the product: one scale per row for int8, one per
+row and group of 32 for the others. To add one: a class here, its names in ops.formats, and a kernel
+(csrc/kernels.h; UNPACK of linear/gpu.py; linear/tpu.py) where it shall be faster than XLA.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from rooflax.ops.formats import GROUP
+from rooflax.ops.weights.quantized import Encoded, Quantized
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1_VALUES = np.concatenate([E2M1, -E2M1])
+E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+FLOAT16_MAX = np.float32(65504)
+FP8_MAX = 448.0
+"""The largest number of e4m3."""
+
+
+class Int8(Quantized):
+    """int8 with a float32 scale per output."""
+
+    code, grouped, has_sums = "int8", False, True
+    value_type, scale_type = np.int8, np.float32
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        largest = np.abs(rows).max(axis=1)
+        scales = largest / np.float32(127)
+        return np.rint(rows * _inverse(scales)[:, None]).astype(np.int8), scales, largest
+
+
+class Fp8(Quantized):
+    """e4m3 with a float32 scale per output."""
+
+    code, grouped = "fp8", False
+    scale_type = np.float32
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        largest = np.abs(rows).max(axis=1)
+        scales = largest / np.float32(FP8_MAX)
+        scaled = np.clip(rows * _inverse(scales)[:, None], -FP8_MAX, FP8_MAX)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, largest
+
+    @staticmethod
+    def decoded(codes: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+class Int8Groups(Quantized):
+    """int8 with a float16 scale per output and group of 32 inputs."""
+
+    code = "int8-g32"
+    value_type = np.int8
+    most = float(127 * FLOAT16_MAX)
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        groups = rows.reshape(len(rows), -1, GROUP)
+        largest = np.abs(groups).max(axis=2)
+        scales = np.minimum(largest / np.float32(127), FLOAT16_MAX)
+        scaled = np.clip(groups * _inverse(scales)[:, :, None], -127, 127)
+        whole = np.trunc(scaled)
+        away = np.abs(scaled - whole) >= np.float32(0.5)  # halves go away from zero
+        codes = (whole + np.copysign(away, scaled)).astype(np.int8)
+        return codes.reshape(rows.shape), scales.astype(np.float16), largest
+
+
+class Int4(Quantized):
+    """Four bits with a float16 scale per output and group of 32 inputs."""
+
+    code, nibbles, zero = "int4", True, 8
+    most = float(8 * FLOAT16_MAX)
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        groups = rows.reshape(len(rows), -1, GROUP)
+        largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
+        scales = np.clip(largest / np.float32(-8), -FLOAT16_MAX, FLOAT16_MAX)
+        q = np.clip(groups * _inverse(scales) + np.float32(8.5), 0, 15).astype(np.uint8)
+        return q.reshape(rows.shape), scales[:, :, 0].astype(np.float16), largest[:, :, 0]
+
+    @staticmethod
+    def decoded(codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.float32) - 8.0
+
+
+class Mxfp4(Quantized):
+    """e2m1 with a power of two per output and group of 32 inputs."""
+
+    code, nibbles = "mxfp4", True
+    scale_type, broken_scale = np.uint8, 255
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        """The exponent of the group's largest less e2m1's own; the nearest, of two the smaller."""
+        groups = rows.reshape(len(rows), -1, GROUP)
+        largest = np.abs(groups).max(axis=2)
+        exponent = np.frexp(largest)[1] - 1 - 2 + 127
+        scales = np.where(largest > 0, np.clip(exponent, 0, 254), 0).astype(np.uint8)
+        scaled = groups / np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[:, :, None]
+        middles = (E2M1[1:] + E2M1[:-1]) / 2
+        size = np.searchsorted(middles, np.abs(scaled), side="left").astype(np.uint8)
+        codes = size | np.where((scaled < 0) & (size > 0), 8, 0).astype(np.uint8)
+        return codes.reshape(rows.shape), scales, largest
+
+    @staticmethod
+    def decoded(codes: jax.Array) -> jax.Array:
+        return jnp.asarray(E2M1_VALUES)[codes.astype(jnp.int32)]
+
+    @staticmethod
+    def factors(scales: jax.Array) -> jax.Array:
+        return jnp.asarray(E8M0_VALUES)[scales.astype(jnp.int32)]
+
+
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    """1 / scale; 0 where it is too small for that, and all that it scales is next to nothing."""
+    tiny = np.finfo(np.float32).tiny
+    return np.divide(1, scales, where=np.abs(scales) >= tiny, out=np.zeros_like(scales))

@@ -1,0 +1,350 @@
+"""`Weight`: what multiplies activations, an object with verbs; plain arrays, and layers of stacks.
+
+A leaf of a model's tree of weights is a plain array or a `Weight`. `as_weight` and `as_table` make
+a `Weight` of either; nobody outside of this package asks which it was. The formats of few bits are
+in `formats`. A weight made of weights (an adapter) is one more subclass, with verbs of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.dot import dot_general
+
+T = TypeVar("T")
+Axes = Sequence[str | None]
+"""Per axis of a weight, the axis of the mesh that splits it."""
+
+
+class Weight:
+    """A matrix, with its inputs and its outputs on one axis each or on several.
+
+    Attributes:
+        in_shape, out_shape: their axes.
+    """
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.in_shape, *self.out_shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers that it stands for."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its arrays."""
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def matmul(
+        self,
+        x: Float[Array, "rows width"],
+        bias: Array | Stacked | None = None,
+        *,
+        prologue: Any = None,
+        residual: Float[Array, "rows out"] | None = None,
+        num_rows: Int[Array, ""] | None = None,
+        dtype: Any = None,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows out"]:
+        """prologue(x) @ w + bias + residual; the arguments are those of `ops.linear.linear`.
+
+        Args:
+            dtype: of the result; None is x's.
+        """
+        raise NotImplementedError
+
+    def take(
+        self,
+        ids: Int[Array, " n"],
+        *,
+        num_rows: Int[Array, ""] | None = None,
+        implementation: str | None = None,
+    ) -> Float[Array, "n in"]:
+        """The weights of single outputs, such as tokens' embeddings; see `ops.linear.lookup`."""
+        raise NotImplementedError
+
+    def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Any:
+        """A tree like this one, of `PartitionSpec`s.
+
+        Args:
+            axes: of the weight's own axes, a stack of experts' included.
+            stack: how many of them are that stack's.
+            lead: of the axes of stacked layers in front of them.
+        """
+        raise NotImplementedError
+
+    def at(self, index: Any) -> Weight:
+        """One of a stack, left where it lies."""
+        raise NotImplementedError
+
+    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+        """What kernels read: arrays, and the number of the member that is meant; None is all."""
+        raise NotImplementedError(f"{type(self).__name__} has no arrays of its own for a kernel.")
+
+
+class Stored(Weight):
+    """A weight that is arrays, or a stack of them; what backends ask of it.
+
+    Attributes:
+        code: how numbers lie in its arrays, one of `ops.formats.LAYOUTS`.
+        rounds: a product rounds activations to int8.
+        packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
+    """
+
+    code: str
+    rounds: bool = False
+    packing: str | None = None
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.in_shape)
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.out_shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.stack, *self.in_shape, *self.out_shape)
+
+    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
+        return _matmul(self, None, x, bias, **how)
+
+    def at(self, index: Any) -> Stacked:
+        return Stacked(self, index)
+
+    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+        return self, None
+
+    def member(self, index: Any) -> Stored:
+        """A copy of one of the stack."""
+        raise NotImplementedError
+
+    def joined(self) -> Stored:
+        """A stack of stacks as one."""
+        raise NotImplementedError
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Values, scales and sums, empty where there are none."""
+        raise NotImplementedError
+
+    def activations(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
+        """float32 rows as a product sees them."""
+        return x
+
+    def numbers(self) -> Float[Array, "*stack in out"]:
+        """What it stands for, in float32."""
+        raise NotImplementedError
+
+    def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """x @ w by XLA, in float32."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense(Stored):
+    """A weight at its own width.
+
+    Attributes:
+        array: [*stack, in, out]; a table is [out, in].
+        table: outputs are rows, as in an embedding.
+    """
+
+    array: Array
+    in_shape: tuple[int, ...] = field(metadata={"static": True})
+    out_shape: tuple[int, ...] = field(metadata={"static": True})
+    table: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def code(self) -> str:  # type: ignore[override]
+        return "table" if self.table else "matrix"
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.array.shape[:-2]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
+        from rooflax.ops.linear.api import lookup_rows
+
+        return lookup_rows(self.array if self.table else self.array.T, ids, **how)
+
+    def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Dense:
+        """Of inputs (or outputs) on several axes, only the first can be split."""
+        cut = len(self.out_shape) if self.table else stack + len(self.in_shape)
+        both = (axes[stack], axes[cut])
+        spec: Any = PartitionSpec(*lead, *axes[:stack], *both)
+        return replace(self, array=spec)
+
+    def member(self, index: Any) -> Dense:
+        return replace(self, array=self.array[index])
+
+    def joined(self) -> Dense:
+        return replace(self, array=self.array.reshape(-1, *self.array.shape[-2:]))
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.array, jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
+
+    def numbers(self) -> Float[Array, "*stack in out"]:
+        wide = self.array.astype(jnp.float32)
+        return wide.swapaxes(-1, -2) if self.table else wide
+
+    def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        return dot_general(x, self.array, (((1,), (1 if self.table else 0,)), ((), ())))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stacked(Weight):
+    """One of a stack, left where it lies: a weight, or a vector such as a bias.
+
+    A loop over stacked layers would copy each layer's weights out of the stack; a backend that is
+    told the stack and a number reads them in place. The others take a copy.
+
+    Attributes:
+        whole: an array or a weight, with a leading axis of members.
+        index: static or traced; within the stack.
+    """
+
+    whole: Array | Stored
+    index: Int[Array, ""]
+
+    @property
+    def _stored(self) -> Stored:
+        return cast(Stored, self.whole)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The member's."""
+        return self.whole.shape[1:]
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._stored.in_shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._stored.out_shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def reshape(self, *shape: int) -> Stacked:
+        """A vector in another shape."""
+        vectors = cast(Array, self.whole)
+        return replace(self, whole=vectors.reshape(vectors.shape[0], *shape))
+
+    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
+        return _matmul(self._stored, self.index, x, bias, **how)
+
+    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
+        return taken(self).take(ids, **how)
+
+    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+        return self._stored, self.index
+
+
+def _matmul(
+    w: Stored,
+    index: Int[Array, ""] | None,
+    x: Array,
+    bias: Any,
+    *,
+    dtype: Any = None,
+    implementation: str | None = None,
+    **how: Any,
+) -> Array:
+    from rooflax.ops.linear.api import LINEAR  # whose backends know weights
+    from rooflax.ops.linear.args import LinearArgs
+
+    result = x.dtype if dtype is None else dtype
+    return LINEAR(implementation, LinearArgs(x, w, index, bias, dtype=result, **how))
+
+
+def taken(w: T | Stacked) -> T:
+    """A copy of the member; what is not `Stacked` as it is."""
+    if not isinstance(w, Stacked):
+        return w
+    if isinstance(w.whole, Stored):
+        return cast(T, w.whole.member(w.index))
+    return cast(T, w.whole[w.index])
+
+
+def in_place(vector: Array | Stacked | None, is_readable: Callable[[Array], bool]) -> Any:
+    """The whole stack that a vector lies in where a kernel can read it, else the vector."""
+    if isinstance(vector, Stacked) and is_readable(cast(Array, vector.whole)):
+        return vector.whole
+    return taken(vector)
+
+
+def at(leaf: Array | Weight, index: Any) -> Weight:
+    """`Weight.at` of a leaf: a plain array may be a weight or a vector."""
+    return leaf.at(index) if isinstance(leaf, Weight) else Stacked(leaf, index)
+
+
+def as_weight(leaf: Array | Weight, *, contract: int = 1, stack: int = 0) -> Weight:
+    """A leaf as a weight; one that is a `Weight` knows its axes.
+
+    Args:
+        leaf: an array is [*stack, *in, *out].
+        contract: number of axes in `*in`.
+        stack: number of axes in `*stack`.
+    """
+    if isinstance(leaf, Stacked) and not isinstance(leaf.whole, Weight):
+        return replace(leaf, whole=_dense(leaf.whole, contract, stack + 1))
+    return leaf if isinstance(leaf, Weight) else _dense(leaf, contract, stack)
+
+
+def _dense(array: Array, contract: int, stack: int) -> Dense:
+    lead, shape = array.shape[:stack], array.shape[stack:]
+    in_shape, out_shape = tuple(shape[:contract]), tuple(shape[contract:])
+    flat = (*lead, math.prod(in_shape), math.prod(out_shape))
+    return Dense(array if array.shape == flat else array.reshape(flat), in_shape, out_shape)
+
+
+def as_table(leaf: Array | Weight) -> Weight:
+    """An embedding as a weight from hidden to vocabulary; an array is [vocab, hidden]."""
+    if isinstance(leaf, Weight):
+        return leaf
+    return Dense(leaf, leaf.shape[1:], leaf.shape[:1], table=True)
+
+
+def split_leaf(leaf: Any, axes: Axes, stack: int, lead: Axes = ()) -> Any:
+    """`Weight.split` of a leaf: a plain array has an axis for each of `axes`."""
+    if isinstance(leaf, Weight):
+        return leaf.split(axes, stack, lead)
+    return PartitionSpec(*lead, *axes)
+
+
+def packing_of(leaf: Any) -> str | None:
+    """In which order a leaf's codes lie; None where nothing is packed."""
+    return leaf.packing if isinstance(leaf, Stored) else None

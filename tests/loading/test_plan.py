@@ -1,0 +1,219 @@
+"""What is decided about a model before anything is loaded, and what it will then take."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, load, save
+from rooflax.errors import RequestError
+from rooflax.loading import plan as plans
+from rooflax.loading.load import load_plan
+from rooflax.loading.model_info import model_info
+from rooflax.loading.plan import make_plan
+from rooflax.models.memory import plan_blocks
+from rooflax.nn.kv_cache import LayerGroups
+from rooflax.nn.shards import Shards
+from rooflax.ops import accelerator, kernels
+from rooflax.ops.weights import packed_format
+from tests import gguf_cases, goldens
+
+NATIVE = kernels.chosen(None)["linear"] == "native"
+GROUPS = LayerGroups.from_windows((None, 32, None, 32, 32))
+CONFIG = SimpleNamespace(num_kv_heads=2, head_dim=8, groups=GROUPS)
+WORK = {"kv_dtype": "float32", "num_slots": 4, "max_tokens": 160, "new_tokens": 64}
+
+
+def blocks(limit_bytes, **given):
+    return plan_blocks(CONFIG, block_size=16, limit_bytes=limit_bytes, **WORK | given)
+
+
+def test_without_a_limit_every_slot_has_its_longest_context():
+    full, window = blocks(None)
+    assert full == 1 + 4 * 10  # 160 tokens
+    assert window == 1 + 4 * 7  # 32 + 64 - 1 tokens, and a block that is begun
+
+
+def test_a_limit_is_kept_and_the_arithmetic_is_said():
+    block = 2 * 2 * 8 * 4 * 16
+    need = [2 * (1 + n * 10) + 3 * (1 + n * 7) for n in range(5)]
+    assert blocks(need[4] * block) == blocks(None)
+    assert blocks(need[4] * block - 1) == (1 + 3 * 10, 1 + 3 * 7)
+    assert blocks(need[1] * block) == (11, 8)
+    least = need[1] * block
+    with pytest.raises(
+        RequestError, match=rf"{least:,} bytes\) and .*{least - 1:,} bytes\) is there"
+    ):
+        blocks(least - 1)
+    assert blocks(need[4] * block // 2, kv_dtype="bfloat16") == blocks(None)
+
+
+def preset(dtype):
+    """A model of which only the published dtype is known."""
+    info = model_info("preset:gpt2-tiny")
+    return replace(info, raw_config=dict(info.raw_config) | {"torch_dtype": dtype})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By what the checkpoint holds; of "unsaid" only the tensors say bfloat16."""
+    root = tmp_path_factory.mktemp("plan")
+    folder = goldens.write_checkpoint(root / "m", "qwen3", goldens.committed("qwen3"))
+    save(load(folder, quantize="int8"), root / "packed", files_from=folder)
+    return {
+        "float32": preset("float32"),
+        "bfloat16": preset("bfloat16"),
+        "unsaid": model_info(
+            goldens.write_checkpoint(root / "unsaid", "gpt_oss", goldens.committed("gpt_oss"))
+        ),
+        "Q8_0": model_info(gguf_cases.gguf("llama3", "q8_0")),
+        "packed": model_info(root / "packed"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "platform", "asked", "format", "dtype", "kv_dtype"),
+    [
+        # on a CPU activations are float32, and bfloat16 weights stay so where a kernel reads them
+        ("float32", "cpu", {}, "float32", "float32", "float32"),
+        ("bfloat16", "cpu", {}, "bfloat16", "float32", "float32"),
+        ("unsaid", "cpu", {}, "bfloat16", "float32", "float32"),
+        ("bfloat16", "cpu", {"kernels": "xla"}, "float32", "float32", "float32"),
+        ("bfloat16", "cpu", {"dtype": "float32"}, "float32", "float32", "float32"),
+        ("bfloat16", "cpu", {"dtype": "bfloat16"}, "bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "cpu", {"dtype": "bfloat16"}, "bfloat16", "bfloat16", "bfloat16"),
+        # elsewhere both are bfloat16
+        ("float32", "gpu", {}, "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "gpu", {}, "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "tpu", {}, "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "tpu", {"dtype": "float32"}, "float32", "float32", "float32"),
+        # a format is for the weights alone; the KV cache is float16 beside float32 on a CPU
+        ("bfloat16", "cpu", {"quantize": "int4"}, "w4a8", "float32", "float16"),
+        ("float32", "cpu", {"quantize": "w8a16"}, "w8a16", "float32", "float16"),
+        ("float32", "cpu", {"quantize": "int8", "kv_dtype": "int8"}, "w8a8", "float32", "int8"),
+        ("float32", "cpu", {"quantize": "int8", "dtype": "bfloat16"}, "w8a8", *["bfloat16"] * 2),
+        ("float32", "gpu", {"quantize": "int8"}, "w8a8", "bfloat16", "bfloat16"),
+        ("float32", "gpu", {"quantize": "int8", "dtype": "float32"}, "w8a8", *["float32"] * 2),
+        ("float32", "cpu", {"kv_dtype": "float8_e4m3fn"}, "float32", "float32", "fp8"),
+        # what the checkpoint holds quantized stays so, unless a dtype or a format is asked for
+        ("Q8_0", "cpu", {}, "w8a8-g32", "float32", "float16"),
+        ("Q8_0", "cpu", {"dtype": "float32"}, "float32", "float32", "float32"),
+        ("Q8_0", "cpu", {"quantize": "int4"}, "w4a8", "float32", "float16"),
+        ("Q8_0", "gpu", {}, "w8a8-g32", "bfloat16", "bfloat16"),
+        # and in a folder that was saved so, always
+        ("packed", "cpu", {}, "w8a8", "float32", "float16"),
+        ("packed", "cpu", {"dtype": "bfloat16"}, "w8a8", "bfloat16", "bfloat16"),
+        ("packed", "tpu", {}, "w8a8", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_rules_of_precision(
+    models, monkeypatch, checkpoint, platform, asked, format, dtype, kv_dtype
+):
+    asked = dict(asked)
+    if platform == "cpu" and not NATIVE and format == "bfloat16" and dtype == "float32":
+        pytest.skip("no native kernels here")
+    monkeypatch.setattr(accelerator, "platform", lambda: platform)
+    options = ExecutionOptions(kernels=asked.pop("kernels", None))
+    plan = make_plan(models[checkpoint], options=options, **asked)
+    assert (plan.storage.format, plan.storage.dtype, plan.kv_dtype) == (format, dtype, kv_dtype)
+    assert plan.precision.dtype == dtype
+    if platform == "cpu" and checkpoint in ("Q8_0", "packed"):
+        model = load_plan(plan)
+        formats = {leaf.format for leaf in packed_leaves(model)}
+        assert formats == (set() if format == "float32" else {format})
+
+
+def packed_leaves(model):
+    def is_packed(leaf):
+        return packed_format(leaf) is not None
+
+    return filter(is_packed, jax.tree.leaves(model.weights, is_leaf=is_packed))
+
+
+def test_a_format_over_codes_is_refused(models):
+    with pytest.raises(RequestError, match="quantised already"):
+        make_plan(models["packed"], quantize="int8")
+
+
+FEW = {"max_num_seqs": 3, "max_model_len": 64}
+ASK = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+def test_a_plan_is_what_is_loaded():
+    plan = make_plan("preset:gpt-oss-tiny", quantize="int8", **FEW)
+    llm = LLM(plan)
+    assert llm.plan is plan
+    assert plan.memory.weights == sum(a.nbytes for a in jax.tree.leaves(llm.model))
+    engine = llm.new_engine(3, 64)
+    assert engine.runner.num_blocks == plan.num_blocks
+    assert engine.kv_cache_bytes == plan.memory.kv_cache
+    same = LLM("preset:gpt-oss-tiny", quantize="int8", **FEW)
+    assert llm.generate([[1, 2, 3]], ASK)[0].tokens == same.generate([[1, 2, 3]], ASK)[0].tokens
+
+
+@pytest.mark.parametrize(
+    "given", [{"quantize": "int8"}, {"max_num_seqs": 3}, {"offline": True}, {"speculate": "ngram"}]
+)
+def test_what_a_plan_has_decided_is_not_asked_again(given):
+    plan = make_plan("preset:gpt2-tiny")
+    with pytest.raises(RequestError, match=f"{next(iter(given))} is given beside a Plan"):
+        LLM(plan, **given)
+
+
+def test_a_plan_for_devices_that_are_not_here_is_not_loaded():
+    plan = make_plan("preset:llama-3.1-70b", mesh=Shards(tensor=8), max_model_len=512)
+    assert plan.memory.weights < 20e9 < 140e9 < plan.estimate(shards=Shards()).weights
+    with pytest.raises(RequestError, match="for tensor=2 without devices"):
+        load_plan(make_plan("preset:gpt2-tiny", mesh=Shards(tensor=2)))
+
+
+def blocks_of(server):
+    runner = server._thread.engine.runner
+    asyncio.run(server.shutdown(drain=False))
+    return runner.num_blocks, runner.cache.num_bytes
+
+
+def test_a_server_has_the_blocks_that_were_planned(monkeypatch):
+    """For all sequences, or for as many as half of the memory beside the weights holds."""
+    name = "preset:gpt-oss-tiny"
+    whole = make_plan(name, **FEW).serving()
+    assert blocks_of(AsyncLLM(name, **FEW)) == (whole.num_blocks, whole.memory.kv_cache)
+    one = make_plan(name, max_num_seqs=1, max_model_len=64).serving()
+
+    def free(num_devices=1):
+        return whole.memory.weights + 2 * whole.memory.kv_cache - 1
+
+    monkeypatch.setattr(plans, "free_bytes", free)
+    least = make_plan(name, **FEW).serving()
+    assert (least.full_length_seqs(), whole.full_length_seqs()) == (2, 3)
+    assert one.memory.kv_cache < least.memory.kv_cache < whole.memory.kv_cache
+    assert least.memory.kv_cache <= whole.memory.kv_cache - 1
+    given = AsyncLLM(make_plan(name, **FEW), max_tokens_per_step=16, kv_blocks=(9, 9))
+    assert blocks_of(given)[0] == (9, 9)
+
+
+def test_a_server_without_room_is_refused_before_it_is_loaded(monkeypatch):
+    name = "preset:gpt-oss-tiny"
+    need = make_plan(name, max_num_seqs=1).memory
+    loaded = []
+    monkeypatch.setattr(plans, "free_bytes", lambda _=1: need.weights + need.kv_cache)
+    with pytest.raises(RequestError, match="KV cache of one sequence of .* lower max_model_len"):
+        AsyncLLM(name, max_num_seqs=1, progress=loaded.append)
+    assert loaded == []
+
+
+def test_a_drafting_models_memory_is_not_the_servers(monkeypatch):
+    name = "preset:gpt2-tiny"
+    alone = make_plan(name, max_num_seqs=8)
+    pair = make_plan(name, max_num_seqs=8, speculate=name, num_draft_tokens=3)
+    assert (alone.draft, alone.num_draft_tokens) == (None, 0)
+    assert (pair.draft.info.name, pair.num_draft_tokens) == (name, 3)
+    enough = 2 * (alone.memory.weights + alone.memory.kv_cache)
+    monkeypatch.setattr(plans, "free_bytes", lambda _=1: enough)
+    assert alone.serving().full_length_seqs() == 8
+    assert pair.serving().full_length_seqs() < 8
+    monkeypatch.setattr(plans, "free_bytes", lambda _=1: alone.memory.weights * 3 // 2)
+    with pytest.raises(RequestError, match=f"{name} with {name} drafting needs .* for weights"):
+        pair.check_fits()

@@ -1,0 +1,36 @@
+"""Which cases of a parametrized test the default run leaves out, said where the test stands."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def cases(
+    values: Iterable[Any],
+    *,
+    slow: Collection[Any] = (),
+    default: Collection[Any] | None = None,
+    every_jax: Collection[Any] = (),
+) -> list[Any]:
+    """The values of `pytest.mark.parametrize`, some of them marked.
+
+    Args:
+        values: plain ones, tuples of several arguments, or cases that have a `name`.
+        slow: of these (values, or their names), those that only `make test-all` runs.
+        default: the ones that are not slow, instead of `slow`.
+        every_jax: those that run on every JAX, in a module that is `oldest_jax`.
+
+    Raises:
+        ValueError: one of them is not among the values.
+    """
+    values = list(values)
+    names = [getattr(value, "name", value) for value in values]
+    if unknown := [one for one in (*slow, *(default or ()), *every_jax) if one not in names]:
+        raise ValueError(f"{unknown} are not among the cases {names}.")
+    marked = []
+    for value, name in zip(values, names, strict=True):
+        left_out = name in slow if default is None else name not in default
+        marks = [pytest.mark.slow] * left_out + [pytest.mark.every_jax] * (name in every_jax)
+        marked.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return marked

@@ -1,0 +1,3 @@
+from tests.cli.conftest import rooflax
+
+__all__ = ["rooflax"]

@@ -1,4 +1,4 @@
-"""What the engine adds to the kernels: its host work, guided rows, and prompts of every length.
+"""What the engine adds to the kernels: its host work, constrained rows, and prompts of every length.
 
 `python benchmarks/engine.py host|schema|neighbours|lengths [--model MODEL] [--quantize int8]`
 
@@ -8,7 +8,7 @@
   values and of a long text. Target: 0.7.
 - neighbours: tokens per second of 15 free rows beside a guided one over those beside a free one.
   Target: 0.95.
-- lengths: seconds of a prompt of 1 to 700 tokens, every length, in a sealed engine, the median of
+- lengths: seconds of a prompt of 1 to 700 tokens, every length, in a fully warm engine, the median of
   five, against a fitted a + b n + c n^2. Target: 95% of them within 1.15x. `fitting_of_best` is the
   same of the fastest of five, which a busy machine disturbs less; `spread` is that of single runs.
 
@@ -195,7 +195,7 @@ def lengths(model: str | None, quantize: str | None) -> tuple[dict[str, Any], bo
     llm = LLM(model, quantize=quantize)
     longest = min(LONGEST, llm.max_model_len - 1)
     engine = engine_of(llm, longest + 1)
-    engine.seal()
+    engine.warm_up_all()
     counts = np.arange(1, longest + 1)
     seconds = np.zeros((EACH, longest))
     rng = np.random.default_rng(0)

@@ -156,12 +156,12 @@ def drawn(
 
 def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:
     """What `_one` must know of a weight: (how it begins, shape, dtype or format, deviation)."""
-    from rooflax.nn.storage import product_shape
+    from rooflax.nn.storage import matmul_shape
 
     shape = slot.weight.shape(config.axis_sizes)
     if (found := storage.format_of(slot, config)) is None:
         return slot.weight.init, shape, storage.dtype_of(slot, config, False), std
-    return "packed", (shape[: slot.weight.num_stacked], *product_shape(slot, config)), found, std
+    return "packed", (shape[: slot.weight.num_stacked], *matmul_shape(slot, config)), found, std
 
 
 def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
@@ -200,7 +200,7 @@ def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
 
 
 def ceilings(tiny: bool) -> Figures:
-    """A copy, and a product of random numbers (of equal ones it runs faster) in bfloat16."""
+    """A copy, and a matmul of random numbers (of equal ones it runs faster) in bfloat16."""
     import jax
     import jax.numpy as jnp
 

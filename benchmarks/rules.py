@@ -274,7 +274,7 @@ def old_ceiling() -> Figures:
 
 
 def small_working_set() -> Figures:
-    """Products of one row with weights that stay in the last-level cache."""
+    """Matmuls of one row with weights that stay in the last-level cache."""
     weights = jnp.full((SMALL_MATRIX, SMALL_MATRIX), 1 / SMALL_MATRIX, jnp.float32)
 
     @jax.jit

@@ -1,4 +1,4 @@
-// Products of many rows, with weights of any format: by blocks, as floats. Part of kernels_impl.h.
+// Matmuls of many rows, with weights of any format: by blocks, as floats. Part of kernels_impl.h.
 
 // Rows of x and vectors of columns in a tile, whose sums fit into registers.
 #if defined(__AVX512F__)

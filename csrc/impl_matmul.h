@@ -1,4 +1,4 @@
-// Products with a matrix of float32 or bfloat16 as it is, [inner, outer]. Part of kernels_impl.h.
+// Matmuls with a matrix of float32 or bfloat16 as it is, [inner, outer]. Part of kernels_impl.h.
 
 // Writes `count` sums of a row from column n on.
 inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, const float* sums) {

@@ -1,4 +1,4 @@
-// Products with packed weights. Part of kernels_impl.h.
+// Matmuls with packed weights. Part of kernels_impl.h.
 //
 // With activations in bytes the products of a group are summed exactly; with activations in float32
 // the weights are widened, sixteen outputs at a time.
@@ -16,7 +16,7 @@ inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums)
   Store(out.y + row * out.outer + n, sums);
 }
 
-// The most rows of a tile, and of the products that are made in one tile.
+// The most rows of a tile, and of the matmuls that are made in one tile.
 #if defined(__AVX512F__)
 constexpr int64_t kTileRows = 12, kPanelRows = 8;
 #elif defined(__AVX2__)

@@ -1,4 +1,4 @@
-// Rows on their way into a product: normalised, activated, rounded to bytes; and the largest of one.
+// Rows on their way into a matmul: normalised, activated, rounded to bytes; and the largest of one.
 // Part of kernels_impl.h.
 
 // Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.

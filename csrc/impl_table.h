@@ -1,4 +1,4 @@
-// Products with a table of float32 or bfloat16, [outer, inner]. Part of kernels_impl.h.
+// Matmuls with a table of float32 or bfloat16, [outer, inner]. Part of kernels_impl.h.
 
 // What fits into registers, and into the first cache.
 //   kTableSums, kTableRows  sums of a table's rows, and rows of x in them

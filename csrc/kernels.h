@@ -15,7 +15,7 @@ constexpr int64_t kGroup = 32;
 
 enum class Width { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
-// Where a product goes: y[m, n] = product + bias[n] + residual[m, n].
+// Where a matmul goes: y[m, n] = x @ w + bias[n] + residual[m, n].
 struct Output {
   float* y;  // [rows, outer]
   const float* bias;  // [outer] or null
@@ -23,7 +23,7 @@ struct Output {
   int64_t outer;
 };
 
-// A product with a matrix is summed in at most four parts of its inputs, each in one order of k, and
+// A matmul with a matrix is summed in at most four parts of its inputs, each in one order of k, and
 // the parts one after the other: so threads can share a matrix by its rows, each with a part of
 // its own.
 inline int64_t PartLength(int64_t inner) {
@@ -48,7 +48,7 @@ struct MatmulArgs {
   int64_t part, parts_begin, parts_stride, parts_size;  // from row to row, and from part to part
 };
 
-// What happens to a row before its product.
+// What happens to a row before its matmul.
 enum class Before { kNone, kRmsNorm, kLayerNorm, kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 
 // out[inner] from a row of x. Activations that gate read [2, inner]: activation(gate) * up.
@@ -70,7 +70,7 @@ struct QuantizeRowsArgs {
   int64_t inner, stride;
 };
 
-// Rows that a product of packed weights takes at a time, of so many that are left, by the most whose
+// Rows that a matmul of packed weights takes at a time, of so many that are left, by the most whose
 // sums fit into registers: of the groups of 32 that these rows have, those of the same number lie
 // beside each other.
 inline int64_t TileRows(int64_t left, int64_t most) {

@@ -1,4 +1,4 @@
-// Masks of guided rows, made on the host while the device computes.
+// Masks of constrained rows, made on the host while the device computes.
 //
 // A mask follows from every token before it. So the sampler of a decode loop publishes the tokens that
 // it chose, a thread of the host makes the masks of the next step while its layers run, and the next

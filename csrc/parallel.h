@@ -1,6 +1,6 @@
 // Work shared between the calling thread and XLA's pool.
 //
-// Waking a sleeping thread costs as much as a small product, and a decode step has dozens of those.
+// Waking a sleeping thread costs as much as a small matmul, and a decode step has dozens of those.
 // So a pool task that has helped once stays for a moment and watches for the next piece of work.
 #ifndef ROOFLAX_PARALLEL_H_
 #define ROOFLAX_PARALLEL_H_

@@ -88,7 +88,7 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     reference = goldens.Reference(CONFIGS[name], shapes, (), np.zeros(0), np.zeros(0))
 
     def halve(tensors: dict[str, np.ndarray]) -> None:
-        """Products that keep the size of their rows, as a trained model's do."""
+        """Matmuls that keep the size of their rows, as a trained model's do."""
         for key, array in tensors.items():
             if array.ndim > 1 and "embed" not in key:
                 tensors[key] = (array.astype(np.float32) / 2).astype(array.dtype)

@@ -188,14 +188,14 @@ def test_an_index_outside_its_array_is_an_error_of_the_kernel(server, alone, mon
 @pytest.mark.parametrize("error", [RuntimeError("injected"), Panic("injected")])
 @pytest.mark.parametrize("seam", ["mask", "accept"])
 def test_a_grammar_that_fails_ends_its_request(server, alone, monkeypatch, seam, error):
-    from rooflax.structured import FormGuide
+    from rooflax.structured import GrammarConstraint
 
     def failing(*_):
         raise error
 
-    monkeypatch.setattr(FormGuide, seam, property(failing) if seam == "mask" else failing)
-    guided = SamplingParams(max_tokens=9, temperature=0, regex="[a-z ]+")
-    found = together(server, {tuple(BAD): guided})
+    monkeypatch.setattr(GrammarConstraint, seam, property(failing) if seam == "mask" else failing)
+    constrained = SamplingParams(max_tokens=9, temperature=0, regex="[a-z ]+")
+    found = together(server, {tuple(BAD): constrained})
     monkeypatch.undo()
     check(server, found, alone, "injected")
 

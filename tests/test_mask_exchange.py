@@ -36,17 +36,17 @@ GUIDED = SamplingParams(max_tokens=30, temperature=0, regex="[a-z ]+")
 
 @pytest.mark.parametrize("error", [RuntimeError("injected"), Panic("injected")])
 def test_a_grammar_that_fails_while_steps_run_ends_its_request(server, alone, monkeypatch, error):
-    from rooflax.structured import FormGuide
+    from rooflax.structured import GrammarConstraint
 
-    look, threads = FormGuide._look, set()
+    look, threads = GrammarConstraint._look, set()
 
-    def failing(guide):
-        if len(guide._ahead) < 2:
-            return look(guide)
+    def failing(constraint):
+        if len(constraint._ahead) < 2:
+            return look(constraint)
         threads.add(threading.current_thread().name)
         raise error
 
-    monkeypatch.setattr(FormGuide, "_look", failing)
+    monkeypatch.setattr(GrammarConstraint, "_look", failing)
     found = together(server, {tuple(BAD): GUIDED})
     monkeypatch.undo()
     for prompt, result, tokens in zip(PROMPTS, found, alone, strict=True):

@@ -65,7 +65,7 @@ async def one(server, state):
     except RequestError:
         return "refused"
     except EngineError as error:  # where nothing may be chosen, or a form is done too early
-        known = ("No token was left", "The form that was asked for")
+        known = ("No token was left", "The grammar")
         return "ended" if any(text in str(error) for text in known) else f"{given}: {error}"
     return "done"
 

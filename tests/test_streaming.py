@@ -15,16 +15,16 @@ import pytest
 from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, save
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
-from rooflax.engine.streaming import step_functions
+from rooflax.engine.offloading import step_functions
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading import load
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import PLANNED, make_plan
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
+from rooflax.models.offloading import LayerStream, plan_offloading
 from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
-from rooflax.models.streaming import LayerStream, plan_streaming
 from rooflax.nn.execution import parse_bytes
 from tests import gguf_cases, goldens
 from tests.marks import cases
@@ -242,17 +242,17 @@ def test_half_the_weights_of_memory_give_the_same_tokens(tmp_path):
 
 def test_the_plan_is_the_budgets_arithmetic():
     layers = [10] * 12
-    assert plan_streaming(130, 10, layers, "m").streamed == ()
-    half = plan_streaming(70, 10, layers, "m")
+    assert plan_offloading(130, 10, layers, "m").streamed == ()
+    half = plan_offloading(70, 10, layers, "m")
     assert (half.num_resident, half.bytes_per_step, half.memory_bytes) == (4, 80, 70)
     assert half.streamed == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
-    least = plan_streaming(30, 10, layers, "m")
+    least = plan_offloading(30, 10, layers, "m")
     assert (least.num_resident, least.memory_bytes) == (0, 30)
     for budget in range(30, 130):
-        plan = plan_streaming(budget, 10, layers, "m")
+        plan = plan_offloading(budget, 10, layers, "m")
         assert budget - 10 < plan.memory_bytes <= budget
     with pytest.raises(RequestError, match=r"m needs .* \+ 2 x .* = .* and the budget is"):
-        plan_streaming(29, 10, layers, "m")
+        plan_offloading(29, 10, layers, "m")
 
 
 def test_the_estimates_weights_are_the_plans(folder):

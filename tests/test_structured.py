@@ -24,7 +24,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import MAX_FORM_BYTES
 from rooflax.engine.sequence import Sequence
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.structured import Forms
+from rooflax.structured import Grammars
 from tests import goldens
 from tests.engine.load import random_requests, run_alone, run_load
 from tests.engine.test_same_tokens import small_engine
@@ -76,8 +76,8 @@ def params(kind, **given):
     return SamplingParams(**{"max_tokens": 110, kind: FORMS[kind]} | given)
 
 
-def bits(guide, count):
-    return np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:count].astype(bool)
+def bits(constraint, count):
+    return np.unpackbits(constraint.mask.view(np.uint8), bitorder="little")[:count].astype(bool)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -108,24 +108,24 @@ def test_a_trained_model_keeps_the_form(embedded, kind):
 def test_every_chosen_token_was_allowed_when_it_was_chosen(llm, kind):
     given = params(kind, temperature=1.5, seed=11).with_defaults({})
     (completion,) = llm.generate(PROMPTS[0], given)
-    guide = llm.processor.forms.guide(given, llm.stop_ids)
+    constraint = llm.processor.grammars.constraint(given, llm.stop_ids)
     for token in completion.tokens:
-        assert not guide.is_complete and bits(guide, goldens.VOCAB)[token]
-        guide.accept(token)
-    assert guide.error is None and guide.is_complete
-    assert not bits(guide, goldens.VOCAB)[list(set(range(goldens.VOCAB)) - llm.stop_ids)].any()
+        assert not constraint.is_complete and bits(constraint, goldens.VOCAB)[token]
+        constraint.accept(token)
+    assert constraint.error is None and constraint.is_complete
+    assert not bits(constraint, goldens.VOCAB)[list(set(range(goldens.VOCAB)) - llm.stop_ids)].any()
 
 
 def test_the_mask_holds_the_tokens_after_which_the_pattern_can_still_match(llm):
     """Against every token tried by hand: `ab` once or twice, then an end."""
     whole = {"ab", "abab"}
     ends = frozenset({7})
-    forms = Forms(llm.tokenizer, goldens.VOCAB, ends)
+    grammars = Grammars(llm.tokenizer, goldens.VOCAB, ends)
     spelled = {token: llm.tokenizer.decode([token]) for token in range(goldens.VOCAB)}
-    pending = [("", forms.guide(SamplingParams(regex="(ab){1,2}"), ends))]
+    pending = [("", grammars.constraint(SamplingParams(regex="(ab){1,2}"), ends))]
     seen = set()
     while pending:
-        text, guide = pending.pop()
+        text, constraint = pending.pop()
         seen.add(text)
         wanted = {
             token
@@ -133,10 +133,10 @@ def test_the_mask_holds_the_tokens_after_which_the_pattern_can_still_match(llm):
             if piece and token not in ends and any(w.startswith(text + piece) for w in whole)
         }
         wanted |= ends if text in whole else frozenset()
-        assert set(np.flatnonzero(bits(guide, goldens.VOCAB))) == wanted, text
-        assert guide.is_complete == (text == "abab")
+        assert set(np.flatnonzero(bits(constraint, goldens.VOCAB))) == wanted, text
+        assert constraint.is_complete == (text == "abab")
         for token in wanted - ends:
-            after = forms.guide(SamplingParams(regex="(ab){1,2}"), ends)
+            after = grammars.constraint(SamplingParams(regex="(ab){1,2}"), ends)
             for character in text:
                 after.accept(llm.encode(character)[0])
             after.accept(token)
@@ -325,11 +325,11 @@ def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
     samples = [
         llm.processor.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])
     ]
-    guide = samples[0].sequence.guide = Fails()
+    constraint = samples[0].sequence.constraint = Fails()
     deltas = list(llm._run(samples))
     done = {d.prompt: d.completion for d in deltas if d.completion}
     assert (done[0].finish_reason, done[0].error) == ("error", "It cannot go on.")
-    assert list(done[0].tokens) == guide.seen and len(guide.seen) == 3
+    assert list(done[0].tokens) == constraint.seen and len(constraint.seen) == 3
     assert done[1].tokens == alone
 
 
@@ -364,11 +364,13 @@ def test_two_devices_give_what_one_gives(tmp_path):
 @pytest.mark.parametrize("vocab_size", [263, 256, 97, 300])
 def test_a_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(llm, vocab_size):
     """Padding of an embedding is never allowed, nor are ids that the model does not have."""
-    wanted = bits(llm.processor.forms.guide(SamplingParams(regex=".+"), frozenset()), 263)
-    forms = Forms(llm.tokenizer, vocab_size, ())
-    guide = forms.guide(SamplingParams(regex=".+"), frozenset({vocab_size, vocab_size - 1}))
-    assert guide.mask.shape == ((vocab_size + 31) // 32,)
-    mask = bits(guide, guide.mask.size * 32)
+    wanted = bits(llm.processor.grammars.constraint(SamplingParams(regex=".+"), frozenset()), 263)
+    grammars = Grammars(llm.tokenizer, vocab_size, ())
+    constraint = grammars.constraint(
+        SamplingParams(regex=".+"), frozenset({vocab_size, vocab_size - 1})
+    )
+    assert constraint.mask.shape == ((vocab_size + 31) // 32,)
+    mask = bits(constraint, constraint.mask.size * 32)
     expected = np.zeros(mask.size, bool)
     expected[: min(263, vocab_size)] = wanted[:vocab_size]
     np.testing.assert_array_equal(mask, expected)
@@ -392,7 +394,7 @@ def test_a_sentencepiece_vocabulary_out_of_a_gguf_file():
             assert completion.finish_reason == "stop" and fits(kind, completion.text)
 
 
-def guided_requests(forms):
+def constrained_requests(grammars):
     """A random load, two thirds of it with a form."""
     names = list(FORMS)
     for index, request in enumerate(random_requests(6, 18)):
@@ -400,24 +402,26 @@ def guided_requests(forms):
         sampled = {"temperature": 1.4, "seed": index} if index % 2 else {"temperature": 0.0}
         form = {kind: FORMS[kind], "frequency_penalty": 0.1 * (index % 4)} if kind else {}
         given = SamplingParams(max_tokens=60 if kind else 20, **sampled, **form).with_defaults({})
-        yield Guided(forms, request.prompt, given, request.arrives, request.aborts)
+        yield Constrained(grammars, request.prompt, given, request.arrives, request.aborts)
 
 
-class Guided:
-    def __init__(self, forms, prompt, params, arrives, aborts):
-        self.forms, self.prompt, self.params = forms, prompt, params
+class Constrained:
+    def __init__(self, grammars, prompt, params, arrives, aborts):
+        self.grammars, self.prompt, self.params = grammars, prompt, params
         self.arrives, self.aborts = arrives, aborts
 
     def sequence(self, request_id):
-        guide = self.forms.guide(self.params, frozenset())
+        constraint = self.grammars.constraint(self.params, frozenset())
         tokens = self.params.max_tokens
-        return Sequence(request_id, self.prompt, self.params, tokens, frozenset(), guide=guide)
+        return Sequence(
+            request_id, self.prompt, self.params, tokens, frozenset(), constraint=constraint
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "cache"), [(16, True), (64, False)])
 def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache):
-    requests = list(guided_requests(Forms(llm.tokenizer, goldens.VOCAB, ())))
+    requests = list(constrained_requests(Grammars(llm.tokenizer, goldens.VOCAB, ())))
     lonely = small_engine(llm.model, chunk=131, steps=8, cache=False, slots=1, roomy=True)
     alone = run_alone(lonely, requests)
     crowd = small_engine(llm.model, chunk=chunk, steps=8, cache=cache)
@@ -425,7 +429,7 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache)
         run = run_load(crowd, requests)
     assert counts.requests == 0, "something compiled after warm-up"
     assert crowd.scheduler.num_preemptions > 0
-    assert any(s.num_preemptions and s.guide is not None for s in run.sequences)
+    assert any(s.num_preemptions and s.constraint is not None for s in run.sequences)
     for sequence, wanted in zip(run.sequences, alone, strict=True):
         if sequence.finish_reason == "abort":
             wanted = wanted[: sequence.num_output_tokens]
@@ -529,9 +533,9 @@ def test_compiled_forms_are_kept_and_the_oldest_is_dropped(llm, monkeypatch):
     tried = []
     monkeypatch.setattr(structured, "_try_apart", lambda *given: tried.append(given[2]))
     monkeypatch.setattr(structured, "KEPT", 2)
-    forms = Forms(llm.tokenizer, goldens.VOCAB, ())
+    grammars = Grammars(llm.tokenizer, goldens.VOCAB, ())
     for pattern in ("aa", "bb", "aa", "cc", "aa", "bb"):
-        forms.guide(SamplingParams(regex=pattern), frozenset())
+        grammars.constraint(SamplingParams(regex=pattern), frozenset())
     assert tried == ["aa", "bb", "cc", "bb"]
 
 

@@ -23,7 +23,7 @@
 extern "C" {
 const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
-XLA_FFI_Handler rooflax_product, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
+XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
     rooflax_cache_write;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
@@ -721,8 +721,8 @@ void FuzzSample() {
   }
 }
 
-// A product's sizes: what its arrays are made of.
-struct Product {
+// A matmul's sizes: what its arrays are made of.
+struct Matmul {
   int64_t layout, bytes, kind, gated, rows, inner, outer, stack, selected, biases, norms;
   bool has_residual;
 
@@ -749,10 +749,10 @@ struct Product {
 };
 
 // The row as a call of its own, with its member of everything: the same bits.
-void CheckProductRow(const Call& call, const Product& p, int64_t row) {
+void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
   const Array& select = call.args[8];
   const int64_t member = p.selected == 0 ? 0 : select.At<int32_t>(p.selected == 1 ? 0 : row);
-  Call alone{rooflax_product, {}, {}, p.Attributes()};
+  Call alone{rooflax_matmul, {}, {}, p.Attributes()};
   auto add = [&](size_t i, int64_t members, int64_t number, std::vector<int64_t> dims) {
     alone.args.push_back(call.args[i].Part(members, number, std::move(dims)));
   };
@@ -795,9 +795,9 @@ void CheckProductRow(const Call& call, const Product& p, int64_t row) {
   }
 }
 
-void FuzzProduct() {
+void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
-  Product p{};
+  Matmul p{};
   p.layout = draw.Below(7);
   p.bytes = draw.Below(2);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
@@ -814,7 +814,7 @@ void FuzzProduct() {
   const bool normed = p.kind == 1 || p.kind == 2;
   const int64_t norm = normed ? p.norms * p.inner : 0;
   using Dims = std::vector<int64_t>;
-  Call call{rooflax_product, {}, {}, p.Attributes()};
+  Call call{rooflax_matmul, {}, {}, p.Attributes()};
   call.args.emplace_back(kF32, Dims{p.rows, p.inner * (p.gated ? 2 : 1)});
   call.args.emplace_back(p.IsPlain() ? draw.Of({kF32, kBf16}) : p.layout == 3 ? kU8 : draw.Of({kS8, kU8}),
                          p.Weight(p.selected > 0));
@@ -846,7 +846,7 @@ void FuzzProduct() {
   valid &= AllBelow(call.args[8], p.selected == 1 ? 1 : p.selected == 0 || !real.valid ? 0 : real.rows, p.stack);
   if (!call.RunExpecting(valid)) return;
   Expect(IsUntouched(call.rets[0], real.rows * p.outer, p.rows * p.outer), "padding was written");
-  if (real.rows > 0) CheckProductRow(call, p, draw.Below(real.rows));
+  if (real.rows > 0) CheckMatmulRow(call, p, draw.Below(real.rows));
 }
 
 void CheckMetadata(XLA_FFI_Handler* handler) {
@@ -869,7 +869,7 @@ int main(int argc, char** argv) {
     const char* name;
     XLA_FFI_Handler* handler;
     void (*fuzz)();
-  } handlers[] = {{"rooflax_product", rooflax_product, FuzzProduct},
+  } handlers[] = {{"rooflax_matmul", rooflax_matmul, FuzzMatmul},
                   {"rooflax_attention", rooflax_attention, FuzzAttention},
                   {"rooflax_rows", rooflax_rows, FuzzRows},
                   {"rooflax_argmax", rooflax_argmax, FuzzArgmax},

@@ -73,7 +73,7 @@ def compared(found: np.ndarray, reference: np.ndarray) -> dict[str, float]:
 
 
 def formats(path: Path) -> str:
-    """Types of the products' tensors, by how many there are."""
+    """Types of the matmuls' tensors, by how many there are."""
     file, counts = GGUFFile(path), {}
     for name in file.names():
         if len(file.info(name).shape) > 1:

@@ -193,8 +193,8 @@ class AsyncLLM:
             ids = await loop.run_in_executor(self._texts, processor.prompt_ids, prompt)
         else:
             ids = processor.prompt_ids(prompt)
-        while not processor.forms.has(params):
-            with processor.forms.compiling(self._compiler, params) as compiled:
+        while not processor.grammars.has(params):
+            with processor.grammars.compiling(self._compiler, params) as compiled:
                 await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt)
 

@@ -32,7 +32,7 @@ MOST_KEPT_BYTES = 32 << 20
 """What a compiled form may take, its first mask included; most take 2 MB."""
 
 
-def compile_form(tokenizer: Any, kind: str, text: str) -> Any:
+def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
     """An `llguidance.LLMatcher` at the beginning of a text; its `get_error()` says what is wrong.
 
     Args:
@@ -114,7 +114,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     before = _peak_bytes()
     tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
-    work = partial(compile_form, tokenizer, given["kind"], given["text"])
+    work = partial(compile_grammar, tokenizer, given["kind"], given["text"])
     try:
         matcher = with_stack(STACK_BYTES, work)
     except ValueError as error:  # JSON that Python reads and llguidance does not

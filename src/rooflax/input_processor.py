@@ -17,7 +17,7 @@ from rooflax.errors import RequestError
 from rooflax.inputs import Prompt, is_whole
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.plan import Plan
-from rooflax.structured import Forms
+from rooflax.structured import Grammars
 
 
 class InputProcessor:
@@ -34,7 +34,7 @@ class InputProcessor:
         self._has_folder, self._vocab_size = info.folder is not None, info.config.vocab_size
         self.max_model_len, self.max_num_seqs = plan.max_model_len, plan.max_num_seqs
         self.tokenizer, self.defaults = info.tokenizer(), info.generation_defaults()
-        self.forms = Forms(self.tokenizer, self._vocab_size, self.stop_ids)
+        self.grammars = Grammars(self.tokenizer, self._vocab_size, self.stop_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -108,7 +108,7 @@ class InputProcessor:
                 param="max_tokens",
             )
         max_tokens = min(given.max_tokens or room, room)
-        guide = self.forms.guide(given, stop)
+        constraint = self.grammars.constraint(given, stop)
         sequences = [
             EngineSequence(
                 request_id,
@@ -118,7 +118,7 @@ class InputProcessor:
                 stop,
                 index,
                 cache_salt=cache_salt,
-                guide=guide.copy() if guide and index else guide,
+                constraint=constraint.copy() if constraint and index else constraint,
             )
             for index in range(max(given.n, given.num_beams))
         ]

@@ -21,12 +21,12 @@ from rooflax.drafting import Drafting, check_same_tokens
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
+from rooflax.engine.offloading import step_functions
 from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation
-from rooflax.engine.streaming import step_functions
 from rooflax.errors import RequestError
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts, is_whole
@@ -34,7 +34,7 @@ from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.load import load_plan
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
-from rooflax.models.streaming import StreamPlan
+from rooflax.models.offloading import StreamPlan
 from rooflax.nn.execution import ExecutionOptions
 
 SMALLEST_ENGINE_TOKENS = 256
@@ -54,7 +54,7 @@ class LLM:
         dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
             bfloat16 weights left as they are where a native kernel reads them. None also leaves a
             GGUF file's quantised weights as they are; a dtype is what they are turned into.
-        kv_dtype: of the KV cache; None is dtype, but float16 on a CPU where products round (with
+        kv_dtype: of the KV cache; None is dtype, but float16 on a CPU where matmuls round (with
             `quantize`, or a folder written so).
         max_model_len: longest context; None is what the model was made for.
         max_num_seqs: sequences that run at once; None is 16.
@@ -146,7 +146,7 @@ class LLM:
 
     @property
     def format(self) -> str:
-        """Width of the products' weights: a quantised format, "bfloat16" or "float32"."""
+        """Width of the matmuls' weights: a quantised format, "bfloat16" or "float32"."""
         return self.plan.storage.format
 
     @property

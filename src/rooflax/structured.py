@@ -47,7 +47,7 @@ class _Place(NamedTuple):
     error: str | None
 
 
-class FormGuide:
+class GrammarConstraint:
     """The tokens that may come next, as an `engine.sequence.Guide`.
 
     Args:
@@ -56,10 +56,10 @@ class FormGuide:
         ends: ids that end a sequence.
     """
 
-    def __init__(self, matcher: Any, forms: Forms, ends: frozenset[int]):
-        self._matcher, self._forms = matcher, forms
-        self._ends = np.array(sorted(end for end in ends if end < forms.vocab_size), np.int64)
-        self._words = np.zeros(forms.num_words, np.int32)
+    def __init__(self, matcher: Any, grammars: Grammars, ends: frozenset[int]):
+        self._matcher, self._grammars = matcher, grammars
+        self._ends = np.array(sorted(end for end in ends if end < grammars.vocab_size), np.int64)
+        self._words = np.zeros(grammars.num_words, np.int32)
         self._pointer, self._num_bytes = self._words.ctypes.data, self._words.nbytes
         self._tokens: list[int] = []
         self._ahead: deque[tuple[int, _Place]] = deque()
@@ -77,10 +77,12 @@ class FormGuide:
     def error(self) -> str | None:
         return self._place.error
 
-    def copy(self) -> FormGuide:
+    def copy(self) -> GrammarConstraint:
         """Another that stands at the same place; nothing has been accepted yet."""
         assert not self._tokens
-        return FormGuide(self._matcher.deep_copy(), self._forms, frozenset(self._ends.tolist()))
+        return GrammarConstraint(
+            self._matcher.deep_copy(), self._grammars, frozenset(self._ends.tolist())
+        )
 
     def accept(self, token: int) -> None:
         self._tokens.append(token)
@@ -96,7 +98,7 @@ class FormGuide:
             self._matcher.consume_token(token)
             place = self._look()
         except BaseException as fault:  # a library's panic is no Exception
-            why = f"The form that was asked for cannot go on: {first_line(fault)}"
+            why = f"The grammar has no valid continuation: {first_line(fault)}"
             place = _Place(np.zeros_like(self.mask), False, why)
         self._ahead.append((token, place))
         return place.mask
@@ -108,7 +110,7 @@ class FormGuide:
 
     def _look(self) -> _Place:
         """The mask of what comes next; where that is the end alone, the text is complete."""
-        forms, matcher, error = self._forms, self._matcher, None
+        grammars, matcher, error = self._grammars, self._matcher, None
         may_end = matcher.is_accepting()
         is_complete = may_end and matcher.is_stopped()
         if not is_complete and not matcher.is_error():
@@ -116,15 +118,15 @@ class FormGuide:
         if is_complete or matcher.is_error():
             self._words[:] = 0
         if matcher.is_error():
-            error = f"The form that was asked for cannot go on: {reason(matcher)}."
-        words = self._words & forms.known
-        if error is None and words.tobytes() == forms.no_words:  # faster than any()
+            error = f"The grammar has no valid continuation: {reason(matcher)}."
+        words = self._words & grammars.known
+        if error is None and words.tobytes() == grammars.no_words:  # faster than any()
             is_complete = may_end
             if not may_end:
-                error = "The form that was asked for cannot go on: no token fits."
+                error = "The grammar has no valid continuation: no token fits."
         if may_end and error is None:
             np.bitwise_or.at(words.view(np.uint32), self._ends // 32, _bit(self._ends))
-        return _Place(words[: forms.num_mask_words], is_complete, error)
+        return _Place(words[: grammars.num_mask_words], is_complete, error)
 
 
 @dataclass
@@ -135,7 +137,7 @@ class _Awaited:
     waiting: int = 0
 
 
-class Forms:
+class Grammars:
     """Compiles what requests to one model ask for; safe on any thread.
 
     Args:
@@ -164,7 +166,7 @@ class Forms:
         known[[token for token in self._eos_ids if token < self.vocab_size]] = False
         return np.packbits(known, bitorder="little").view(np.int32)
 
-    def guide(self, params: SamplingParams, ends: frozenset[int]) -> FormGuide | None:
+    def constraint(self, params: SamplingParams, ends: frozenset[int]) -> GrammarConstraint | None:
         """What follows the form that `params` ask for; None if they ask for none.
 
         Args:
@@ -173,20 +175,22 @@ class Forms:
         Raises:
             RequestError: it cannot be compiled, or not within the limits; llguidance is missing.
         """
-        form = params.form
-        if form is None:
+        structured_output = params.structured_output
+        if structured_output is None:
             return None
-        matcher = self._begin(form)
-        guide = FormGuide(self._compile_once(form) if matcher is None else matcher, self, ends)
-        if guide.error is not None:
+        matcher = self._begin(structured_output)
+        constraint = GrammarConstraint(
+            self._compile_once(structured_output) if matcher is None else matcher, self, ends
+        )
+        if constraint.error is not None:
             raise RequestError(f"{form[0]} lets nothing begin. {guide.error}")
-        if guide.is_complete:
+        if constraint.is_complete:
             raise RequestError(f"{form[0]} allows no text but the empty one; ask for another.")
-        return guide
+        return constraint
 
     def has(self, params: SamplingParams) -> bool:
         """Whether `guide` takes no time: there is no form, or it is compiled."""
-        return params.form is None or params.form in self._compiled
+        return params.structured_output is None or params.structured_output in self._compiled
 
     @contextmanager
     def compiling(self, executor: Executor, params: SamplingParams) -> Iterator[Future[Any]]:
@@ -196,17 +200,19 @@ class Forms:
         Raises:
             QueueFull: too many wait.
         """
-        form = params.form
-        assert form is not None
+        structured_output = params.structured_output
+        assert structured_output is not None
         with self._lock:
-            if form not in self._awaited:
+            if structured_output not in self._awaited:
                 if len(self._awaited) >= MAX_COMPILING:
                     raise QueueFull(
                         f"{MAX_COMPILING} schemas, regexes or grammars wait to be compiled; try "
                         f"again later."
                     )
-                self._awaited[form] = _Awaited(executor.submit(self._compile_once, form))
-            awaited = self._awaited[form]
+                self._awaited[structured_output] = _Awaited(
+                    executor.submit(self._compile_once, structured_output)
+                )
+            awaited = self._awaited[structured_output]
             awaited.waiting += 1
         try:
             yield awaited.future
@@ -215,30 +221,30 @@ class Forms:
                 awaited.waiting -= 1
                 is_last = awaited.waiting == 0
                 if is_last:
-                    del self._awaited[form]
+                    del self._awaited[structured_output]
             if is_last:
                 awaited.future.cancel()
 
-    def _compile_once(self, form: tuple[str, str]) -> Any:
+    def _compile_once(self, structured_output: tuple[str, str]) -> Any:
         """A matcher of one's own, compiled if it must be."""
         with self._compiling:  # one at a time, while what is compiled can be had
-            matcher = self._begin(form)
+            matcher = self._begin(structured_output)
             if matcher is None:
-                self._keep(form, self._compile(*form))
-                matcher = self._begin(form)
+                self._keep(structured_output, self._compile(*structured_output))
+                matcher = self._begin(structured_output)
             return matcher
 
-    def _begin(self, form: tuple[str, str]) -> Any:
+    def _begin(self, structured_output: tuple[str, str]) -> Any:
         """A matcher of one's own; None if the form is not compiled yet."""
         with self._lock:
-            if form not in self._compiled:
+            if structured_output not in self._compiled:
                 return None
-            self._compiled.move_to_end(form)
-            return self._compiled[form].deep_copy()
+            self._compiled.move_to_end(structured_output)
+            return self._compiled[structured_output].deep_copy()
 
-    def _keep(self, form: tuple[str, str], matcher: Any) -> None:
+    def _keep(self, structured_output: tuple[str, str], matcher: Any) -> None:
         with self._lock:
-            self._compiled[form] = matcher
+            self._compiled[structured_output] = matcher
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
 
@@ -252,7 +258,7 @@ class Forms:
             self._vocabulary = self._read_vocabulary()
         compiled = grammar_probe.with_stack(
             2 * grammar_probe.STACK_BYTES,
-            lambda: grammar_probe.compile_form(self._vocabulary, kind, text),
+            lambda: grammar_probe.compile_grammar(self._vocabulary, kind, text),
         )
         if compiled.is_error():
             raise RequestError(f"{kind} cannot be used: {reason(compiled)}.")

@@ -51,7 +51,7 @@ def test_a_format_that_rounds_has_the_ceiling_of_its_code():
     }  # fmt: skip
     for name, code in wanted.items():
         assert multiplied_as(Storage("bfloat16", name)) == code
-    assert {f.code for f in FORMATS.values() if f.rounds} == ceilings.CODES
+    assert {f.code for f in FORMATS.values() if f.quantizes_activations} == ceilings.CODES
 
 
 @pytest.mark.parametrize(("operations", "bound"), [(10**9, "memory"), (10**10, "multiply")])

@@ -53,7 +53,7 @@ def test_windows_and_experts_are_read_in_part():
 
 
 def test_operations_of_gpt2_by_hand():
-    """Two per weight of every product, and four per head dimension and visible pair."""
+    """Two per weight of every matmul, and four per head dimension and visible pair."""
     config = model_info("preset:gpt2").config
     hidden, mlp, layers, vocab = 768, 3072, 12, 50257
     products = layers * (3 * hidden * hidden + hidden * hidden + 2 * hidden * mlp) + vocab * hidden

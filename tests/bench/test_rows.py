@@ -153,7 +153,7 @@ COARSE = Precision("float32", "float16", "int8")
 
 
 def test_the_cache_of_an_ablation_rounds_nothing():
-    """Beside products that round it would be float16, and a row without a cache knows no width."""
+    """Beside matmuls that round it would be float16, and a row without a cache knows no width."""
     quantized = replace(TINY, precision=Precision(quantize="int8"))
     assert comparable(quantized, COARSE).precision.kv_dtype == "float32"
     chosen = replace(TINY, precision=Precision(kv_dtype="int8", quantize="int8"))

@@ -433,7 +433,7 @@ def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job)
     argv, honoured = BENCH_JOBS[job]
     if job not in ("quick", "compare"):
         honoured = honoured | ONE_ROW
-    if job in ("concurrent", "request_rate"):  # a sealed engine has neither
+    if job in ("concurrent", "request_rate"):  # a fully warm engine has neither
         honoured = honoured - {"no_cache", "no_jit"}
     values = {
         name.strip("-").replace("-", "_").lower(): v for name, v in COMMANDS["bench"][1].items()

@@ -19,11 +19,11 @@ from rooflax.ops import accelerator
 
 @pytest.fixture
 def nothing_loads(monkeypatch):
-    def refuse(*args, **kwargs):
+    def reject(*args, **kwargs):
         raise AssertionError("weights were made or read")
 
-    monkeypatch.setattr(load, "random_weights", refuse)
-    monkeypatch.setattr(weights.WeightReader, "weights", refuse)
+    monkeypatch.setattr(load, "random_weights", reject)
+    monkeypatch.setattr(weights.WeightReader, "weights", reject)
 
 
 def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):

@@ -1,4 +1,4 @@
-"""Decode steps beside guided rows: how many tokens a dispatch gives changes, never which."""
+"""Decode steps beside constrained rows: how many tokens a dispatch gives changes, never which."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SCHEMA = {
 PROMPTS = ["class Reader:\n", "def read(path):", "import os\n", "x = "]
 
 
-def guided(**given):
+def constrained(**given):
     return SamplingParams(max_tokens=40, seed=3, json_schema=json.dumps(SCHEMA), **given)
 
 
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_single_steps(single, several, monkeypatch, given):
 
     monkeypatch.setattr(MaskReuse, "num_steps", lambda self, sequences, most: most)
     monkeypatch.setattr(Runner, "_dispatch", counting)
-    wishes = [guided(**given), free(**given), guided(**given), free(**given)]
+    wishes = [constrained(**given), free(**given), constrained(**given), free(**given)]
     wanted = single.generate(PROMPTS, wishes)
     assert max(steps) == 1
     steps.clear()
@@ -103,9 +103,9 @@ def test_what_was_counted_last_is_taken_back():
     )
 
 
-def sequence(guide, stays=0.5):
+def sequence(constraint, stays=0.5):
     params = SamplingParams(max_tokens=9)
-    found = Sequence(0, [1], params, 9, frozenset(), guide=guide)
+    found = Sequence(0, [1], params, 9, frozenset(), constraint=constraint)
     return dataclasses.replace(found, mask_stays=stays)
 
 

@@ -27,7 +27,7 @@ def computed() -> np.ndarray:
 def engine():
     llm = LLM("preset:gpt2-tiny", max_num_seqs=4)
     engine = Engine(llm.model, llm.options, num_slots=4, max_tokens=1024, prefix_caching=False)
-    engine.seal()
+    engine.warm_up_all()
     return engine
 
 

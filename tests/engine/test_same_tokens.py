@@ -45,7 +45,7 @@ class Mixed(Drafter):
 class Always(Speculation):
     """Never asks whether drafts pay."""
 
-    def _pays(self, rows, num_drafts):
+    def _is_worthwhile(self, rows, num_drafts):
         return True
 
 
@@ -100,7 +100,7 @@ def small_engine(
         prefix_caching=cache,
         speculation=drafter and Always(drafter, DRAFT_TOKENS),
     )
-    assert len(engine.seal()) <= (15 if drafter else 12)
+    assert len(engine.warm_up_all()) <= (15 if drafter else 12)
     return engine
 
 

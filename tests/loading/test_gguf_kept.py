@@ -38,9 +38,9 @@ def leaves(model):
 )
 def test_kept_weights_are_the_files_own_numbers(name, kind):
     path = gguf_cases.gguf(name, kind)
-    plain, kept = load(path), load(path, dtype=None)
+    plain, prequantized = load(path), load(path, dtype=None)
     formats = set()
-    for floats, leaf in zip(leaves(plain), leaves(kept), strict=True):
+    for floats, leaf in zip(leaves(plain), leaves(prequantized), strict=True):
         if not is_packed(leaf):
             np.testing.assert_array_equal(leaf, floats)
             continue
@@ -53,24 +53,24 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
         else:  # half a step of int8, of the group's largest
             assert np.abs(found.reshape(wanted.shape) - wanted).max() <= np.abs(wanted).max() / 220
     assert formats
-    assert kept.weights_bytes < 0.75 * plain.weights_bytes
+    assert prequantized.weights_bytes < 0.75 * plain.weights_bytes
 
 
 @pytest.mark.parametrize(("name", "kind"), QUANTISED)
 def test_the_estimate_counts_what_is_kept(name, kind):
     plan = make_plan(gguf_cases.gguf(name, kind))
-    plan = replace(plan, storage=replace(plan.storage, narrow=False))
+    plan = replace(plan, storage=replace(plan.storage, keeps_bfloat16=False))
     loaded = sum(a.nbytes for a in jax.tree.leaves(load_plan(plan)))
     assert plan.estimate().weights == loaded
 
 
 @pytest.mark.every_jax
 def test_the_order_of_outputs_is_the_layouts():
-    """Fused and permuted products: with distinct rows a swap of any two would show."""
+    """Fused and permuted matmuls: with distinct rows a swap of any two would show."""
     file = GGUFFile(gguf_cases.gguf("llama3", "q8_0"))
-    kept = load(file.path, dtype=None).weights["layers"][1]["attn.qkv"]
+    prequantized = load(file.path, dtype=None).weights["layers"][1]["attn.qkv"]
     v = dequantize("Q8_0", file.read("blk.1.attn_v.weight"))
-    ours = np.asarray(kept.numbers()).reshape(32, 2, 4, 24)
+    ours = np.asarray(prequantized.numbers()).reshape(32, 2, 4, 24)
     np.testing.assert_array_equal(ours[:, 1, 3], v[24:].T)
 
 

@@ -77,21 +77,27 @@ def test_the_tensors_say_their_width_where_config_json_does_not(folder, tmp_path
     """As GPT-OSS's does not: its bfloat16 weights stay so, the same numbers in half the memory."""
     raw = json.loads((folder / "config.json").read_text())
     assert not {"dtype", "torch_dtype"} & raw.keys()
-    assert planned_as(folder, reads_bfloat16=True).narrow
-    assert not planned_as(folder, reads_bfloat16=False).narrow
+    assert planned_as(folder, reads_bfloat16=True).keeps_bfloat16
+    assert not planned_as(folder, reads_bfloat16=False).keeps_bfloat16
     plan = make_plan(folder, options=ExecutionOptions(layers="unrolled"))
-    narrow, wide = load_plan(replace(plan, storage=Storage(narrow=True))), load(folder)
-    assert (
-        narrow.weights["lm_head"].dtype == "bfloat16" and wide.weights["lm_head"].dtype == float32
+    keeps_bfloat16, wide = (
+        load_plan(replace(plan, storage=Storage(keeps_bfloat16=True))),
+        load(folder),
     )
-    assert narrow.weights["final_norm"].dtype == float32  # not a product's
-    assert narrow.weights_bytes < 0.6 * wide.weights_bytes
-    for a, b in zip(jax.tree.leaves(narrow.weights), jax.tree.leaves(wide.weights), strict=True):
+    assert (
+        keeps_bfloat16.weights["lm_head"].dtype == "bfloat16"
+        and wide.weights["lm_head"].dtype == float32
+    )
+    assert keeps_bfloat16.weights["final_norm"].dtype == float32  # not a matmul's
+    assert keeps_bfloat16.weights_bytes < 0.6 * wide.weights_bytes
+    for a, b in zip(
+        jax.tree.leaves(keeps_bfloat16.weights), jax.tree.leaves(wide.weights), strict=True
+    ):
         assert (a.astype(float32) == b).all()
 
     other = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", goldens.committed("llama_gqa"))
     assert not {"dtype", "torch_dtype"} & json.loads((other / "config.json").read_text()).keys()
-    assert not planned_as(other, reads_bfloat16=True).narrow  # float32 in the file
+    assert not planned_as(other, reads_bfloat16=True).keeps_bfloat16  # float32 in the file
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -71,5 +71,5 @@ def test_every_layouts_parts_are_parts_of_the_whole(variant):
             where = [slice(0, n) for n in shape]
             where[index] = slice(1, shape[index])
             own = np.empty(whole[tuple(where)].shape, np.float32)
-            weight.layout.join(weight.layout.narrow(parts, shape, tuple(where)), own)
+            weight.layout.join(weight.layout.slice_parts(parts, shape, tuple(where)), own)
             np.testing.assert_array_equal(own, whole[tuple(where)], err_msg=slot.name)

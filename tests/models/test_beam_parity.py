@@ -76,8 +76,8 @@ def test_the_settings_end_beams_at_many_lengths(wanted, variant):
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("variant", cases(goldens.BEAM_VARIANTS, default=["llama_gqa"]))
 def test_committed_beams_are_what_transformers_says(wanted, variant):
-    kept = [beams for row in goldens.committed_beams(variant) for beams in row]
-    assert len(kept) == len(wanted(variant))
-    for old, new in zip(kept, wanted(variant), strict=True):
+    prequantized = [beams for row in goldens.committed_beams(variant) for beams in row]
+    assert len(prequantized) == len(wanted(variant))
+    for old, new in zip(prequantized, wanted(variant), strict=True):
         assert [tokens for tokens, _ in old] == [tokens for tokens, _ in new]
         np.testing.assert_allclose([s for _, s in old], [s for _, s in new], rtol=0, atol=TOLERANCE)

@@ -136,7 +136,7 @@ def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
     cache = new_cache(model, rows=2, max_tokens=64)
     ids = np.zeros(2, np.int32)
     text = jax.jit(decode_step).lower(model, cache, ids, ids).as_text()
-    assert "dot_general" in text or "rooflax_product" in text
+    assert "dot_general" in text or "rooflax_matmul" in text
     assert not re.search(r"stablehlo\.(sine|cosine|tan)\b", text)
 
 
@@ -144,13 +144,13 @@ def test_the_lowered_decode_step_holds_no_sine_and_no_cosine(case, variant):
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 @pytest.mark.parametrize(("name", "kinds"), [("preset:gpt2-tiny", 1), ("preset:gpt-oss-tiny", 2)])
 def test_a_layer_is_lowered_once_for_all_layers_of_its_kind(name, kinds):
-    """GPT-2 has four products a layer, GPT-OSS five, in layers with and without a window."""
+    """GPT-2 has four matmuls a layer, GPT-OSS five, in layers with and without a window."""
     model = rooflax.load(name)
     cache = new_cache(model, max_tokens=64)
     ids = np.zeros(1, np.int32)
     text = jax.jit(decode_step).lower(model, cache, ids, ids).as_text()
     products = {1: 4, 2: 5}[kinds]
-    assert text.count("@rooflax_product") == kinds * products + 1
+    assert text.count("@rooflax_matmul") == kinds * products + 1
 
 
 @pytest.fixture(scope="module")
@@ -357,8 +357,10 @@ def quantized_weights(model, format):
         layers = model.weights["layers"]
         return (model.weights if slot.layer is None else layers[slot.layer])[slot.key]
 
-    kept = ((slot, storage.keep(slot, np.asarray(leaf(slot)), model.config)) for slot in found)
-    return assemble(model.config.num_layers, kept)
+    prequantized = (
+        (slot, storage.keep(slot, np.asarray(leaf(slot)), model.config)) for slot in found
+    )
+    return assemble(model.config.num_layers, prequantized)
 
 
 def test_the_engine_asks_for_older_emitters_where_they_are_and_nobody_else_chose(monkeypatch):

@@ -56,12 +56,12 @@ def test_prefill_and_decode_equal_one_full_forward(case, variant):
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_committed_references_are_what_transformers_says(references, variant):
-    kept, now = goldens.committed(variant), references(variant)
-    assert kept.shapes == now.shapes
+    prequantized, now = goldens.committed(variant), references(variant)
+    assert prequantized.shapes == now.shapes
     np.testing.assert_allclose(
-        kept.logits, now.logits[:, list(kept.positions)], rtol=0, atol=TOLERANCE
+        prequantized.logits, now.logits[:, list(prequantized.positions)], rtol=0, atol=TOLERANCE
     )
-    np.testing.assert_array_equal(kept.greedy, now.greedy)
+    np.testing.assert_array_equal(prequantized.greedy, now.greedy)
 
 
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")

@@ -29,7 +29,7 @@ def test_without_a_mesh_the_helpers_are_the_identity():
     x = jnp.arange(6.0).reshape(2, 3)
     assert lib.shards_of(None) is None
     assert lib.all_reduce(x, None) is x
-    assert lib.once(x, None) is x and lib.once(None, None) is None
+    assert lib.on_one_shard(x, None) is x and lib.on_one_shard(None, None) is None
     assert lib.gather_vocab(x, 2, None).tolist() == [[0, 1], [3, 4]]
     assert lib.embed(x, jnp.asarray([[1, 0]]), None).tolist() == [[[3, 4, 5], [0, 1, 2]]]
 
@@ -55,7 +55,7 @@ def test_a_bias_counts_once_in_a_sum_over_parts(mesh):
     shards = lib.shards_of(mesh)
 
     def part(x, w, bias):
-        return lib.all_reduce(x @ w + lib.once(bias, shards)[None], shards)
+        return lib.all_reduce(x @ w + lib.on_one_shard(bias, shards)[None], shards)
 
     run = on_two(mesh, part, (P(None, "tensor"), P("tensor"), P()), P())
     np.testing.assert_allclose(run(x, w, bias), x @ w + bias, rtol=1e-5, atol=1e-5)

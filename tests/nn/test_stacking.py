@@ -46,7 +46,7 @@ def test_one_layer_in_another_width_widens_all_of_its_stack():
     name = next(key for key in tensors if "layers.1" in key and key.endswith("down_proj.weight"))
     mixed = {key: array.astype(jnp.bfloat16) for key, array in tensors.items()}
     mixed[name] = mixed[name].astype(np.float32)
-    storage = Storage(narrow=True)
+    storage = Storage(keeps_bfloat16=True)
     reader = WeightReader(ArraySource(mixed), model.family, model.config, storage=storage)
     weights = reader.weights(stacked=True)
     (stacks,) = weights["stacked_layers"]

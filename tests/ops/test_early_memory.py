@@ -21,12 +21,12 @@ def made(monkeypatch):
     """What `early_memory` made, in order."""
     found = []
 
-    class Kept(lib.EarlyMemory):
+    class Prequantized(lib.EarlyMemory):
         def __init__(self, num_bytes):
             super().__init__(num_bytes)
             found.append(self)
 
-    monkeypatch.setattr(lib, "EarlyMemory", Kept)
+    monkeypatch.setattr(lib, "EarlyMemory", Prequantized)
     return found
 
 

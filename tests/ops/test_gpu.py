@@ -209,7 +209,7 @@ def test_products_of_many_rows_lose_nothing(format):
     w = weights(format, 1120, 53)
     x = jnp.asarray(normal(37, 1120), jnp.bfloat16)
     wanted = exact(x.astype(jnp.float32), w)
-    close(linear_gpu.wide_product(x, w), wanted)
+    close(linear_gpu.wide_matmul(x, w), wanted)
 
 
 @pytest.mark.every_jax
@@ -564,7 +564,7 @@ def test_experts_of_one_layer_of_a_stack(interpreted):
     ],
 )
 def test_experts_with_many_tokens(name, kind, interpreted):
-    """On tensor cores: between the products rows are rounded to bfloat16, as the model's are."""
+    """On tensor cores: between the matmuls rows are rounded to bfloat16, as the model's are."""
     x, *rest = moe_arguments(SIZED[name], kind)
     x = x.astype(jnp.bfloat16)
     found = run_experts(x, *rest)

@@ -142,7 +142,7 @@ def test_members_of_a_stack(instruction_set, format):
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
 def test_a_layer_among_stacked_layers(format):
-    """Products and experts read it where it lies, bit for bit; everyone else copies it."""
+    """Matmuls and experts read it where it lies, bit for bit; everyone else copies it."""
     x, _, _ = inputs(7, 64, 1)
     w = RNG.standard_normal((3, 5, 64, 40)).astype(np.float32)
     bias = jnp.asarray(RNG.standard_normal((3, 5, 40)), jnp.float32)

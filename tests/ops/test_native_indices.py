@@ -65,7 +65,7 @@ def test_members_of_a_stack(rows, member):
 
 def test_a_gate_belongs_to_an_activation():
     """The gate's other half would be read behind the row."""
-    call = jax.ffi.ffi_call("rooflax_product", jax.ShapeDtypeStruct((1, 4), jnp.float32))
+    call = jax.ffi.ffi_call("rooflax_matmul", jax.ShapeDtypeStruct((1, 4), jnp.float32))
     none = (
         jnp.zeros(0),
         jnp.zeros(0, jnp.int32),

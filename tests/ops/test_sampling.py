@@ -118,9 +118,9 @@ def arguments(logits, given, positions=None, counts=None, slots=None, masks=None
     ), named  # fmt: skip
 
 
-def draw(*given, plain=False, **more):
+def draw(*given, greedy=False, **more):
     values, named = arguments(*given, **more)
-    return compiled(CHOSEN["implementation"])(*values, plain=plain, **named)
+    return compiled(CHOSEN["implementation"])(*values, greedy=greedy, **named)
 
 
 def kept_by_hand(logits, temperature, top_k, top_p, min_p):
@@ -505,8 +505,8 @@ def test_a_row_that_is_not_finite_says_so_alone(temperature, bad):
     got = draw(logits, settings(3, temperature=temperature, top_p=0.9))
     assert got.is_finite.tolist() == [True, False, True]
     assert [got.tokens.tolist()[i] for i in (0, 2)] == [wanted[0], wanted[2]]
-    plain = draw(logits, settings(3, temperature=0.0), plain=True)
-    assert plain.is_finite.tolist() == [True, False, True]
+    greedy = draw(logits, settings(3, temperature=0.0), greedy=True)
+    assert greedy.is_finite.tolist() == [True, False, True]
     assert got.is_allowed.tolist() == [True, True, True]
     nothing_left = settings(3, temperature=temperature, allowed=[4], bias={4: -np.inf})
     got = draw(normal(3, VOCAB), nothing_left)
@@ -564,7 +564,7 @@ def test_bits_are_read_from_the_lowest_of_each_word_on():
     ids=str,
 )
 def test_a_guided_row_takes_what_it_would_if_the_rest_were_minus_infinity(given):
-    """Masks belong to slots; rows without a guide pass over what is there."""
+    """Masks belong to slots; rows without a constraint pass over what is there."""
     rows = 8
     logits, state = normal(rows, VOCAB), np.random.RandomState(1)
     slots = state.permutation(rows)

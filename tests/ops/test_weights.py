@@ -31,8 +31,8 @@ from rooflax.ops.weights.quantized import CODES
 from tests.ops.cases import normal
 
 KINDS = ("float32", "bfloat16", *FORMATS)
-EXACT = [kind for kind in KINDS if kind not in FORMATS or not FORMATS[kind].rounds]
-"""Whose products are those of the numbers that they hold."""
+EXACT = [kind for kind in KINDS if kind not in FORMATS or not FORMATS[kind].quantizes_activations]
+"""Whose matmuls are those of the numbers that they hold."""
 INNER, OUTER, RANK = 64, 37, 4
 
 
@@ -166,7 +166,7 @@ def test_a_low_rank_embedding_and_head(kind):
 
 
 def adapted(model, scale):
-    """Low-rank weights in place of every product's of the layers, and the same as plain arrays."""
+    """Low-rank weights in place of every matmul's of the layers, and the same as plain arrays."""
     config, layers, dense = model.config, [], []
     for index, layer in enumerate(model.weights["layers"]):
         mine, plain = dict(layer), dict(layer)

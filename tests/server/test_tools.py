@@ -352,9 +352,9 @@ def test_forced_calls_come_after_the_reasoning(llm, text, fits):
 
 
 def lets_through(llm, params, text):
-    guide = llm.processor.forms.guide(params, llm.stop_ids)
+    constraint = llm.processor.grammars.constraint(params, llm.stop_ids)
     for token in llm.tokenizer.encode(text):
-        if not guide.mask[token // 32] >> (token % 32) & 1:
+        if not constraint.mask[token // 32] >> (token % 32) & 1:
             return False
-        guide.accept(token)
+        constraint.accept(token)
     return True

@@ -17,7 +17,7 @@ from serve import Job, arguments, clock, serve
 
 
 def keep_last_logits(model: openvino.Model) -> bool:
-    """Slices the input of the head's product to the last position; False if there is none."""
+    """Slices the input of the head's matmul to the last position; False if there is none."""
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() != "MatMul":
         if node.get_input_size() == 0:

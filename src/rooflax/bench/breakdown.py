@@ -106,7 +106,7 @@ def merge_parts(into: dict[str, str | None], other: dict[str, str | None]) -> No
 def instruction_parts(program: str) -> dict[str, str | None]:
     """The part that each instruction of a compiled program belongs to; None for containers.
 
-    XLA forgets where a product came from when it reshapes its operands; attention's are batched
+    XLA forgets where a matmul came from when it reshapes its operands; attention's are batched
     and keep their names, so a nameless one is a weight's.
     """
     found: dict[str, str | None] = {}
@@ -118,7 +118,7 @@ def instruction_parts(program: str) -> dict[str, str | None]:
         path = name.group(1).split("/") if name else []
         nameless = "matmuls" if match["opcode"] == "dot" and name is None else OTHER
         inside = [piece for piece in path if piece in PARTS]
-        if inside[:1] in (["matmuls"], ["experts"]) and "norms" in inside:  # a product's prologue
+        if inside[:1] in (["matmuls"], ["experts"]) and "norms" in inside:  # a matmul's prologue
             inside = ["norms"]
         part = inside[0] if inside else nameless
         found[match["name"]] = None if match["opcode"] in CONTAINERS else part

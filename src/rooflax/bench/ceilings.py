@@ -25,8 +25,8 @@ READ_BYTES = 1 << 29
 """Bytes that one reading of a CPU's bandwidth reads, in as many passes as that takes."""
 MULTIPLY_OPERATIONS = 5e7
 """Per thread and reading of a CPU."""
-CODES = frozenset(format.code for format in FORMATS.values() if format.rounds)
-"""Products with int8 activations; how fast they can be is the code's."""
+CODES = frozenset(format.code for format in FORMATS.values() if format.quantizes_activations)
+"""Matmuls with int8 activations; how fast they can be is the code's."""
 CPU_MATRIX, DEVICE_MATRIX = 1024, 8192
 DEVICE_BUFFER = 1 << 30
 
@@ -38,7 +38,7 @@ class Ceiling:
     Attributes:
         read_gb_per_s: of a buffer as large as what the step reads; on CPU each thread from one
             place and from four at once, the larger of the two.
-        flops_per_s: in registers (CPU) or of a large product (elsewhere), of what the step
+        flops_per_s: in registers (CPU) or of a large matmul (elsewhere), of what the step
             multiplies.
         source: "native", "xla" or "device".
     """
@@ -102,7 +102,7 @@ def multiply_rate(library: ctypes.CDLL, multiplied: str, threads: int) -> float:
 
 
 def _xla_reader(size: int, matrix: int, dtype: str, source: str) -> Callable[[], Ceiling]:
-    """A copy (device) or a sum (CPU) of `size` bytes, and a square product."""
+    """A copy (device) or a sum (CPU) of `size` bytes, and a square matmul."""
     data = jnp.ones(size // 4, jnp.float32)
     square = jnp.ones((matrix, matrix), jnp.dtype(dtype))
     is_copy = source == "device"

@@ -95,8 +95,8 @@ def _weights(
     for slot in config.slots():
         size = math.prod(slot.weight.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
-        kept = storage.num_bytes(slot, config, stored_narrow=storage.narrow)
-        num_bytes += int(kept * share)
+        prequantized = storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16)
+        num_bytes += int(prequantized * share)
         if len(slot.weight.axis_names) > 1:
             operations += int(2 * size * rows)
     return num_bytes, operations

@@ -32,15 +32,15 @@ from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
-    """What most products multiply, whose rate is the ceiling of operations.
+    """What most matmuls multiply, whose rate is the ceiling of operations.
 
     Formats that round multiply their code by int8; other weights are widened to the activations as
     they are read.
     """
     format = format_of(storage.format, head=False)
     if format in FORMATS:
-        return FORMATS[format].code if FORMATS[format].rounds else storage.dtype
-    return "float32" if storage.narrow else storage.dtype
+        return FORMATS[format].code if FORMATS[format].quantizes_activations else storage.dtype
+    return "float32" if storage.keeps_bfloat16 else storage.dtype
 
 
 def measure(work: Workload) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Served:
             kv_dtype=self.llm.plan.kv_dtype,
             token_budget=512,
         )
-        self.warm_up_report = self.engine.seal()
+        self.warm_up_report = self.engine.warm_up_all()
 
     def sequence(self, prompt: list[int], output_tokens: int) -> Sequence:
         return Sequence(0, prompt, self.work.params(), output_tokens, frozenset())

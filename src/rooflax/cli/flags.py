@@ -18,8 +18,8 @@ from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
     check_speculate,
+    offloading_options,
     parse_bytes,
-    streaming_options,
 )
 
 
@@ -225,7 +225,7 @@ def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) ->
     given = getattr(args, "weights_budget", None)
     if given is not None:
         parse_bytes(given)
-        streaming_options(options, getattr(args, "mesh", None) is not None)
+        offloading_options(options, getattr(args, "mesh", None) is not None)
 
 
 def check_precision(args: argparse.Namespace) -> Precision:

@@ -99,20 +99,20 @@ def _generate(
 ) -> list[Completion]:
     deltas = first_delta_awaited(llm.stream(prompt, params), "compiling and reading", args.quiet)
     if args.json:
-        return _refuse_errors(_completions(deltas))
+        return _reject_errors(_completions(deltas))
     if params.n > 1:
         completions = _completions(deltas)
         for completion in completions:
             terminal.write(f"--- sample {completion.index + 1} of {params.n}\n{completion.text}\n")
     else:
         completions = _stream(deltas, prompt, args)
-    for completion in _refuse_errors(completions):
+    for completion in _reject_errors(completions):
         if completion.logprobs is not None:
             _say_logprobs(llm, completion)
     return completions
 
 
-def _refuse_errors(completions: list[Completion]) -> list[Completion]:
+def _reject_errors(completions: list[Completion]) -> list[Completion]:
     """
     Raises:
         EngineError: what ended one of them.

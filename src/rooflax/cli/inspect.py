@@ -22,7 +22,7 @@ from rooflax.nn.shards import Shards, parse_mesh
 if TYPE_CHECKING:
     from rooflax.loading.model_info import ModelInfo
     from rooflax.models.memory import MemoryEstimate
-    from rooflax.models.streaming import StreamPlan
+    from rooflax.models.offloading import StreamPlan
     from rooflax.nn.decoder import Decoder
 
 SUMMARY = "architecture, weights, and the memory it will take"

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
             f"there is no {what} {first!r}{did_you_mean(first, VERBS)}; the verbs are "
             f"{', '.join(VERBS)} (see rooflax --help)"
         )
-    _refuse_broken_text(argv, first)
+    _reject_broken_text(argv, first)
     parser = parser_of(first)
     if {"-h", "--help"} & set(argv[1:]):
         print(parser.format_help(), end="")
@@ -123,7 +123,7 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def _refuse_broken_text(argv: Sequence[str], verb: str) -> None:
+def _reject_broken_text(argv: Sequence[str], verb: str) -> None:
     for value in argv:
         if any("\ud800" <= character <= "\udfff" for character in value):
             raise RequestError(f"the argument {value!a} is not UTF-8; {see_help(verb)}")

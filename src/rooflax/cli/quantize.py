@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
             f"{args.output} holds a model; give another folder, or replace it with --force."
         )
     llm = open_llm(args, options=ExecutionOptions(layers="unrolled"))
-    if not (llm.plan.storage.quantize or llm.plan.storage.kept):
+    if not (llm.plan.storage.quantize or llm.plan.storage.prequantized):
         raise RequestError("no format was given: say --quantize int8, or another one.")
     from rooflax.loading.save import save
 
-    dtype = "bfloat16" if llm.plan.storage.narrow else llm.plan.storage.dtype
+    dtype = "bfloat16" if llm.plan.storage.keeps_bfloat16 else llm.plan.storage.dtype
     with terminal.status(f"writing {args.output}", args.quiet):
         save(llm.model, args.output, dtype=dtype, files_from=llm.info.folder)
     written = {

@@ -96,9 +96,9 @@ def _stored_bytes(args: argparse.Namespace) -> int:
         return 0  # who reads it says why
     found = [checkpoint.info(name) for name in checkpoint.names()]
     num_bytes = sum(arena_bytes(tensor.nbytes) for tensor in found)
-    widened = sum(arena_bytes(tensor.nbytes) for tensor in found if tensor.dtype == "F16")
+    upcast = sum(arena_bytes(tensor.nbytes) for tensor in found if tensor.dtype == "F16")
     is_too_much = num_bytes > (available_bytes() or 0) // 2
-    return 0 if is_too_much or 2 * widened > num_bytes else num_bytes
+    return 0 if is_too_much or 2 * upcast > num_bytes else num_bytes
 
 
 def _loaded(

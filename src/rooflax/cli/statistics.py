@@ -42,9 +42,9 @@ def bytes_per_device(arrays: Any) -> int:
 
 def streaming(llm: LLM, completions: Sequence[Completion]) -> dict[str, Any] | None:
     """The "streaming" of `generate --json`; None where all layers are in memory."""
-    from rooflax.models.streaming import StreamedModel
+    from rooflax.models.offloading import OffloadedModel
 
-    if not isinstance(llm.model, StreamedModel):
+    if not isinstance(llm.model, OffloadedModel):
         return None
     plan, counts = llm.model.plan, llm.model.counts
     tokens = sum(len(c.tokens) for c in completions)

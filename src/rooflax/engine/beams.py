@@ -90,7 +90,7 @@ class BeamGroup:
         open_ = [found for found in best if found.token not in first.stop_ids][:count]
         if is_last or self._is_over(open_[0].score, length):
             return {}
-        return _heirs(open_, count)
+        return _next_beams(open_, count)
 
     def _finish(self, found: Continuation, length: int) -> None:
         tokens = (*self.members[found.parent].output_tokens, found.token)
@@ -121,12 +121,12 @@ class BeamGroup:
             length = first.max_tokens
         return self._penalised(best, length) <= self.finished[-1].score
 
-    def go_on(self, heirs: dict[int, Continuation], now_s: float) -> None:
+    def go_on(self, next_beams: dict[int, Continuation], now_s: float) -> None:
         """Gives every beam the tokens of its continuation."""
-        for index, found in heirs.items():
+        for index, found in next_beams.items():
             if found.parent != index:
                 self.members[index].tokens = list(self.members[found.parent].tokens)
-        for index, found in heirs.items():
+        for index, found in next_beams.items():
             self.members[index].tokens.append(found.token)
             self.scores[index] = found.score
         for member in self.members:
@@ -144,17 +144,17 @@ class BeamGroup:
             member.finish("stop" if done.tokens[-1] in member.stop_ids else "length")
 
 
-def _heirs(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
+def _next_beams(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
     """Which of `count` beams takes which continuation."""
-    heirs: dict[int, Continuation] = {}
+    next_beams: dict[int, Continuation] = {}
     others = []
     for found in chosen:
-        if found.parent in heirs:
+        if found.parent in next_beams:
             others.append(found)
         else:
-            heirs[found.parent] = found
-    idle = [index for index in range(count) if index not in heirs]
-    return heirs | dict(zip(idle, others, strict=True))
+            next_beams[found.parent] = found
+    idle = [index for index in range(count) if index not in next_beams]
+    return next_beams | dict(zip(idle, others, strict=True))
 
 
 def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
@@ -165,12 +165,12 @@ def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
     groups = {id(s.group): s.group for s in scheduler.running if s.group is not None}
     ready = [group for group in groups.values() if group.is_ready]
     for group in ready:
-        heirs = group.choose()
-        for child, found in heirs.items():
+        next_beams = group.choose()
+        for child, found in next_beams.items():
             if child != found.parent:
                 scheduler.fork(group.members[child], group.members[found.parent])
-        if heirs:
-            group.go_on(heirs, now_s)
+        if next_beams:
+            group.go_on(next_beams, now_s)
         else:
             group.end(now_s)
             scheduler.leave(group.members)

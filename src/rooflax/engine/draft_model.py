@@ -62,10 +62,10 @@ class ModelDrafter(Drafter):
         return tokens
 
     def warm_up(self, num_tokens: int) -> None:
-        if self.engine.options.jit and not self.engine.runner.is_sealed:
-            self.seal(lambda _: None, num_tokens)
+        if self.engine.options.jit and not self.engine.runner.is_fully_warm:
+            self.warm_up_all(lambda _: None, num_tokens)
 
-    def seal(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
+    def warm_up_all(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
         """Few shapes: prompts, and for all sequences what came since the last step, with the part
         of a block that was not full by then."""
         engine = self.engine
@@ -73,7 +73,7 @@ class ModelDrafter(Drafter):
         buckets = engine.server_buckets()
         tokens = tuple(sorted({min(new, buckets.tokens[-1]), buckets.tokens[-1]}))
         buckets = replace(buckets, decode_rows=(engine.num_slots,), tokens=tokens)
-        return engine.runner.seal(buckets, report, scores=False)
+        return engine.runner.warm_up_all(buckets, report, scores=False)
 
     def reset(self) -> None:
         self.engine.forget_all()

@@ -26,7 +26,7 @@ from rooflax.engine.scheduler import ScheduledStep, Scheduler
 from rooflax.engine.sequence import RowError, Sequence, StepOutput, with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
-from rooflax.models.streaming import AnyModel
+from rooflax.models.offloading import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS
 from rooflax.nn.mesh import shards_of
@@ -149,7 +149,7 @@ class Engine:
         """How many of at most so many decode steps a dispatch should run."""
         if any(s.num_candidates is not None for s in decodes):
             return 1  # the host chooses every token
-        if self.runner.masks.exchanges or all(s.guide is None for s in decodes):
+        if self.runner.masks.exchanges or all(s.constraint is None for s in decodes):
             return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
             return 1
@@ -222,7 +222,7 @@ class Engine:
         if not is_checked:
             self.check(sequences)
         for sequence in with_siblings(sequences):
-            assert sequence.guide is not None or sequence.params.form is None
+            assert sequence.constraint is not None or sequence.params.structured_output is None
             sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
@@ -267,14 +267,14 @@ class Engine:
             s.num_tokens - scheduler.blocks.num_cached(s) == 1 for s in scheduler.waiting
         )
 
-    def seal(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
+    def warm_up_all(self, report: Callable[[Compiled], None] = lambda _: None) -> list[Compiled]:
         """Compiles everything that any request can need; what is missing then is an error.
 
         Returns:
             The warm-up report: every program, its seconds, and whether the persistent cache had it.
         """
-        found = self.runner.seal(self.server_buckets(), report)
-        return found + self.speculation.seal(report)
+        found = self.runner.warm_up_all(self.server_buckets(), report)
+        return found + self.speculation.warm_up_all(report)
 
     def server_buckets(self) -> Buckets:
         """Shapes for any mixture of requests."""
@@ -355,7 +355,7 @@ class Engine:
             start_s = time.perf_counter()
         for call in calls:
             try:
-                if not self.runner.is_warm(call) and not self.runner.is_sealed:
+                if not self.runner.is_warm(call) and not self.runner.is_fully_warm:
                     start_s += self._warm_untimed(call)
                 begun_s = time.perf_counter()
                 result = self.runner.run(call, step.num_steps)
@@ -434,7 +434,7 @@ class Engine:
         """For each decode row, or none at all, as beside prompts and rows of which the host must
         see every token."""
         rows = step.decodes
-        if step.prefills or any(s.guide or s.num_candidates is not None for s in rows):
+        if step.prefills or any(s.constraint or s.num_candidates is not None for s in rows):
             return []
         try:
             return self.speculation.propose(rows, step.room - 1)
@@ -453,10 +453,10 @@ class Engine:
             return
         num_accepted = 0
         for row, (sequence, draft) in enumerate(zip(call.sequences, call.drafts, strict=True)):
-            held = result.num_tokens(row) - 1
+            accepted = result.num_tokens(row) - 1
             sequence.num_draft_tokens += len(draft)
-            sequence.num_accepted_tokens += held
-            num_accepted += held
+            sequence.num_accepted_tokens += accepted
+            num_accepted += accepted
         num_drafts = sum(map(len, call.drafts))
         self.speculation.verified(rows, num_drafts, num_accepted, seconds)
         self.metrics.num_draft_tokens += num_drafts
@@ -522,7 +522,7 @@ class Engine:
         self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        sent = sequence.guide.mask if sequence.guide and result.reuses_masks else None
+        sent = sequence.constraint.mask if sequence.constraint and result.reuses_masks else None
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
@@ -548,16 +548,16 @@ class Engine:
                 if not all(result.is_finite(i, row) for i in rest):
                     self._start_over(sequence)
                 break
-        while sequence.guide and (token := sequence.forced_token) is not None:
+        while sequence.constraint and (token := sequence.forced_token) is not None:
             # runs with the next step
             self.metrics.token(sequence, now_s)
             sequence.append(token, now_s)
             sequence.num_uncounted += 1
 
     def _stays(self, sequence: Sequence, sent: np.ndarray) -> bool:
-        """Whether a guide's mask is still the one that the steps ran with."""
-        assert sequence.guide is not None
-        stays = np.array_equal(sequence.guide.mask, sent)
+        """Whether a constraint's mask is still the one that the steps ran with."""
+        assert sequence.constraint is not None
+        stays = np.array_equal(sequence.constraint.mask, sent)
         self._mask_reuse.watch(sequence, stays)
         return stays
 

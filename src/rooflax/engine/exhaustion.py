@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rooflax.models.memory import gib, workspace_bytes
-from rooflax.models.streaming import AnyModel
+from rooflax.models.offloading import AnyModel
 from rooflax.nn.device_memory import free_bytes
 
 _BYTES = re.compile(r"allocat\w* (?:a buffer of )?(?P<size>[\d.]+)\s?(?P<unit>[KMGT]i?B|bytes)?")

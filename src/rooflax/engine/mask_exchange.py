@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rooflax.engine.sequence import Guide
+from rooflax.engine.sequence import Constraint
 
 
 class ConstrainedRow(NamedTuple):
@@ -25,7 +25,7 @@ class ConstrainedRow(NamedTuple):
 
     row: int
     slot: int
-    guide: Guide
+    constraint: Constraint
 
 
 class MaskExchange:
@@ -71,7 +71,7 @@ class MaskExchange:
             library.rooflax_masks_end(number)
             made.result()
             for row in rows:
-                row.guide.go_back()
+                row.constraint.go_back()
             raise
         library.rooflax_masks_end(number)
         made.result()
@@ -89,8 +89,8 @@ class MaskExchange:
             if not library.rooflax_masks_await_tokens(number, step - 1):
                 return
             tokens = self._tokens.tolist()
-            for row, slot, guide in rows:
-                mask, words = guide.look_ahead(tokens[row]), self._masks[slot]
+            for row, slot, constraint in rows:
+                mask, words = constraint.look_ahead(tokens[row]), self._masks[slot]
                 words[: mask.size] = mask
                 words[mask.size :] = 0
             library.rooflax_masks_publish(number, step)

@@ -1,6 +1,6 @@
-"""`MaskReuse`: several decode steps in one dispatch beside sequences with a guide. No jax.
+"""`MaskReuse`: several decode steps in one dispatch beside sequences with a constraint. No jax.
 
-A guide's mask follows from every token before it, and the host computes it. But within a string of
+A constraint's mask follows from every token before it, and the host computes it. But within a string of
 a JSON schema the mask mostly stays the same. So a dispatch runs several steps with the masks of its
 first one. A token counts if the mask before it is still that one: then it is the token of a single
 step. The others are run again. So reuse changes how many tokens a dispatch gives, and never which.
@@ -44,11 +44,11 @@ class MaskReuse:
     def num_steps(self, sequences: list[Sequence], most: int) -> int:
         """The number of steps, up to `most`, that gives the most tokens per second.
 
-        n steps give n tokens to a sequence without a guide, and 1 + p + ... + p^(n-1) to one whose
+        n steps give n tokens to a sequence without a constraint, and 1 + p + ... + p^(n-1) to one whose
         mask stays with probability p.
         """
-        free = sum(s.guide is None for s in sequences)
-        stays = [s.mask_stays for s in sequences if s.guide is not None]
+        free = sum(s.constraint is None for s in sequences)
+        stays = [s.mask_stays for s in sequences if s.constraint is not None]
         tokens, expected, best = 0.0, [1.0] * len(stays), 0.0
         for steps in range(1, most + 1):
             tokens += free + sum(expected)

@@ -40,9 +40,9 @@ class Masks:
         """
         is_constrained = False
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.guide is not None and count == sequence.num_uncomputed_tokens:
+            if sequence.constraint is not None and count == sequence.num_uncomputed_tokens:
                 with fault_of(sequence):
-                    mask, row = sequence.guide.mask, self._words[sequence.slot]
+                    mask, row = sequence.constraint.mask, self._words[sequence.slot]
                     row[: mask.size] = mask
                     row[mask.size :] = 0
                 is_constrained = True
@@ -60,9 +60,9 @@ class Masks:
             assert library is not None
             self._exchange = MaskExchange(library, self._words.shape)
         rows = [
-            ConstrainedRow(row, s.slot, s.guide)
+            ConstrainedRow(row, s.slot, s.constraint)
             for row, s in enumerate(sequences)
-            if s.guide is not None and s.slot is not None
+            if s.constraint is not None and s.slot is not None
         ]
         with self._exchange.serving(rows, num_steps):
             yield self._exchange.number

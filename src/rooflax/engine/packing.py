@@ -206,7 +206,7 @@ def write_params(row: np.ndarray, sequence: Sequence) -> None:
     if sequence.num_candidates is not None:
         given["num_logprobs"] = sequence.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_masked"] = sequence.guide is not None
+    given["is_masked"] = sequence.constraint is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
     columns.write(row, given, bias, params.allowed_token_ids, known)
@@ -220,7 +220,7 @@ def pack_sampled(
     sampled: Sampled,
     is_finite: Bool[Array, " B"],
     *,
-    plain: bool,
+    greedy: bool,
     ran: Bool[Array, " B"] | None = None,
 ) -> Int[Array, "B width"]:
     """What was chosen, as one array.
@@ -232,14 +232,14 @@ def pack_sampled(
     state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
     state = state if ran is None else jnp.where(ran, state, 0)
     parts = [sampled.tokens[:, None], state[:, None]]
-    if not plain:
+    if not greedy:
         parts.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))
     return jnp.concatenate(parts, axis=1)
 
 
-def sampled_width(vocab_size: int, *, plain: bool) -> int:
+def sampled_width(vocab_size: int, *, greedy: bool) -> int:
     """Columns of `pack_sampled`."""
-    return 2 if plain else 3 + 2 * min(MAX_LOGPROBS, vocab_size)
+    return 2 if greedy else 3 + 2 * min(MAX_LOGPROBS, vocab_size)
 
 
 def pack_logprobs(

@@ -20,13 +20,13 @@ from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import Buckets, Shape, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
+from rooflax.engine.offloading import step_functions
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
-from rooflax.engine.streaming import step_functions
 from rooflax.errors import EngineError
-from rooflax.models.streaming import AnyModel
+from rooflax.models.offloading import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
@@ -104,12 +104,12 @@ class Runner:
         self.num_lists = 1 if num_slots % self._shards.data else self._shards.data
         self.pads = chosen(options.kernels)["linear"] != "native"
         self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens, self.pads)
-        self.is_sealed = False
+        self.is_fully_warm = False
         self._warm: set[Shape] = set()
         self._layouts: dict[Shape, Layout] = {}
         self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
-        self._plain = True  # until a sequence wants more than the most likely token
+        self._greedy = True  # until a sequence wants more than the most likely token
         self.reset()
 
     def reset(self) -> None:
@@ -201,7 +201,7 @@ class Runner:
             return self.buckets.decode(rows, context)
         shape = self.buckets.step(total, context)
         if shape is None:
-            assert not self.is_sealed, f"{total} tokens are more than a step's budget"
+            assert not self.is_fully_warm, f"{total} tokens are more than a step's budget"
             self._add_tokens(bucket(total, SMALLEST_STEP))
             shape = self.buckets.step(total, context)
             assert shape is not None
@@ -263,7 +263,7 @@ class Runner:
         masks: np.ndarray | None = None,
         exchange: int = 0,
     ) -> StepResult:
-        if self.is_sealed and call.shape not in self._warm:
+        if self.is_fully_warm and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
         function = self._function(call.shape.kind)
         host, rows = self._inputs(call, num_steps, exchange)
@@ -294,8 +294,8 @@ class Runner:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
-        masks = None if self._plain else self._no_masks
-        return StepInput(packed, self._device_params, masks, layout, self._plain), own  # type: ignore[arg-type]
+        masks = None if self._greedy else self._no_masks
+        return StepInput(packed, self._device_params, masks, layout, self._greedy), own  # type: ignore[arg-type]
 
     def _decode_writer(self, shape: Shape) -> DecodeWriter:
         if shape not in self._decode_writers:
@@ -408,7 +408,7 @@ class Runner:
             function = self._function(shape.kind)
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
-    def seal(
+    def warm_up_all(
         self, buckets: Buckets, report: Callable[[Compiled], None], *, scores: bool = True
     ) -> list[Compiled]:
         """Compiles every shape; from then on another one is an error.
@@ -417,7 +417,7 @@ class Runner:
             report: is told of each program as it is done.
             scores: prompts may want the log-probabilities of their own tokens.
         """
-        self.buckets, self.is_sealed, self._plain = buckets, True, False
+        self.buckets, self.is_fully_warm, self._greedy = buckets, True, False
         scored = [Shape("scored", 1, self.longest_prefill, self.max_tokens)] if scores else []
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
@@ -459,13 +459,13 @@ class Runner:
             num_cached: per sequence, how many of its tokens are in the prefix cache.
         """
         sequences = list(sequences)
-        if self._plain and not all(s.params.is_plain for s in sequences):
-            self._plain = False
+        if self._greedy and not all(s.params.is_greedy for s in sequences):
+            self._greedy = False
             self._warm.clear()
         self._wanted = set()
-        if not self.options.jit or not sequences or self.is_sealed:
+        if not self.options.jit or not sequences or self.is_fully_warm:
             return
-        if any(s.guide is not None for s in sequences):  # steps with a few forced tokens
+        if any(s.constraint is not None for s in sequences):  # steps with a few forced tokens
             self._add_tokens(bucket(2 * self.num_slots, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)

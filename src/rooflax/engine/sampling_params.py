@@ -125,7 +125,7 @@ class SamplingParams:
         _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         self._check_beams()
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
-        _check_forms({name: getattr(self, name) for name in FORMS})
+        _check_grammars({name: getattr(self, name) for name in FORMS})
         _check_stop(self.stop)
         _check_bias(self.logit_bias)
         self._check_sizes()
@@ -184,7 +184,7 @@ class SamplingParams:
         return hash((*values, *sorted(self.logit_bias.items())))
 
     @property
-    def is_plain(self) -> bool:
+    def is_greedy(self) -> bool:
         """Takes the most likely token, changes no logit and wants no log-probabilities.
 
         Of parameters without unset fields.
@@ -196,11 +196,11 @@ class SamplingParams:
             and self.min_tokens == 0
             and self.logprobs is None
             and self.num_beams == 1
-            and self.form is None
+            and self.structured_output is None
         )
 
     @property
-    def form(self) -> tuple[str, str] | None:
+    def structured_output(self) -> tuple[str, str] | None:
         """The field that says what the text shall look like, and its value."""
         given = ((name, getattr(self, name)) for name in FORMS)
         return next((pair for pair in given if pair[1] is not None), None)
@@ -303,8 +303,8 @@ def _schema(value: Any) -> str | None:
     return text
 
 
-def _check_forms(forms: Mapping[str, Any]) -> None:
-    given = {name: text for name, text in forms.items() if text is not None}
+def _check_grammars(grammars: Mapping[str, Any]) -> None:
+    given = {name: text for name, text in grammars.items() if text is not None}
     if len(given) > 1:
         raise RequestError(
             f"{' and '.join(given)} are given; a text can have one form, drop one.",

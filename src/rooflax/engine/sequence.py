@@ -24,7 +24,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-class Guide(Protocol):
+class Constraint(Protocol):
     """Says which tokens may come next, so that a text keeps the form that was asked for.
 
     Belongs to one sequence and follows it token by token, whatever happens to its blocks.
@@ -118,7 +118,7 @@ class Sequence:
         logprobs: per generated token, if asked for.
         prompt_logprobs: per token of the prompt but the first, if asked for.
         guide: what its text must look like; None is anything.
-        mask_stays: running mean of how often a token leaves the guide's mask as it was.
+        mask_stays: running mean of how often a token leaves the constraint's mask as it was.
         arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
         siblings: sequences that wait, run and end together, itself included.
         awaits_fork: has nothing to compute until it is forked from a sibling.
@@ -157,7 +157,7 @@ class Sequence:
     slot: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    guide: Guide | None = None
+    constraint: Constraint | None = None
     mask_stays: float = 0.5
     arrival_s: float = field(default_factory=time.perf_counter)
     token_times_s: list[float] = field(default_factory=list)
@@ -231,9 +231,9 @@ class Sequence:
         """
         params = self.params
         asks = params.logprobs is not None or self.num_candidates is not None
-        if self.guide is None or self.is_finished or asks or params.allowed_token_ids:
+        if self.constraint is None or self.is_finished or asks or params.allowed_token_ids:
             return None
-        token = _only_one(self.guide.mask)
+        token = _only_one(self.constraint.mask)
         other = (self.stop_ids, params.banned_token_ids, params.logit_bias)
         return None if any(token in ids for ids in other) else token
 
@@ -266,22 +266,22 @@ class Sequence:
             return
         if self.num_output_tokens >= self.max_tokens:
             self.finish("length")
-        if self.guide is not None:
-            self._follow(self.guide, token)
+        if self.constraint is not None:
+            self._follow(self.constraint, token)
 
-    def _follow(self, guide: Guide, token: int) -> None:
-        guide.accept(token)
-        if guide.error is not None and self.is_finished:
+    def _follow(self, constraint: Constraint, token: int) -> None:
+        constraint.accept(token)
+        if constraint.error is not None and self.is_finished:
             return  # nothing can follow, and nothing has to
-        if guide.error is not None:
-            self.finish("error", guide.error)
-        elif guide.is_complete and self.num_output_tokens < self.params.min_tokens:
+        if constraint.error is not None:
+            self.finish("error", constraint.error)
+        elif constraint.is_complete and self.num_output_tokens < self.params.min_tokens:
             self.finish(
                 "error",
-                f"The form that was asked for is complete after {self.num_output_tokens} tokens "
+                f"The grammar is complete after {self.num_output_tokens} tokens "
                 f"and min_tokens is {self.params.min_tokens}; lower it.",
             )
-        elif guide.is_complete:
+        elif constraint.is_complete:
             self.finish("stop")
 
     def finish(self, reason: str, error: str | None = None) -> None:

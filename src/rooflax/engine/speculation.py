@@ -38,7 +38,7 @@ class Drafter:
     def warm_up(self, num_tokens: int) -> None:
         """Compiles what drafting will need."""
 
-    def seal(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
+    def warm_up_all(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
         """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
         return []
 
@@ -129,9 +129,9 @@ class Speculation:
         """Compiles what drafting will need."""
         self.drafter.warm_up(self.longest)
 
-    def seal(self, report: Callable[[Any], None]) -> list[Any]:
+    def warm_up_all(self, report: Callable[[Any], None]) -> list[Any]:
         """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
-        return self.drafter.seal(report, self.longest)
+        return self.drafter.warm_up_all(report, self.longest)
 
     def reset(self) -> None:
         """Forgets what the drafter keeps of sequences, after a failure."""
@@ -163,13 +163,13 @@ class Speculation:
         num_drafts = sum(map(len, drafts))
         if num_drafts == 0:
             return []
-        if self._trials_left > 0 or self._pays(rows, num_drafts):
+        if self._trials_left > 0 or self._is_worthwhile(rows, num_drafts):
             return drafts
         self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
         self._trials_left = TRIALS
         return []
 
-    def _pays(self, rows: int, num_drafts: int) -> bool:
+    def _is_worthwhile(self, rows: int, num_drafts: int) -> bool:
         if rows not in self._verify_s:
             return True
         gained = (rows + self.acceptance * num_drafts) / rows
@@ -186,7 +186,7 @@ class Speculation:
         share = num_accepted / num_drafts
         self.acceptance = MEMORY * self.acceptance + (1 - MEMORY) * share
         self._trials_left = max(0, self._trials_left - 1)
-        if self._trials_left == 0 and self._pays(rows, num_drafts):
+        if self._trials_left == 0 and self._is_worthwhile(rows, num_drafts):
             self._rest = SHORTEST_REST
 
 

@@ -38,7 +38,7 @@ class StepInput:
     Attributes:
         packed: the sequences and their tokens, as `layout` says.
         params: a row per slot: what its request wants of the sampler. Stays on the device.
-        masks: a row per slot: bits of the tokens that a row with a guide may choose; None if plain.
+        masks: a row per slot: bits of the tokens that a row with a constraint may choose; None if plain.
         plain: every row takes the most likely token and asks for nothing else: a program of its
             own, without what would only have to be compiled.
         hidden: what came out of the layers, where these ran one by one before.
@@ -48,7 +48,7 @@ class StepInput:
     params: Int[Array, "slots width"]
     masks: Int[Array, "slots words"] | None
     layout: Layout = field(metadata={"static": True})
-    plain: bool = field(default=False, metadata={"static": True})
+    greedy: bool = field(default=False, metadata={"static": True})
     hidden: Float[Array, "B T D"] | None = None
 
     @property
@@ -162,7 +162,7 @@ def decode(
     when a row has chosen one of its stop ids.
     """
 
-    exchanges = not step.plain and shards is None and awaits_masks(options.kernels)
+    exchanges = not step.greedy and shards is None and awaits_masks(options.kernels)
 
     def run(index: jax.Array, batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
         hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
@@ -183,12 +183,12 @@ def decode(
         return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
 
     batch = step.batch
-    width = packing.sampled_width(model.config.vocab_size, plain=step.plain)
+    width = packing.sampled_width(model.config.vocab_size, greedy=step.greedy)
     out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
     carry = (carry[0], _counted(carry[1], step, batch))
     start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
     *_, (cache, counts), out = while_loop(goes_on, one, start)
-    if not step.plain:
+    if not step.greedy:
         tokens = jnp.where(out[:, :, packing.STATE] > 0, out[:, :, packing.TOKEN], NO_ID)
         counts = counts.keep_latest(step.slots, tokens.T)
     return (out, None), (cache, counts)
@@ -216,18 +216,18 @@ def verify(
         counts,
         every_slot,
         step.masks,
-        plain=step.plain,
+        greedy=step.greedy,
         pending=_drafts_before(drafts[owner], number),
         num_rows=num_tokens,
         implementation=options.kernels,
     )
     accepted = _accepted(batch, drafts, _by_sequence(batch, sampled.tokens))
-    if not step.plain:
+    if not step.greedy:
         in_row = jnp.clip(number, 0, batch.longest - 1)
         is_accepted = accepted[owner, in_row] & batch.valid[0]
         counts = counts.add_generated(every_slot, sampled.tokens, is_accepted)
     is_finite = jnp.all(jnp.isfinite(flat), axis=1) & sampled.is_finite
-    packed = packing.pack_sampled(sampled, is_finite, plain=step.plain)
+    packed = packing.pack_sampled(sampled, is_finite, greedy=step.greedy)
     packed = jnp.where(accepted[:, :, None], _by_sequence(batch, packed), 0)
     return (packed.swapaxes(0, 1), None), (cache, counts)
 
@@ -367,21 +367,21 @@ def _choose(
         counts,
         step.slots,
         step.masks,
-        plain=step.plain,
+        greedy=step.greedy,
         num_rows=num_rows,
         exchange=exchange,
         implementation=options.kernels,
     )
-    if not step.plain:
+    if not step.greedy:
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
     is_finite = _are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
-    return packing.pack_sampled(sampled, is_finite, plain=step.plain), counts
+    return packing.pack_sampled(sampled, is_finite, greedy=step.greedy), counts
 
 
 def _counted(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
     """Without the tokens of the last decode steps that the host did not take, and with those that
     were appended without being sampled."""
-    if step.plain:
+    if step.greedy:
         return counts
     discarded, uncounted = (step.rows[:, at] for at in (packing.DISCARDED, packing.UNCOUNTED))
 
@@ -506,7 +506,7 @@ def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Calla
 
     def of_one_device(model: Model | None, carry: Any, *rest: Any) -> tuple[Any, Any]:
         if shards.stage > 1:
-            model, own = _own_layers(model, options), _with_layers_of(carry, shards.stage)
+            model, own = _local_layers(model, options), _with_layers_of(carry, shards.stage)
             out, new = function(model, own, *rest)
             return out, _like(carry, new)
         return function(model, carry, *rest)
@@ -553,7 +553,7 @@ def _like(carry: Any, new: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(carry), jax.tree.leaves(new))
 
 
-def _own_layers(model: Model | None, options: ExecutionOptions) -> Model | None:
+def _local_layers(model: Model | None, options: ExecutionOptions) -> Model | None:
     """A stage's layers; stacked ones are one of each but for a scan."""
     if model is None or options.layers == "scan":
         return model

@@ -175,7 +175,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.warm_up_report = self.engine.seal(self._report)
+            self.warm_up_report = self.engine.warm_up_all(self._report)
         except BaseException as error:
             self._failure = f"Warming up failed: {first_line(error)}"
         self._is_warm.set()

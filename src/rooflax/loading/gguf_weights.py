@@ -1,7 +1,7 @@
 """A GGUF file's tensors under the names and in the layouts of a Hugging Face checkpoint.
 
 llama.cpp's converter renames tensors and changes some: rows of q and k in LLaMA files are permuted
-(its RoPE pairs neighbours, ours halves), GPT-2's products are transposed, and GPT-OSS's interleaved
+(its RoPE pairs neighbours, ours halves), GPT-2's matmuls are transposed, and GPT-OSS's interleaved
 gate and up are two tensors. Each entry here names the stored tensors and how they go back.
 
 It knows these changes and nothing of devices; how blocks become numbers is `gguf_blocks`' matter.
@@ -31,7 +31,7 @@ from rooflax.loading.gguf_blocks import (
 from rooflax.loading.gguf_config import ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import is_head, is_product, product_shape
+from rooflax.nn.storage import is_head, is_matmul, matmul_shape
 from rooflax.nn.weights import Slot
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
@@ -148,13 +148,13 @@ class GGUFWeights:
 
     @cached_property
     def formats(self) -> dict[str, str]:
-        """The format of each product's weight, by slot, whose tensors are all blocks.
+        """The format of each matmul's weight, by slot, whose tensors are all blocks.
 
         A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
         layers of a model are alike, because they may be stacked.
         """
         kinds: dict[str, set[str]] = {}
-        products = [slot for slot in self.config.slots() if is_product(slot, self.config)]
+        products = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
         for slot in products:
             known = all(name in self.entries for name in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
@@ -163,8 +163,8 @@ class GGUFWeights:
         return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
-        """A product's weight from the file's own codes, its outputs in our order."""
-        shapes = product_shape(slot, self.config)
+        """A matmul's weight from the file's own codes, its outputs in our order."""
+        shapes = matmul_shape(slot, self.config)
         return pack(self.formats[slot.name], *self.codes(slot), *shapes, put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +193,7 @@ class GGUFWeights:
             ids = np.arange(begin, begin + rows, dtype=np.int32)[:, None]
             numbers.append(self.entries[name].change.apply([ids]))
             begin += rows
-        in_shape, out_shape = product_shape(slot, self.config)
+        in_shape, out_shape = matmul_shape(slot, self.config)
         one_input = (1,) * len(in_shape)
         head = is_head(slot, self.config)
         out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)

@@ -16,15 +16,15 @@ from rooflax.loading.weights import WeightReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import ONE_DEVICE
 from rooflax.models.model import Model, build
-from rooflax.models.presets import SEED
-from rooflax.models.registry import read_config
-from rooflax.models.streaming import (
+from rooflax.models.offloading import (
     AHEAD,
     AnyModel,
     LayerStream,
-    StreamedModel,
+    OffloadedModel,
     whole,
 )
+from rooflax.models.presets import SEED
+from rooflax.models.registry import read_config
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
@@ -51,7 +51,7 @@ def load(
             ModelInfo.
         dtype: of activations and weights, "float32" or "bfloat16"; None is as for `LLM`, and keeps
             bfloat16 and quantised weights as they are.
-        quantize: format of the products' weights ("int8", "int4", see ops.weights.formats).
+        quantize: format of the matmuls' weights ("int8", "int4", see ops.weights.formats).
         max_model_len: longest context; default what the model was made for.
         check: refuse NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
@@ -115,7 +115,7 @@ def _resident(plan: Plan, check: bool, progress: Callable[[int], None] | None) -
     return model
 
 
-def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) -> StreamedModel:
+def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) -> OffloadedModel:
     info, split = plan.info, plan.offloading
     assert split is not None
     streamed = set(split.streamed)
@@ -132,7 +132,7 @@ def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) 
     on_host = jax.default_backend() == "cpu"
     places = [Arena(size) if on_host else None for _ in range(AHEAD)]
     stream = LayerStream(reader.layer, split.streamed, places)
-    return StreamedModel(model, layers, stream, split)
+    return OffloadedModel(model, layers, stream, split)
 
 
 def from_state_dict(

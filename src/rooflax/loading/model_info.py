@@ -70,7 +70,7 @@ class ModelInfo:
             return GGUFWeights(self.gguf, self.family, self.config)
         return Checkpoint(self.folder or "")
 
-    def kept(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
+    def prequantized(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
@@ -83,9 +83,9 @@ class ModelInfo:
         self, storage: Storage, *, check: bool = False, place: Placer | None = None
     ) -> WeightReader:
         """Reads the weights of the checkpoint; the arguments of `WeightReader`."""
-        kept = self.kept() if storage.kept else None
-        own = kept.tensors if isinstance(kept, PackedWeights) else {}
-        how = {"storage": storage, "check": check, "place": place, "kept": kept, "own": own}
+        prequantized = self.prequantized() if storage.prequantized else None
+        own = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
+        how = {"storage": storage, "check": check, "place": place, "kept": prequantized, "own": own}
         return WeightReader(self.weights(), self.family, self.config, **how)
 
     def generation_defaults(self) -> GenerationDefaults:

@@ -15,7 +15,7 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import product_shape
+from rooflax.nn.storage import matmul_shape
 from rooflax.nn.weights import InterleavedGateUp, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
@@ -79,7 +79,7 @@ class Mxfp4Weights:
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """An array of experts from the file's own codes, gate's outputs before up's."""
-        return pack(KEPT, *self.codes(slot), *product_shape(slot, self._config), put)
+        return pack(KEPT, *self.codes(slot), *matmul_shape(slot, self._config), put)
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""

@@ -20,7 +20,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import product_shape
+from rooflax.nn.storage import matmul_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.host_arrays import Put, aligned_put
@@ -87,7 +87,7 @@ class PackedWeights:
         self.tensors = {slot.name: self._check(slot, present) for slot in packed}
 
     def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
-        in_shape, _ = product_shape(slot, self._config)
+        in_shape, _ = matmul_shape(slot, self._config)
         if not class_of(self.formats[slot.name]).fits(math.prod(in_shape)):
             raise CheckpointError(f"{slot.name} cannot be {self.formats[slot.name]}.")
         names = []
@@ -107,7 +107,7 @@ class PackedWeights:
         return tuple(names)
 
     def _arrays(self, slot: Slot) -> tuple[jax.ShapeDtypeStruct, ...]:
-        in_shape, out_shape = product_shape(slot, self._config)
+        in_shape, out_shape = matmul_shape(slot, self._config)
         stack = slot.weight.shape(self._config.axis_sizes)[: slot.weight.num_stacked]
         inner, outer = math.prod(in_shape), math.prod(out_shape)
         return class_of(self.formats[slot.name]).like(inner, outer, stack)
@@ -138,6 +138,6 @@ class PackedWeights:
             else np.zeros(wanted.shape, wanted.dtype)
             for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
         )
-        shapes = product_shape(slot, self._config)
+        shapes = matmul_shape(slot, self._config)
         format = self.formats[slot.name]
         return class_of(format)(values, scales, sums, format, *shapes)  # type: ignore[arg-type]

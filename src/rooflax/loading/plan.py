@@ -27,7 +27,7 @@ from rooflax.models.memory import (
     rope_bytes,
 )
 from rooflax.models.model import resolve_max_model_len
-from rooflax.models.streaming import StreamPlan, plan_streaming
+from rooflax.models.offloading import StreamPlan, plan_offloading
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.execution import (
     DEFAULT_DRAFT_TOKENS,
@@ -35,8 +35,8 @@ from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
     check_speculate,
+    offloading_options,
     parse_bytes,
-    streaming_options,
 )
 from rooflax.nn.layout import (
     DEFAULT_PREFILL_CHUNK,
@@ -275,7 +275,7 @@ def make_plan(
     budget = None if weights_budget is None else parse_bytes(weights_budget)
     native = kernels.chosen(options.kernels)["linear"] == "native"
     options = options.with_layers(kernels_read_stacks=native and mesh is None and budget is None)
-    offloaded = options if budget is None else streaming_options(options, mesh is not None)
+    offloaded = options if budget is None else offloading_options(options, mesh is not None)
     mesh, shards = _resolved_mesh(mesh)
     info = model
     if not isinstance(info, ModelInfo):
@@ -349,12 +349,12 @@ def resolve_precision(
         )
     own = asked.dtype is None
     dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    kept = {}
+    prequantized = {}
     if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
-        kept = info.kept().formats
-    narrow = own and reads_bfloat16 and _is_bfloat16(info)
-    storage = Storage(dtype, asked.quantize, narrow, kept)
-    is_coarse = storage.rounds and dtype == "float32" and platform == "cpu"
+        prequantized = info.prequantized().formats
+    keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
+    storage = Storage(dtype, asked.quantize, keeps_bfloat16, prequantized)
+    is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 
 
@@ -385,7 +385,7 @@ def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int
             fixed += reader.num_bytes(slot)
         else:
             layers[slot.layer] += reader.num_bytes(slot)
-    return plan_streaming(budget, fixed, layers, info.name)
+    return plan_offloading(budget, fixed, layers, info.name)
 
 
 def _checked_options(options: Any) -> ExecutionOptions:

@@ -144,7 +144,7 @@ class SafetensorsFile:
     def _read_header(self, file: BinaryIO) -> None:
         size = os.fstat(file.fileno()).st_size
         head = file.read(9)
-        _refuse_pickle(self.path, head)
+        _reject_pickle(self.path, head)
         if size < 8:
             raise self._bad(f"it has {size} bytes, fewer than the 8 that give the header's length")
         length = int.from_bytes(head[:8], "little")
@@ -305,7 +305,7 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
 
 
-def _refuse_pickle(path: Path, head: bytes) -> None:
+def _reject_pickle(path: Path, head: bytes) -> None:
     # A header of 640 bytes also begins with 80 02: byte 8 tells them apart.
     pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
     if (pickled or head[:4] == b"PK\x03\x04") and head[8:9] != b"{":

@@ -24,8 +24,8 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.loading.tokenizer import Tokenizer
+from rooflax.models.offloading import AnyModel, whole
 from rooflax.models.registry import family, read_config_json
-from rooflax.models.streaming import AnyModel, whole
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot

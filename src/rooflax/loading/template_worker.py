@@ -195,9 +195,9 @@ class _Marking(NodeTransformer):
         )
 
     def _except_first_argument(self, node: Any) -> nodes.Node:
-        kept, node.args = node.args[:1], node.args[1:]
+        prequantized, node.args = node.args[:1], node.args[1:]
         self.generic_visit(node)
-        node.args = [*kept, *node.args]
+        node.args = [*prequantized, *node.args]
         return node
 
     def _visit_all(self, node: nodes.Node) -> nodes.Node:

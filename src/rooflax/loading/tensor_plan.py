@@ -62,10 +62,10 @@ class TensorPlan:
             sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
             if first != slice(None):  # these experts alone were made
                 shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
-            parts, shape = slot.weight.layout.narrow(parts, shape, where), tuple(sizes)
+            parts, shape = slot.weight.layout.slice_parts(parts, shape, where), tuple(sizes)
         if storage.takes_views(slot, config):
             return parts[0].reshape(shape)
-        dtype = storage.dtype_of(slot, config, self.is_narrow(slot))
+        dtype = storage.dtype_of(slot, config, self.is_bfloat16(slot))
         out = (empty or aligned_empty)(shape, jnp.dtype(dtype))
         slot.weight.layout.join(parts, out)
         if whole:  # else there may be more of it to read
@@ -90,17 +90,19 @@ class TensorPlan:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
         return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
 
-    def is_narrow(self, slot: Slot) -> bool:
+    def is_bfloat16(self, slot: Slot) -> bool:
         """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
-        return self._narrow[slot.key]
+        return self._bfloat16[slot.key]
 
     @cached_property
-    def _narrow(self) -> dict[str, bool]:
-        narrow = {slot.key: True for slot in self.slots}
+    def _bfloat16(self) -> dict[str, bool]:
+        keeps_bfloat16 = {slot.key: True for slot in self.slots}
         for slot in self.slots:
             stored = (name for hf in self._found(slot) for name in self.names.stored(hf))
-            narrow[slot.key] &= all(self.source.info(name).dtype == "BF16" for name in stored)
-        return narrow
+            keeps_bfloat16[slot.key] &= all(
+                self.source.info(name).dtype == "BF16" for name in stored
+            )
+        return keeps_bfloat16
 
     def _found(self, slot: Slot) -> list[str]:
         names = [self.names.find(hf) for hf in slot.hf_names]
@@ -151,10 +153,10 @@ class TensorPlan:
         superfluous = [
             f"{n} {list(self.source.info(n).shape)}" for n in left if not self._waived(n, config)
         ]
-        _refuse("lacks", missing)
-        _refuse("has weights of a type that is not read here:", mistyped)
-        _refuse("has tensors of another shape than config.json says:", misshapen)
-        _refuse("has tensors that this architecture does not use:", superfluous)
+        _reject("lacks", missing)
+        _reject("has weights of a type that is not read here:", mistyped)
+        _reject("has tensors of another shape than config.json says:", misshapen)
+        _reject("has tensors that this architecture does not use:", superfluous)
 
     def _waived(self, name: str, config: Decoder) -> bool:
         if WAIVED_BUFFERS.fullmatch(name):
@@ -206,7 +208,7 @@ def _is_floating(dtype: str) -> bool:
     return dtype in DTYPES and jnp.issubdtype(DTYPES[dtype], jnp.floating)
 
 
-def _refuse(what: str, items: list[str]) -> None:
+def _reject(what: str, items: list[str]) -> None:
     if items:
         rest = len(items) - NAMED_IN_ERRORS
         more = f" and {rest} more" if rest > 0 else ""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rooflax.loading.finite import check_finite, check_scales
-from rooflax.loading.kept import Kept, KeptParts
+from rooflax.loading.prequantized import Prequantized, PrequantizedParts
 from rooflax.loading.source import Source
 from rooflax.loading.tensor_plan import TensorPlan
 from rooflax.nn.decoder import Decoder
@@ -61,19 +61,19 @@ class WeightReader:
         storage: Storage = DEFAULT_STORAGE,
         check: bool = False,
         place: Placer | None = None,
-        kept: Kept | None = None,
+        prequantized: Prequantized | None = None,
         own: Mapping[str, tuple[str, ...]] | None = None,
     ):
         self._plan = TensorPlan(source, name, config, own or {})
         self._config, self._storage, self._check = config, storage, check
-        self._place, self._kept = place, kept
-        self._readers = ThreadPoolExecutor(READERS, "layers")  # of streamed layers
+        self._place, self._prequantized = place, prequantized
+        self._readers = ThreadPoolExecutor(READERS, "layers")  # of offloaded layers
         self.slots = self._plan.slots
 
     def num_bytes(self, slot: Slot) -> int:
         """What a weight takes on its device."""
-        narrow = self._plan.is_narrow(slot)
-        return self._storage.num_bytes(slot, self._config, stored_narrow=narrow)
+        keeps_bfloat16 = self._plan.is_bfloat16(slot)
+        return self._storage.num_bytes(slot, self._config, stored_bfloat16=keeps_bfloat16)
 
     def arena_bytes(self, index: int) -> int:
         """What `layer` takes of an `Arena`: three arrays at most for each weight."""
@@ -103,7 +103,7 @@ class WeightReader:
             if array is None:
                 yield slot, self._made(slot, _as_it_is if in_stack else None)
             else:
-                yield slot, array if in_stack else self._kept_as(slot, array)
+                yield slot, array if in_stack else self._prequantized_as(slot, array)
             self._done(slot, progress)
 
     def _done(self, slot: Slot, progress: Callable[[int], None] | None) -> None:
@@ -152,20 +152,24 @@ class WeightReader:
 
     def _streamed_copy(self, slot: Slot, arena: Arena | None) -> Any:
         """The weight of a slot that is only copied."""
-        if slot.name in self._plan.own and self._kept is not None:
-            return self._kept.packed(slot, *([arena.put] if arena else []))
+        if slot.name in self._plan.own and self._prequantized is not None:
+            return self._prequantized.packed(slot, *([arena.put] if arena else []))
         array = self._array(slot, arena.empty if arena else None)
         return None if array is None else jax.device_put(array)
 
     def _streamed(self, slot: Slot, put: Callable[[np.ndarray], Any]) -> Any:
-        if self._kept is not None and self._storage.is_kept(slot):
-            return self._kept.packed(slot, put)
+        if self._prequantized is not None and self._storage.is_prequantized(slot):
+            return self._prequantized.packed(slot, put)
         array = self._plan.read(slot, self._storage, self._config)
         return self._storage.keep(slot, array, self._config, put)
 
     def _array(self, slot: Slot, empty: Callable[..., np.ndarray] | None) -> np.ndarray | None:
         storage = self._storage
-        made = storage.quantize is not None or storage.is_kept(slot) or self._plan.is_mxfp4(slot)
+        made = (
+            storage.quantize is not None
+            or storage.is_prequantized(slot)
+            or self._plan.is_mxfp4(slot)
+        )
         if self._place is not None or made:
             return None
         return self._plan.read(slot, storage, self._config, empty=empty)
@@ -179,12 +183,12 @@ class WeightReader:
             check_finite(slot, array)
         return array
 
-    def _kept_as(self, slot: Slot, array: np.ndarray) -> Any:
+    def _prequantized_as(self, slot: Slot, array: np.ndarray) -> Any:
         return self._storage.keep(slot, array, self._config)
 
     def _made(self, slot: Slot, put: Put | None = None) -> Any:
-        if self._kept is not None and self._storage.is_kept(slot):
-            return self._packed(slot, self._kept, put)
+        if self._prequantized is not None and self._storage.is_prequantized(slot):
+            return self._packed(slot, self._prequantized, put)
         storage, config = self._storage, self._config
 
         def read(where: Where | None) -> np.ndarray:
@@ -194,15 +198,15 @@ class WeightReader:
             return array
 
         if self._place is None:
-            return self._kept_as(slot, read(None))
+            return self._prequantized_as(slot, read(None))
         return self._place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
 
-    def _packed(self, slot: Slot, kept: Kept, put: Put | None) -> Any:
+    def _packed(self, slot: Slot, prequantized: Prequantized, put: Put | None) -> Any:
         if self._place is not None:
-            format = self._storage.kept[slot.name]
-            parts = KeptParts(kept, slot, format, self._config, self._check)
+            format = self._storage.prequantized[slot.name]
+            parts = PrequantizedParts(prequantized, slot, format, self._config, self._check)
             return self._place(slot, parts.rows, parts.keep)
-        leaf = kept.packed(slot, *([put] if put else []))
+        leaf = prequantized.packed(slot, *([put] if put else []))
         if self._check:
             check_scales(slot, np.asarray(leaf.scales))
         return leaf

@@ -57,7 +57,7 @@ def random_weights(
             array = _values(slot, shape, config, seed, dtype)
             yield slot, put(slot, array)
             if progress:
-                progress(storage.num_bytes(slot, config, stored_narrow=storage.narrow))
+                progress(storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16))
 
     if stacked and place is None:
         return Stacks(config.num_layers, config.groups.period).filled(arrays())

@@ -63,7 +63,7 @@ def estimate(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
+        storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
         for slot in config.first(layers).slots()
     )
     chunk = min(prefill_chunk, tokens)
@@ -154,21 +154,21 @@ def padding(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     windows = [config.groups.windows[g] for g in config.groups.of_layer[:layers]]
-    kept = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
+    prequantized = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
     slots_of_row = sum(blocks_needed(w, tokens, chunk, block_size) for w in windows) * block_size
     heads = (sizes["kv_heads"], config.head_dim, kv_dtype)
     real = sizes | {"vocab": max(0, config.vocab_size - sizes["vocab"] * (shards.tensor - 1))}
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
-            storage.num_bytes(slot, config, stored_narrow=storage.narrow, sizes=sizes)
+            storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
             for slot in config.first(layers).slots()
             if "vocab" in slot.weight.axis_names
         )
 
     return {
-        "head_dim": (rows * kept + block_size * len(windows)) * padding_per_token(*heads),
-        "block_size": rows * (slots_of_row - kept) * bytes_per_token(*heads),
+        "head_dim": (rows * prequantized + block_size * len(windows)) * padding_per_token(*heads),
+        "block_size": rows * (slots_of_row - prequantized) * bytes_per_token(*heads),
         "vocab": rows_of_vocab(sizes) - rows_of_vocab(real),
     }
 

@@ -68,7 +68,7 @@ class Model:
         remat: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states of the tokens, before the final norm; the cache with their K and V."""
-        own = mesh_lib.own_tokens(batch, shards)
+        own = mesh_lib.local_tokens(batch, shards)
         hidden, cache = self.config.forward(
             self.weights,
             self.rope,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
 from rooflax.models.model import Model, resolve_max_model_len
-from rooflax.models.streaming import AnyModel, whole
+from rooflax.models.offloading import AnyModel, whole
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, allocate

@@ -111,9 +111,9 @@ class Precision:
         dtype: of activations and weights; None is float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of the KV cache, "int8" and "fp8" (e4m3, also "float8_e4m3fn") with a scale per
             token and head; None is the activations' dtype, but float16 beside float32 where
-            products round weights or activations, on a CPU, which is tens of times as coarse.
+            matmuls round weights or activations, on a CPU, which is tens of times as coarse.
             float16 ends at 65504; a key or value beyond it makes its sequence "not finite".
-        quantize: format of the products' weights, or an alias ("int8", "int4"); None keeps them.
+        quantize: format of the matmuls' weights, or an alias ("int8", "int4"); None keeps them.
 
     Norms, softmax, RoPE, logits, sampling and every accumulation are float32 whatever this says.
     """
@@ -154,7 +154,7 @@ def parse_bytes(given: object) -> int:
     return size
 
 
-def streaming_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOptions:
+def offloading_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOptions:
     """The switches of a model whose layers are streamed: one step per dispatch.
 
     Raises:

@@ -145,12 +145,12 @@ def all_reduce(
 
 
 @overload
-def once(bias: None, shards: Shards | None) -> None: ...
+def on_one_shard(bias: None, shards: Shards | None) -> None: ...
 @overload
-def once(bias: Array, shards: Shards | None) -> Array: ...
+def on_one_shard(bias: Array, shards: Shards | None) -> Array: ...
 @overload
-def once(bias: Stacked, shards: Shards | None) -> Array | Stacked: ...
-def once(
+def on_one_shard(bias: Stacked, shards: Shards | None) -> Array | Stacked: ...
+def on_one_shard(
     bias: Float[Array, "*shape"] | Stacked | None, shards: Shards | None
 ) -> Float[Array, "*shape"] | Stacked | None:
     """What is added before a sum over tensor: whole on the first part, zero on the others."""
@@ -195,10 +195,10 @@ def gather_vocab(
     return logits[..., :vocab_size]
 
 
-def own_experts(
+def local_experts(
     expert_ids: Int[Array, "tokens chosen"],
-    expert_shares: Float[Array, "tokens chosen"],
-    num_own: int,
+    routing_weights: Float[Array, "tokens chosen"],
+    num_local: int,
     shards: Shards | None,
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """The chosen experts by this device's own numbers.
@@ -210,13 +210,13 @@ def own_experts(
         num_own: experts that this device holds.
     """
     if shards is None or shards.expert == 1:
-        return expert_ids, expert_shares
-    local = expert_ids - jax.lax.axis_index(EXPERT) * num_own
-    mine = (local >= 0) & (local < num_own)
-    return jnp.where(mine, local, 0), jnp.where(mine, expert_shares, 0.0)
+        return expert_ids, routing_weights
+    local = expert_ids - jax.lax.axis_index(EXPERT) * num_local
+    mine = (local >= 0) & (local < num_local)
+    return jnp.where(mine, local, 0), jnp.where(mine, routing_weights, 0.0)
 
 
-def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
+def local_tokens(batch: Batch, shards: Shards | None) -> Batch:
     """This device's sequences (over data) and, of those, its tokens (over sequence).
 
     Of a list, each data shard has the tokens of its own sequences in its own part of the list. What
@@ -225,7 +225,7 @@ def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
     if shards is None:
         return batch
     if batch.query_starts is not None:
-        return _own_list(batch, shards)
+        return _local_list(batch, shards)
     rows, seq = batch.tokens.shape
     if shards.data > 1 and rows % shards.data == 0:
         size = rows // shards.data
@@ -249,7 +249,7 @@ def own_tokens(batch: Batch, shards: Shards | None) -> Batch:
     return batch
 
 
-def _own_list(batch: Batch, shards: Shards) -> Batch:
+def _local_list(batch: Batch, shards: Shards) -> Batch:
     """`own_tokens` of a list of tokens."""
     num_tokens, num_sequences = batch.tokens.shape[1], len(batch.query_lens)
     if shards.data > 1 and num_tokens % shards.data == 0 and num_sequences % shards.data == 0:
@@ -263,13 +263,13 @@ def _own_list(batch: Batch, shards: Shards) -> Batch:
             )
             for name in names
         }
-        batch = _own_tokens_of_list(replace(batch, **own), DATA, shards.data)
+        batch = _local_tokens_of_list(replace(batch, **own), DATA, shards.data)
     if shards.sequence > 1 and batch.tokens.shape[1] % shards.sequence == 0:
-        batch = _own_tokens_of_list(batch, SEQUENCE, shards.sequence)
+        batch = _local_tokens_of_list(batch, SEQUENCE, shards.sequence)
     return batch
 
 
-def _own_tokens_of_list(batch: Batch, axis: str, parts: int) -> Batch:
+def _local_tokens_of_list(batch: Batch, axis: str, parts: int) -> Batch:
     """One of equal parts of the list, and of each sequence what is in it."""
     starts, positions = batch.query_starts, batch.query_positions
     assert starts is not None

@@ -49,9 +49,9 @@ class Context:
         how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
         return linear(x, weight, bias, **how)
 
-    def once(self, x: Any) -> Any:
+    def on_one_shard(self, x: Any) -> Any:
         """What is added before `all_reduce`: on one tensor shard only."""
-        return mesh.once(x, self.shards)
+        return mesh.on_one_shard(x, self.shards)
 
     def all_reduce(self, x: Array, *axes: str) -> Array:
         """The sum over the tensor shards, and over those of other axes."""
@@ -140,18 +140,18 @@ class Attention:
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
-        o_bias, residual = context.once(w.get("attn.o_bias")), context.once(x)
+        o_bias, residual = context.on_one_shard(w.get("attn.o_bias")), context.on_one_shard(x)
         x = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(x)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Two products with an activation between them, its norm before and the residual behind.
+    """Two matmuls with an activation between them, its norm before and the residual behind.
 
     Attributes:
         activation: a name of ops.activation.
-        gated: the first product gives a gate and what it multiplies.
+        gated: the first matmul gives a gate and what it multiplies.
     """
 
     width: int
@@ -186,7 +186,7 @@ class Mlp:
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         norm, first = self.norm.of(w, "mlp.norm"), self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = context.once(w.get("mlp.down_bias")), context.once(x)
+        down_bias, residual = context.on_one_shard(w.get("mlp.down_bias")), context.on_one_shard(x)
         activation = Activation(self.activation, gated=self.gated)
         how = {"prologue": activation, "residual": residual}
         x = context.linear(h, w["mlp.down"], down_bias, **how)
@@ -232,17 +232,19 @@ class Moe:
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         router = context.linear(rows, w["mlp.router"], w["mlp.router_bias"], prologue=norm)
-        expert_ids, shares = route(router, self.experts_per_token)
-        num_own = w["mlp.gate_up"].shape[0]
-        expert_ids, shares = mesh.own_experts(expert_ids, shares, num_own, context.shards)
+        expert_ids, routing_weights = route(router, self.experts_per_token)
+        num_local = w["mlp.gate_up"].shape[0]
+        expert_ids, routing_weights = mesh.local_experts(
+            expert_ids, routing_weights, num_local, context.shards
+        )
         h = experts(
             rows,
             expert_ids,
-            shares,
+            routing_weights,
             w["mlp.gate_up"],
             w["mlp.gate_up_bias"],
             w["mlp.down"],
-            context.once(w["mlp.down_bias"]),
+            context.on_one_shard(w["mlp.down_bias"]),
             norm=norm,
             activation=self.activation,
             method=context.options.moe,

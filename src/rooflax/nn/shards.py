@@ -99,7 +99,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
     if shards.stage > 1 and repeats % shards.stage:
         period = config.groups.period
         alike = f"{config.num_layers} layers" if period == 1 else f"{repeats} x {period} layers"
-        _refuse(repeats, alike, STAGE, shards.stage)
+        _reject(repeats, alike, STAGE, shards.stage)
     return config
 
 
@@ -108,7 +108,7 @@ def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     for axis in ("kv_heads", "mlp", "experts"):
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:
-            _refuse(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)
+            _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)
     if shards.expert > 1 and "experts" not in sizes:
         raise RequestError(
             f"The mesh has expert={shards.expert} and this model has no experts; leave that axis "
@@ -116,7 +116,7 @@ def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
         )
 
 
-def _refuse(count: int, what: str, axis: str, parts: int) -> None:
+def _reject(count: int, what: str, axis: str, parts: int) -> None:
     raise RequestError(
         f"{what} do not divide over {parts} devices ({count} = {parts} x {count // parts} "
         f"+ {count % parts}); choose a mesh whose {axis} axis divides them."

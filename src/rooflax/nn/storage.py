@@ -1,6 +1,6 @@
 """`Storage`: at which width each weight lies in memory.
 
-Weights of products can be narrower than the activations, because kernels widen them as they read:
+Weights of matmuls can be narrower than the activations, because kernels widen them as they read:
 bfloat16 as a checkpoint has it, or quantised. Everything else (norms, biases, tables that are only
 looked up) has the activations' dtype. This module knows no files.
 """
@@ -32,55 +32,57 @@ class Storage:
     """Widths of a model's weights.
 
     Attributes:
-        dtype: of the activations, and of every weight that is not a product's.
-        quantize: format of the products' weights, the head's apart if it names one; None keeps them
+        dtype: of the activations, and of every weight that is not a matmul's.
+        quantize: format of the matmuls' weights, the head's apart if it names one; None keeps them
             unquantised.
-        narrow: products' weights that the checkpoint has in bfloat16 stay so.
-        kept: formats by slot of products' weights that a checkpoint holds quantised and that stay
+        narrow: matmuls' weights that the checkpoint has in bfloat16 stay so.
+        kept: formats by slot of matmuls' weights that a checkpoint holds quantised and that stay
             so, unless `quantize` asks for another.
     """
 
     dtype: str = "float32"
     quantize: str | None = None
-    narrow: bool = False
-    kept: Mapping[str, str] = field(default_factory=dict)
+    keeps_bfloat16: bool = False
+    prequantized: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
-        """Width of most products' weights: a quantised format, "bfloat16" or "float32"."""
-        if self.kept and self.quantize is None:
-            return Counter(self.kept.values()).most_common(1)[0][0]
-        return self.quantize or ("bfloat16" if self.narrow else self.dtype)
+        """Width of most matmuls' weights: a quantised format, "bfloat16" or "float32"."""
+        if self.prequantized and self.quantize is None:
+            return Counter(self.prequantized.values()).most_common(1)[0][0]
+        return self.quantize or ("bfloat16" if self.keeps_bfloat16 else self.dtype)
 
     @property
-    def rounds(self) -> bool:
-        """Whether products round what the checkpoint does not: weights, or activations to int8."""
-        kept = any(FORMATS[format].rounds for format in self.kept.values())
-        return self.quantize is not None or kept
+    def quantizes_activations(self) -> bool:
+        """Whether matmuls round what the checkpoint does not: weights, or activations to int8."""
+        prequantized = any(
+            FORMATS[format].quantizes_activations for format in self.prequantized.values()
+        )
+        return self.quantize is not None or prequantized
 
     def format_of(self, slot: Slot, config: Decoder) -> str | None:
         """The format that a weight is quantised to; None where it is not.
 
         int8 stands in where groups of 32 do not divide the inputs.
         """
-        if self.is_kept(slot):
-            return self.kept[slot.name]
-        if self.quantize is None or not is_product(slot, config):
+        if self.is_prequantized(slot):
+            return self.prequantized[slot.name]
+        if self.quantize is None or not is_matmul(slot, config):
             return None
-        in_shape, _ = product_shape(slot, config)
+        in_shape, _ = matmul_shape(slot, config)
         wanted = format_of(self.quantize, head=is_head(slot, config))
         if class_of(wanted).fits(math.prod(in_shape)):
             return wanted
-        return "w8a8" if FORMATS[wanted].rounds else "w8a16"
+        return "w8a8" if FORMATS[wanted].quantizes_activations else "w8a16"
 
-    def is_kept(self, slot: Slot) -> bool:
+    def is_prequantized(self, slot: Slot) -> bool:
         """Whether a weight's codes are the checkpoint's own."""
-        return self.quantize is None and slot.name in self.kept
+        return self.quantize is None and slot.name in self.prequantized
 
-    def dtype_of(self, slot: Slot, config: Decoder, stored_narrow: bool) -> str:
+    def dtype_of(self, slot: Slot, config: Decoder, stored_bfloat16: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
-        reads_bfloat16 = is_product(slot, config) or slot.key == "embed"
-        keep = self.narrow and stored_narrow and reads_bfloat16
+        reads_bfloat16 = is_matmul(slot, config) or slot.key == "embed"
+        keep = self.keeps_bfloat16 and stored_bfloat16 and reads_bfloat16
         return "bfloat16" if keep else self.dtype
 
     def takes_views(self, slot: Slot, config: Decoder) -> bool:
@@ -98,7 +100,7 @@ class Storage:
         found = self.format_of(slot, config)
         if found is None:
             return put(array)
-        shapes = product_shape(slot, config)
+        shapes = matmul_shape(slot, config)
         return quantize(array, found, *shapes, transposed=is_head(slot, config), put=put)
 
     def keep_part(self, slot: Slot, array: np.ndarray, config: Decoder) -> np.ndarray | Quantized:
@@ -119,7 +121,7 @@ class Storage:
         slot: Slot,
         config: Decoder,
         *,
-        stored_narrow: bool,
+        stored_bfloat16: bool,
         sizes: Mapping[str, int] | None = None,
     ) -> int:
         """What a weight will take.
@@ -134,7 +136,7 @@ class Storage:
         shape = slot.weight.shape(sizes or config.axis_sizes)
         if found is None:
             size = math.prod(shape)
-            return size * ITEM_BYTES[self.dtype_of(slot, config, stored_narrow)]
+            return size * ITEM_BYTES[self.dtype_of(slot, config, stored_bfloat16)]
         in_shape, out_shape = part_shape(slot, config, shape)
         check_groups(slot, found, math.prod(in_shape))
         stack = math.prod(shape[: slot.weight.num_stacked])
@@ -146,7 +148,7 @@ def is_head(slot: Slot, config: Decoder) -> bool:
     return slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
 
 
-def is_product(slot: Slot, config: Decoder) -> bool:
+def is_matmul(slot: Slot, config: Decoder) -> bool:
     """Whether a weight multiplies activations."""
     return "->" in slot.weight.axes or is_head(slot, config)
 
@@ -175,8 +177,8 @@ def part_shape(
     return shape[slot.weight.num_stacked : inner], shape[inner:]
 
 
-def product_shape(slot: Slot, config: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(in, out) of a product's weight, or of each of a stack."""
+def matmul_shape(slot: Slot, config: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(in, out) of a matmul's weight, or of each of a stack."""
     in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
     if is_head(slot, config):
         vocab, hidden = out_shape

@@ -43,7 +43,9 @@ class Layout:
         """The checkpoint's tensors from our array; the caller gives them their HF shapes."""
         return [array]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         """Views of the checkpoint's tensors from which `join` makes a part of our array.
 
         Args:
@@ -84,7 +86,9 @@ class Linear(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array.reshape(math.prod(in_shape), -1).T]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         (part,) = parts
         assert all(_is_whole(w, n) for w, n in zip(where[1:], shape[1:], strict=True))
         return [part[:, _times(where[0], part.shape[1] // shape[0])]]
@@ -150,7 +154,9 @@ class QKV(Layout):
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
 
 
@@ -171,7 +177,9 @@ class FusedConv1DQKV(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -3, -2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         heads, three, head_dim = shape[-3:]
         thirds = parts[0].reshape(*shape[:-3], three, heads, head_dim)
         return [thirds[..., where[-3], :]]
@@ -194,7 +202,9 @@ class GateUp(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [array[..., index, :].T for index in range(2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [part[where[-1]] for part in parts]
 
 
@@ -213,7 +223,9 @@ class InterleavedGateUp(Layout):
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [np.swapaxes(array, -1, -2)]
 
-    def narrow(self, parts: Sequence[np.ndarray], shape: Shape, where: Where) -> list[np.ndarray]:
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
         return [parts[0][(*where[:-2], _times(where[-1], 2))]]
 
 
@@ -230,7 +242,7 @@ class Weight:
     """One line of a family's table.
 
     Attributes:
-        axes: names of the array's axes; "a b -> c" is a product that contracts a and b,
+        axes: names of the array's axes; "a b -> c" is a matmul that contracts a and b,
             "s | a -> c" one for each s.
         hf: the tensor's name in a Hugging Face checkpoint, or several if the layout fuses them.
         layout: how the checkpoint's tensors become ours.
@@ -252,7 +264,7 @@ class Weight:
 
     @property
     def num_stacked(self) -> int:
-        """Leading axes that number products of their own."""
+        """Leading axes that number matmuls of their own."""
         stack, bar, _ = self.axes.partition("|")
         return len(stack.split()) if bar else 0
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 FLOAT32 = jax.lax.Precision.HIGHEST
-"""Of float32 products: full float32 on every platform, as docs/optimizations.md measures."""
+"""Of float32 matmuls: full float32 on every platform, as docs/optimizations.md measures."""
 
 
 def dot_general(
@@ -17,7 +17,7 @@ def dot_general(
     """lax.dot_general with float32 sums and a float32 result; unlike operands meet in float32.
 
     float32 operands are multiplied as float32, not as TF32 or bfloat16. XLA's CPU backend has no
-    bfloat16 product for every layout, so there narrower operands are widened first.
+    bfloat16 matmul for every layout, so there narrower operands are widened first.
     """
     dtype = a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
@@ -27,7 +27,7 @@ def dot_general(
     def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.dot_general(a, b, dimension_numbers, preferred_element_type=jnp.float32)
 
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+    def upcast(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers)
 
-    return jax.lax.platform_dependent(a, b, cpu=widened, default=narrow)
+    return jax.lax.platform_dependent(a, b, cpu=upcast, default=narrow)

@@ -18,15 +18,15 @@ PANEL = 16
 
 @dataclass(frozen=True)
 class Format:
-    """How a product's weights are kept, and its activations rounded.
+    """How a matmul's weights are kept, and its activations rounded.
 
     Attributes:
         code: of the weights; `ops.weights.formats` has a class for each.
-        rounds: activations are rounded to int8, with one scale per row or per group.
+        quantizes_activations: activations are rounded to int8, with one scale per row or per group.
     """
 
     code: str
-    rounds: bool
+    quantizes_activations: bool
 
 
 FORMATS = {

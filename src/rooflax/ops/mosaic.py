@@ -41,7 +41,7 @@ def swizzled(dtype: Any) -> tuple[Any, ...]:
 
 
 def accumulator(rows: int, columns: int) -> Any:
-    """Sums of a product on the tensor cores."""
+    """Sums of a matmul on the tensor cores."""
     return _plgpu.ACC((rows, columns), jax.numpy.float32)
 
 

@@ -18,7 +18,7 @@ from rooflax.ops.formats import LAYOUTS
 
 LIBRARY = "librooflax_native.so"
 TARGETS = (
-    "rooflax_product", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
+    "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write",
 )  # fmt: skip
 KERNELS_VERSION = 8

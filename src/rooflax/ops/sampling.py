@@ -166,7 +166,7 @@ def sample(
     slots: Int[Array, " B"],
     masks: Int[Array, "slots words"] | None = None,
     *,
-    plain: bool = False,
+    greedy: bool = False,
     pending: Int[Array, "B P"] | None = None,
     num_rows: Int[Array, ""] | None = None,
     exchange: Int[Array, " two"] | None = None,
@@ -195,7 +195,7 @@ def sample(
     Raises:
         NotImplementedError: an exchange is given and `awaits_masks` is false.
     """
-    if plain:
+    if greedy:
         best = ARGMAX(implementation, logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
@@ -370,10 +370,10 @@ def _ban(
     banned = limited & ~among(sampling.allowed_ids)
     banned |= too_early[:, None] & among(sampling.stop_ids)
     if masks is not None:
-        guided = sampling.is_masked > 0
+        masked = sampling.is_masked > 0
         banned = cond(
-            jnp.any(guided),
-            lambda: banned | guided[:, None] & ~unpack_bits(masks, logits.shape[1]),
+            jnp.any(masked),
+            lambda: banned | masked[:, None] & ~unpack_bits(masks, logits.shape[1]),
             lambda: banned,
         )
     return jnp.where(banned, -jnp.inf, logits)

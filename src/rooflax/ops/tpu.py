@@ -73,14 +73,14 @@ def attention_tiles(
 
 
 @dataclass(frozen=True)
-class ProductTiles:
-    """Sizes of one turn of the product kernel: inputs (all of them, or a divisor), and outputs."""
+class MatmulTiles:
+    """Sizes of one turn of the matmul kernel: inputs (all of them, or a divisor), and outputs."""
 
     inner: int
     outer: int
 
 
-def product_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> ProductTiles:
+def matmul_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> MatmulTiles:
     """At most 2^19 weights, which are 2 MiB in float32; inputs in 1024s, or whole where those do
     not divide them: as many as that, or what was measured.
 
@@ -95,7 +95,7 @@ def product_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> P
         fewer = {most, *(up_to(most // part, LANES) for part in (2, 4))}
         candidates += [(size, columns) for columns in sorted(fewer, reverse=True)]
     shape = (rounded_up(tiles), rounded_up(rows), inner, outer, code)
-    return ProductTiles(*block_sizes.of("linear.tpu", shape, candidates[0], candidates))
+    return MatmulTiles(*block_sizes.of("linear.tpu", shape, candidates[0], candidates))
 
 
 def tokens_per_tile(num_pairs: int, num_experts: int) -> int:

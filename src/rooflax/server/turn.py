@@ -86,7 +86,7 @@ class Turn:
             params = sampling_params(
                 self.found,
                 call.seed,
-                self._forms(prompt, opens),
+                self._grammars(prompt, opens),
                 max_tokens=max_tokens,
                 logprobs=self._logprobs,
             )
@@ -126,7 +126,7 @@ class Turn:
             self.call.service.failed_calls += reader.num_failed
         return Piece(delta.index, reader.take_events(), delta.text, delta, reason)
 
-    def _forms(self, prompt: Prompt, opens_reasoning: bool) -> dict[str, Any]:
+    def _grammars(self, prompt: Prompt, opens_reasoning: bool) -> dict[str, Any]:
         forced = prompt.choice.grammar(opens_reasoning=opens_reasoning)
         if forced is not None and self._form:
             raise ApiError(

@@ -167,7 +167,7 @@ def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Arra
     """
     skeleton = replace(model, weights={}, rope=None)
     # The grouped experts loop over a dynamic count, which has no reverse derivative.
-    # XLA's products have gradients, the native kernels have none.
+    # XLA's matmuls have gradients, the native kernels have none.
     options = ExecutionOptions(use_cache=False, layers=config.layers, moe="dense", kernels="xla")
     table = model.table
     dtype = jnp.dtype(config.dtype)

@@ -43,11 +43,11 @@ class LinearArgs:
         return self.w if self.index is None else self.w.member(self.index)
 
     def unfused(
-        self, product: Callable[[Float[Array, "rows in"]], Float[Array, "rows out"]]
+        self, multiply: Callable[[Float[Array, "rows in"]], Float[Array, "rows out"]]
     ) -> Float[Array, "rows out"]:
-        """A plain float32 product with all else as operations of their own; padding is computed
+        """A plain float32 matmul with all else as operations of their own; padding is computed
         like the rest."""
-        y = product(applied(self.prologue, self.x))
+        y = multiply(applied(self.prologue, self.x))
         bias: jax.Array | None = taken(self.bias)
         if bias is not None:
             y = y + bias.astype(jnp.float32)[None, :]

@@ -27,10 +27,10 @@ ACTIVATIONS = {
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
-    return product(args).astype(args.dtype)
+    return selected_matmul(args).astype(args.dtype)
 
 
-def product(
+def selected_matmul(
     args: LinearArgs, select: Int[Array, " n"] | None = None
 ) -> Float[Array, "rows result"]:
     """The kernel's call, in float32.
@@ -48,7 +48,7 @@ def product(
     values, scales, sums = w.arrays
     before, norm = _before(args.prologue, in_stack)
     call = jax.ffi.ffi_call(
-        "rooflax_product", jax.ShapeDtypeStruct((args.x.shape[0], w.outer), jnp.float32)
+        "rooflax_matmul", jax.ShapeDtypeStruct((args.x.shape[0], w.outer), jnp.float32)
     )
     return call(
         args.x.astype(jnp.float32),
@@ -61,7 +61,7 @@ def product(
         _none(jnp.int32) if select is None else select,
         real_rows(args.num_rows),
         layout=np.int64(native.layouts()[w.code]),
-        bytes=np.int64(w.rounds),
+        bytes=np.int64(w.quantizes_activations),
         **before,
     )
 
@@ -102,7 +102,7 @@ def _vector(vector: jax.Array | Stacked | None, in_stack: bool) -> jax.Array:
     """A bias or a norm's; one of a stack stays there unless all of the stack would be widened.
 
     Args:
-        in_stack: the product's weight is one of such a stack.
+        in_stack: the matmul's weight is one of such a stack.
     """
     return _optional(in_place(vector, lambda stack: in_stack and stack.dtype == jnp.float32))
 

@@ -1,12 +1,12 @@
-"""Products with quantised weights on a GPU: few rows by a kernel that reads them at their width.
+"""Matmuls with quantised weights on a GPU: few rows by a kernel that reads them at their width.
 
-Decoding reads every weight once per step, so a product of few rows is bound by memory, and a weight
+Decoding reads every weight once per step, so a matmul of few rows is bound by memory, and a weight
 that is widened on the way is lost time. The kernel (Mosaic GPU) takes the packed words as they lie:
 a warpgroup has a panel of 16 outputs and a range of its rows of words, unpacks in registers with
 integer operations, and sums in float32; `split` ranges of one panel are summed behind it. Rows of
 activations come as the format rounds them, in float32.
 
-Products of many rows belong to the tensor cores: codes that bfloat16 or int8 holds exactly are
+Matmuls of many rows belong to the tensor cores: codes that bfloat16 or int8 holds exactly are
 multiplied as that, scaled behind the sum; the other formats are left to XLA.
 
 Interpret mode shows that the kernel means what the reference says; lowering and assembling for
@@ -89,13 +89,13 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     """One of a stack is read where it lies by few rows."""
     w: Any = args.w
 
-    def product(x: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array) -> jax.Array:
         if len(x) > MOST_ROWS:
-            return wide_product(x, cast(Quantized, args.matrix)).astype(jnp.float32)
+            return wide_matmul(x, cast(Quantized, args.matrix)).astype(jnp.float32)
         member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
-        return products(x.astype(jnp.float32)[None], w, member, jnp.ones(1, jnp.int32))[0]
+        return tiled_matmul(x.astype(jnp.float32)[None], w, member, jnp.ones(1, jnp.int32))[0]
 
-    return args.unfused(product)
+    return args.unfused(multiply)
 
 
 def unsupported(args: LinearArgs) -> str | None:
@@ -106,9 +106,9 @@ def unsupported(args: LinearArgs) -> str | None:
         return None
     # Scales of groups of int8 and int4 codes are not bfloat16's, nor are activations that are
     # rounded per group, nor float32 ones.
-    if w.code in ("int4", "int8-g32") or (w.code == "mxfp4" and w.rounds):
+    if w.code in ("int4", "int8-g32") or (w.code == "mxfp4" and w.quantizes_activations):
         return f"linear's GPU kernel is for {MOST_ROWS} rows of {cast(Quantized, w).format}"
-    if not w.rounds and dtype != jnp.bfloat16:
+    if not w.quantizes_activations and dtype != jnp.bfloat16:
         return f"linear's tensor cores take bfloat16 rows, not {dtype}"
     return None
 
@@ -127,7 +127,7 @@ def unreadable(w: Stored) -> str | None:
     return None
 
 
-def products(
+def tiled_matmul(
     x: Float[Array, "tiles rows in"],
     w: Quantized,
     members: Int[Array, " tiles"],
@@ -321,7 +321,7 @@ SCALE = {
 }
 
 
-def wide_product(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows out"]:
+def wide_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows out"]:
     """Many rows of one matrix, by tensor cores, where they lose nothing: see `unsupported`."""
     name, outer, inner = w.code, w.outer, w.inner
     if name == "mxfp4":
@@ -329,7 +329,7 @@ def wide_product(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows
     codes = w.values.swapaxes(-3, -2).reshape(w.values.shape[0] * PANEL, -1)[:outer, :inner].T
     if name == "fp8":
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    if not w.rounds:
+    if not w.quantizes_activations:
         return _dot(x, codes.astype(jnp.bfloat16), jnp.float32) * w.scales[None, :outer]
     whole, step = int8_codes(x.astype(jnp.float32))
     sums = _dot(whole.astype(jnp.int8), codes, jnp.int32).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What may happen to the rows of a product before it: a norm, or an activation.
+"""What may happen to the rows of a matmul before it: a norm, or an activation.
 
 Called, each is its plain meaning; a backend that can do it while it reads the rows looks at the
 fields instead.
@@ -60,7 +60,7 @@ Prologue = Norm | Activation | ClampedSwiglu
 
 
 def applied(prologue: Prologue | None, x: Float[Array, "rows width"]) -> Float[Array, "rows in"]:
-    """The rows that a product sees."""
+    """The rows that a matmul sees."""
     if prologue is None:
         return x
     return prologue(x.reshape(x.shape[0], 2, -1) if getattr(prologue, "gated", False) else x)

@@ -13,11 +13,11 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
-    def product(x: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array) -> jax.Array:
         rows, numbers = args.w.activations(x.astype(jnp.float32)), args.matrix.numbers()
         return jnp.einsum("mk,kn->mn", rows, numbers, precision=HIGHEST)
 
-    return args.unfused(product)
+    return args.unfused(multiply)
 
 
 BACKEND = Backend(matmul)

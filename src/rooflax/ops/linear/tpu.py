@@ -1,8 +1,8 @@
-"""Products of quantised weights on TPU: codes reach VMEM at their width and are widened there.
+"""Matmuls of quantised weights on TPU: codes reach VMEM at their width and are widened there.
 
 XLA for TPU writes weights of four bits to memory at their full width before it multiplies, which
-moves many times their bytes; weights of one scale per output it widens inside the product, as this
-does. Unquantised weights are refused: XLA's own product reads them once already.
+moves many times their bytes; weights of one scale per output it widens inside the matmul, as this
+does. Unquantised weights are refused: XLA's own matmul reads them once already.
 
 Operands are multiplied in bfloat16 where that loses nothing (MXFP4 and codes of one scale per
 output, over bfloat16 activations), int8 by int8 where activations are rounded per row, and else in
@@ -45,7 +45,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
         tile = min(x.shape[0], LARGEST_TILE)
         num_tiles = -(-x.shape[0] // tile)
         members = jnp.broadcast_to(jnp.reshape(member, 1), (num_tiles,))
-        return product(x, w, members, num_tiles=None, tile=tile)
+        return tiled_matmul(x, w, members, num_tiles=None, tile=tile)
 
     return args.unfused(run)
 
@@ -55,7 +55,7 @@ def unsupported(args: LinearArgs) -> str | None:
         return None
     return (
         f"linear's TPU kernel is for quantised weights, and this one is {args.w.dtype}: XLA's "
-        f"product reads it once already"
+        f"matmul reads it once already"
     )
 
 
@@ -67,7 +67,7 @@ def stack_of(w: Stored, index: jax.Array | None) -> tuple[Stored, jax.Array]:
     return (w, index) if w.packing == "matrix" else (w.member(index), jnp.int32(0))
 
 
-def product(
+def tiled_matmul(
     x: Float[Array, "rows in"],
     w: Stored,
     members: Int[Array, " tiles"],
@@ -94,8 +94,8 @@ def product(
 
 
 def _rounded(x: jax.Array, w: Quantized) -> tuple[jax.Array, jax.Array | None]:
-    """Rows as the format's product takes them; whole numbers come with the sizes of their steps."""
-    if not w.rounds:
+    """Rows as the format's matmul takes them; whole numbers come with the sizes of their steps."""
+    if not w.quantizes_activations:
         return x, None
     x = x.astype(jnp.float32)
     if w.grouped:
@@ -120,7 +120,7 @@ def _run(
 ) -> Float[Array, "rows out"]:
     """The kernel's call. Turns beyond the last tile in use ask for what is there already."""
     (halves, rows, width), outer = x.shape, arrays[0].shape[2]
-    sizes = tpu.product_tiles(len(members), tile, width * halves, outer, code)
+    sizes = tpu.matmul_tiles(len(members), tile, width * halves, outer, code)
     turns = width * halves // sizes.inner
 
     def place(m: Any, k: Any, used: Any) -> tuple[Any, Any]:

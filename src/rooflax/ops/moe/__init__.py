@@ -1,4 +1,4 @@
-"""Mixture of experts: routing and expert products."""
+"""Mixture of experts: routing and expert matmuls."""
 
 from rooflax.ops.moe.api import experts, route
 

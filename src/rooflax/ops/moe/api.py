@@ -64,7 +64,7 @@ def experts(
         out[t] = sum over j of expert_weights[t, j] * mlp[expert_ids[t, j]](x[t])
         mlp[e](x) = activation(norm(x) @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
 
-    Products accumulate in float32, the sum over experts is float32; returns x's dtype.
+    Matmuls accumulate in float32, the sum over experts is float32; returns x's dtype.
 
     Args:
         gate_up, down: quantised ones are stacks over the experts and round their rows.

@@ -16,7 +16,7 @@ from rooflax.ops.weights import Stacked, Stored, Weight, as_weight
 
 @dataclass(frozen=True)
 class Experts:
-    """One product of all experts: a stack of matrices, and of biases.
+    """One matmul of all experts: a stack of matrices, and of biases.
 
     Attributes:
         w: [experts, in, out], or with `index` one of a stack of those.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.linear.cpu import product
+from rooflax.ops.linear.cpu import selected_matmul
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
 from rooflax.ops.moe.args import Experts, MoeArgs
 
@@ -20,7 +20,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
 
     def through(x: jax.Array, e: Experts, prologue: object) -> jax.Array:
         bias = e.bias.reshape(args.num_experts, -1)
-        return product(
+        return selected_matmul(
             LinearArgs(x, e.w, e.index, bias, prologue, num_rows=num_rows),  # type: ignore[arg-type]
             select,
         )

@@ -1,6 +1,6 @@
 """Experts on a GPU: pairs of token and expert sorted into tiles of one expert, each read in place.
 
-Few pairs per expert (decoding): the tiles' products are those of `ops.linear.gpu`, which reads the
+Few pairs per expert (decoding): the tiles' matmuls are those of `ops.linear.gpu`, which reads the
 experts' numbers in the kernel and no weight of any other, at its width; plain weights have a kernel
 of the same kind. Many (prefill): tiles of 128 rows on the tensor cores, their expert's weights by
 TMA; MXFP4 is widened to bfloat16 first, which holds it exactly.
@@ -45,7 +45,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     multiply, tile = (_few, _rows_each(pairs, num_experts)) if few else (_many, WIDE_TILE)
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
-    if tile == 1:  # nothing to sort: that would take longer than the products
+    if tile == 1:  # nothing to sort: that would take longer than the matmuls
         tile_expert, num_tiles = pair_expert, jnp.int32(pairs)
         pair_slot = jnp.arange(pairs, dtype=jnp.int32)
         token_of_slot = token_of_pair
@@ -76,10 +76,10 @@ def _is_few(args: MoeArgs) -> bool:
 def unsupported(args: MoeArgs) -> str | None:
     if args.method != "grouped":
         return f"the experts' GPU kernels always group (moe={args.method})"
-    refuse = _few_unsupported if _is_few(args) else _many_unsupported
+    reject = _few_unsupported if _is_few(args) else _many_unsupported
     if not _is_few(args) and args.x.dtype != jnp.bfloat16:
         return f"the experts' tensor cores take bfloat16, not {args.x.dtype}"
-    return refuse(args.up.w) or refuse(args.down.w)
+    return reject(args.up.w) or reject(args.down.w)
 
 
 def _few_unsupported(w: Stored) -> str | None:
@@ -97,7 +97,7 @@ def _few_unsupported(w: Stored) -> str | None:
 
 
 def _many_unsupported(w: Stored) -> str | None:
-    if w.code != "matrix" and (w.code != "mxfp4" or w.rounds):
+    if w.code != "matrix" and (w.code != "mxfp4" or w.quantizes_activations):
         return f"the experts' tensor cores would lose digits of {cast(Quantized, w).format}"
     if w.code == "matrix" and w.dtype != jnp.bfloat16:
         return f"the experts' tensor cores take bfloat16, not {w.dtype}"
@@ -117,14 +117,14 @@ def _few(
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
 ) -> Float[Array, "tiles tile outer"]:
-    """Products of tiles of few rows, by reading the weights once at their width."""
+    """Matmuls of tiles of few rows, by reading the weights once at their width."""
     x = x.astype(jnp.float32)
     if w.code == "matrix":
-        return _plain_products(x, w.arrays[0], members, num_tiles)
-    return linear.products(x, cast(Quantized, w), members, num_tiles)
+        return _unpacked_matmuls(x, w.arrays[0], members, num_tiles)
+    return linear.tiled_matmul(x, cast(Quantized, w), members, num_tiles)
 
 
-def _plain_products(
+def _unpacked_matmuls(
     x: Float[Array, "tiles tile inner"],
     w: Float[Array, "members inner outer"],
     members: Int[Array, " tiles"],
@@ -184,13 +184,13 @@ def _many(
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
 ) -> Float[Array, "tiles tile outer"]:
-    """Products of whole tiles, on the tensor cores."""
+    """Matmuls of whole tiles, on the tensor cores."""
     wide = w.arrays[0] if w.code == "matrix" else w.numbers().astype(jnp.bfloat16)
     wide = wide.reshape(-1, *wide.shape[-2:])
-    return _tile_products(x.astype(jnp.bfloat16), wide, members, num_tiles)
+    return _tile_matmuls(x.astype(jnp.bfloat16), wide, members, num_tiles)
 
 
-def _tile_products(
+def _tile_matmuls(
     x: Float[Array, "tiles tile inner"],
     w: Float[Array, "members inner outer"],
     members: Int[Array, " tiles"],

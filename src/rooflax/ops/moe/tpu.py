@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops import tpu
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.linear.tpu import product, stack_of
+from rooflax.ops.linear.tpu import stack_of, tiled_matmul
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
 from rooflax.ops.weights import taken
@@ -30,16 +30,16 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     token_of_slot = jnp.zeros(num_slots, jnp.int32).at[pair_slot].set(token_of_pair)
     expert_of_slot = jnp.repeat(tile_expert, tile)
 
-    def products(rows: jax.Array, e: Experts) -> jax.Array:
+    def expert_matmul(rows: jax.Array, e: Experts) -> jax.Array:
         w, layer = stack_of(e.w, e.index)
         members = layer * num_experts + tile_expert
-        y = product(rows, w, members, num_tiles=num_tiles, tile=tile)
+        y = tiled_matmul(rows, w, members, num_tiles=num_tiles, tile=tile)
         return y + taken(e.bias).reshape(num_experts, -1).astype(jnp.float32)[expert_of_slot]
 
     x = args.rows
-    h = products(x[token_of_slot], args.up).astype(x.dtype)
+    h = expert_matmul(x[token_of_slot], args.up).astype(x.dtype)
     h = args.activation(h.reshape(num_slots, 2, -1))
-    y = products(h, args.down)
+    y = expert_matmul(h, args.down)
     pairs = y[pair_slot].reshape(tokens, chosen, -1)
     return jnp.sum(pairs * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
 

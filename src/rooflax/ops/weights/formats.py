@@ -9,7 +9,7 @@ With w the weight [in, out], q its codes, s its scales and g = k // 32:
     mxfp4      w[k, n] ~ e2m1(q[k, n]) * 2^(s[g, n] - 127),  as in GPT-OSS; s a byte
     fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
 
-Formats that round take activations as int8 inside the product: one scale per row for int8, one per
+Formats that round take activations as int8 inside the matmul: one scale per row for int8, one per
 row and group of 32 for the others. To add one: a class here, its names in ops.formats, and a kernel
 (csrc/kernels.h; UNPACK of linear/gpu.py; linear/tpu.py) where it shall be faster than XLA.
 """

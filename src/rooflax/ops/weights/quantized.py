@@ -137,8 +137,8 @@ class Quantized(Stored):
     # As a weight
 
     @property
-    def rounds(self) -> bool:  # type: ignore[override]
-        return FORMATS[self.format].rounds
+    def quantizes_activations(self) -> bool:  # type: ignore[override]
+        return FORMATS[self.format].quantizes_activations
 
     @property
     def is_matrix(self) -> bool:
@@ -174,14 +174,14 @@ class Quantized(Stored):
         return replace(self, values=values, scales=scales, sums=sums)
 
     def activations(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
-        if not self.rounds:
+        if not self.quantizes_activations:
             return x
         if not self.grouped:
             return _as_int8(x)
         return _as_int8(x.reshape(x.shape[0], -1, GROUP)).reshape(x.shape)
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        """Products of rounded activations are summed exactly."""
+        """Matmuls of rounded activations are summed exactly."""
         return self.activations(x.astype(jnp.float32)) @ self.numbers()
 
     def numbers(self) -> Float[Array, "*stack in out"]:

@@ -105,12 +105,12 @@ class Stored(Weight):
 
     Attributes:
         code: how numbers lie in its arrays, one of `ops.formats.LAYOUTS`.
-        rounds: a product rounds activations to int8.
+        quantizes_activations: a matmul rounds activations to int8.
         packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
     """
 
     code: str
-    rounds: bool = False
+    quantizes_activations: bool = False
     packing: str | None = None
 
     @property
@@ -152,7 +152,7 @@ class Stored(Weight):
         raise NotImplementedError
 
     def activations(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
-        """float32 rows as a product sees them."""
+        """float32 rows as a matmul sees them."""
         return x
 
     def numbers(self) -> Float[Array, "*stack in out"]:

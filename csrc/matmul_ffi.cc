@@ -37,7 +37,7 @@ struct Inputs {
 };
 
 // What a call multiplies with what, once its shapes are known to fit.
-struct Product {
+struct Matmul {
   Layout layout;
   bool bytes;  // activations as int8
   bool ordered;  // inputs in the order in which a matrix is read
@@ -60,7 +60,7 @@ bool Fits(bool condition, const char*& why, const char* reason) {
 }
 
 // Sizes of the packed layouts.
-void SetPacked(const Inputs& in, int64_t axis, Product& p, const char*& why) {
+void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const auto dims = in.w.dimensions();
   const bool nibbles = p.layout == Layout::kInt4 || p.layout == Layout::kMxfp4;
   const int64_t rank = axis + (p.IsPerOutput() ? 4 : 5);
@@ -89,7 +89,7 @@ void SetPacked(const Inputs& in, int64_t axis, Product& p, const char*& why) {
   Fits(!(p.bytes && p.layout == Layout::kFp8), why, "fp8 with activations in bytes");
 }
 
-void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
+void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   if (!Fits(Rank(in.w) == axis + 2, why, "rank of w")) return;
   Fits(WidthOf(in.w.element_type(), p.width) && IsPlain(p.width), why, "type of w");
   const bool table = p.layout == Layout::kTable;
@@ -106,7 +106,7 @@ void SetPlain(const Inputs& in, int64_t axis, Product& p, const char*& why) {
 }
 
 // What is wrong with the shapes, or null.
-const char* Check(const Inputs& in, const F32& y, Product& p) {
+const char* Check(const Inputs& in, const F32& y, Matmul& p) {
   const char* why = nullptr;
   if (!Fits(Rank(in.x) == 2 && Rank(y) == 2, why, "rank of x")) return why;
   p.rows = Dim(in.x, 0);
@@ -149,7 +149,7 @@ const char* Check(const Inputs& in, const F32& y, Product& p) {
   return nullptr;
 }
 
-// Rows ready for their product, the order in which they lie there, and where their tile begins and ends.
+// Rows ready for their matmul, the order in which they lie there, and where their tile begins and ends.
 struct Prepared {
   std::vector<float> wide, scale;
   std::vector<uint8_t> bytes;
@@ -162,7 +162,7 @@ struct Run {
   int64_t begin, end, member;
 };
 
-std::vector<Run> RunsOf(const Inputs& in, const Product& p, std::vector<int64_t>& order) {
+std::vector<Run> RunsOf(const Inputs& in, const Matmul& p, std::vector<int64_t>& order) {
   order.resize(static_cast<size_t>(p.rows));
   std::iota(order.begin(), order.end(), 0);
   const int64_t selected = static_cast<int64_t>(in.select.element_count());
@@ -184,7 +184,7 @@ std::vector<Run> RunsOf(const Inputs& in, const Product& p, std::vector<int64_t>
 }
 
 // The norm that belongs to the first run's weights.
-BeforeArgs BeforeOf(const Product& p, const std::vector<Run>& runs) {
+BeforeArgs BeforeOf(const Matmul& p, const std::vector<Run>& runs) {
   BeforeArgs before = p.before;
   const int64_t skipped = runs.empty() ? 0 : runs[0].member / p.norms * p.inner;
   if (before.weight != nullptr) before.weight += skipped;
@@ -192,7 +192,7 @@ BeforeArgs BeforeOf(const Product& p, const std::vector<Run>& runs) {
   return before;
 }
 
-void PrepareRow(const Inputs& in, const Product& p, const BeforeArgs& before, int64_t i,
+void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
   const Kernels& kernels = ChosenKernels();
   const float* x = in.x.typed_data() + out.order[i] * p.x_width;
@@ -248,8 +248,8 @@ void MultiplyParts(MatmulArgs args) {
   ChosenKernels().add_parts(args);
 }
 
-// Where one run's product with a matrix or a table comes from and goes to.
-MatmulArgs PlainArgs(const Inputs& in, const Product& p, const Prepared& rows, const Run& run,
+// Where one run's matmul with a matrix or a table comes from and goes to.
+MatmulArgs PlainArgs(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run,
                      const Output& out, int64_t begin, int64_t end) {
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
   const float* x = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
@@ -265,7 +265,7 @@ MatmulArgs PlainArgs(const Inputs& in, const Product& p, const Prepared& rows, c
   return args;
 }
 
-Output OutputOf(const Inputs& in, const Product& p, const Run& run, float* y) {
+Output OutputOf(const Inputs& in, const Matmul& p, const Run& run, float* y) {
   const float* bias = OrNull(in.bias);
   const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
   if (biases > 1) bias += run.member % biases * p.outer;
@@ -274,8 +274,8 @@ Output OutputOf(const Inputs& in, const Product& p, const Run& run, float* y) {
           p.outer};
 }
 
-// Columns or panels [begin, end) of one run's product.
-void Multiply(const Inputs& in, const Product& p, const Prepared& rows, const Run& run, float* y,
+// Columns or panels [begin, end) of one run's matmul.
+void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run, float* y,
               int64_t begin, int64_t end) {
   const Kernels& kernels = ChosenKernels();
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
@@ -326,14 +326,14 @@ std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t 
 constexpr int64_t kStreamedRows = 8;
 constexpr int64_t kShared = 65536;  // sums that are worth more than one thread to add up
 
-bool IsStreamed(const Product& p, const std::vector<Run>& runs) {
+bool IsStreamed(const Matmul& p, const std::vector<Run>& runs) {
   const auto few = [](const Run& run) { return run.end - run.begin <= kStreamedRows; };
   return p.layout == Layout::kMatrix && std::all_of(runs.begin(), runs.end(), few);
 }
 
 // Few rows times matrices: threads take parts of the inputs, which lie together, not of the outputs.
 template <typename Parallel>
-void Stream(const Inputs& in, const Product& p, const Prepared& rows, const std::vector<Run>& runs,
+void Stream(const Inputs& in, const Matmul& p, const Prepared& rows, const std::vector<Run>& runs,
             float* y, int64_t threads, const Parallel& parallel) {
   static thread_local std::vector<float> shared;
   // A line more than the columns: rows a multiple of 4096 bytes apart would share a cache's sets.
@@ -366,7 +366,7 @@ void Stream(const Inputs& in, const Product& p, const Prepared& rows, const std:
   for (int64_t item = 0; item < items; ++item) finish(item);
 }
 
-void Compute(ffi::ThreadPool& pool, const Inputs& in, const Product& p, float* y) {
+void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y) {
   static thread_local Prepared rows;
   static thread_local std::vector<float> sorted;
   const std::vector<Run> runs = RunsOf(in, p, rows.order);
@@ -419,14 +419,14 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
                 float limit) {
   if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
-    return Refuse("product: attributes");
+    return Refuse("matmul: attributes");
   }
   const auto kind = static_cast<Before>(before);
   const bool may_gate = kind >= Before::kSilu, must_gate = kind == Before::kClampedSwiglu;
-  if (gated ? !may_gate : must_gate) return Refuse("product: a gate");
+  if (gated ? !may_gate : must_gate) return Refuse("matmul: a gate");
   const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
                   num_rows};
-  Product product{};
+  Matmul product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = bytes != 0;
   product.before.kind = kind;
@@ -435,7 +435,7 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
   product.before.alpha = alpha;
   product.before.limit = limit;
   if (const char* why = Check(in, *y, product)) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax product: ") + why);
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax matmul: ") + why);
   }
   TheComputed().matmul_rows.fetch_add(product.rows, std::memory_order_relaxed);
   if (product.rows > 0) Compute(pool, in, product, y->typed_data());
@@ -444,7 +444,7 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
 
 }  // namespace
 
-ROOFLAX_HANDLER(rooflax_product, Call,
+ROOFLAX_HANDLER(rooflax_matmul, Call,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<F32>()
                     .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>()

@@ -51,13 +51,13 @@ class StreamPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Of weights in memory: what stays, and the streamed layers that are on their way."""
+        """Of weights in memory: what stays, and the offloaded layers that are on their way."""
         resident = sum(self.layer_bytes) - self.bytes_per_step
         passing = AHEAD * max((self.layer_bytes[index] for index in self.streamed), default=0)
         return self.fixed_bytes + resident + passing
 
 
-def plan_streaming(
+def plan_offloading(
     budget: int, fixed_bytes: int, layer_bytes: Sequence[int], what: str
 ) -> StreamPlan:
     """As many layers as the budget holds stay, spread among those that are streamed.
@@ -165,7 +165,7 @@ class LayerStream:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedModel:
+class OffloadedModel:
     """A model whose layers run one by one, those that stay and those that are streamed.
 
     Attributes:
@@ -217,7 +217,7 @@ class StreamedModel:
         )
 
 
-AnyModel = Model | StreamedModel
+AnyModel = Model | OffloadedModel
 
 
 def whole(model: AnyModel) -> Model:
@@ -226,7 +226,7 @@ def whole(model: AnyModel) -> Model:
     Raises:
         RequestError: some of its layers are streamed.
     """
-    if isinstance(model, StreamedModel):
+    if isinstance(model, OffloadedModel):
         raise RequestError(
             f"{len(model.plan.streamed)} of {len(model.layers)} layers are streamed, and this "
             f"needs all of them in memory; load the model without a weights budget."

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from rooflax.engine import packing
 from rooflax.engine.steps import StepFunctions, StepInput
-from rooflax.models.streaming import AnyModel, StreamedModel
+from rooflax.models.offloading import AnyModel, OffloadedModel
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, with_pools
@@ -25,16 +25,16 @@ from rooflax.nn.kv_cache import KVCache, with_pools
 
 def step_functions(
     model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int
-) -> StepFunctions | StreamedFunctions:
+) -> StepFunctions | OffloadedFunctions:
     """What runs this model's steps."""
-    if isinstance(model, StreamedModel):
+    if isinstance(model, OffloadedModel):
         assert mesh is None
         assert max_steps == 1
-        return StreamedFunctions(options)
+        return OffloadedFunctions(options)
     return StepFunctions(options, mesh, max_steps)
 
 
-class StreamedFunctions:
+class OffloadedFunctions:
     """As `StepFunctions`, of a `StreamedModel`; one step per dispatch."""
 
     def __init__(self, options: ExecutionOptions):
@@ -45,7 +45,7 @@ class StreamedFunctions:
         self.seat, self.copy = whole.seat, whole.copy
 
     def _by_layer(self, finish: Callable) -> Callable:
-        def run(model: StreamedModel, carry: Any, *host: Any) -> tuple[Any, Any]:
+        def run(model: OffloadedModel, carry: Any, *host: Any) -> tuple[Any, Any]:
             cache, rest = carry
             hidden, cache = self._layers(model, cache, host)
             out, (_, rest) = finish(model.ends, (None, rest), *_with_hidden(host, hidden))
@@ -54,7 +54,7 @@ class StreamedFunctions:
         return run
 
     def _layers(
-        self, model: StreamedModel, cache: KVCache | None, host: tuple[Any, ...]
+        self, model: OffloadedModel, cache: KVCache | None, host: tuple[Any, ...]
     ) -> tuple[jax.Array, KVCache | None]:
         """Hidden states behind the last layer; of padding alone, one layer of each group runs."""
         started, count = time.perf_counter(), model.config.num_layers

@@ -10,34 +10,41 @@ import numpy as np
 
 from rooflax.loading.finite import check_scales
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import check_groups, is_head, product_shape
+from rooflax.nn.storage import check_groups, is_head, matmul_shape
 from rooflax.nn.weights import Slot, Where
 from rooflax.ops.formats import GROUP
 from rooflax.ops.weights import Quantized, class_of, pack
 
 
-class Kept(Protocol):
+class Prequantized(Protocol):
     """A checkpoint's own quantised weights."""
 
     def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> Quantized: ...
     def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class KeptParts:
+class PrequantizedParts:
     """Parts of a weight that a checkpoint holds quantised, for a `Placer`.
 
     What is split there are not the codes but the numbers of the weight's outputs.
     """
 
-    def __init__(self, kept: Kept, slot: Slot, format: str, config: Decoder, check: bool):
-        self._kept, self._slot, self._format, self._config = kept, slot, format, config
+    def __init__(
+        self, prequantized: Prequantized, slot: Slot, format: str, config: Decoder, check: bool
+    ):
+        self._prequantized, self._slot, self._format, self._config = (
+            prequantized,
+            slot,
+            format,
+            config,
+        )
         self._check, self._experts = check, slice(0)
         self._codes, self._scales = np.zeros(0), np.zeros(0, np.float32)
 
     def rows(self, where: Where) -> np.ndarray:
         """Numbers of a part's outputs; every other axis has one entry."""
         weight = self._slot.weight
-        _, out_shape = product_shape(self._slot, self._config)
+        _, out_shape = matmul_shape(self._slot, self._config)
         numbers = np.arange(math.prod(out_shape)).reshape(out_shape)
         if is_head(self._slot, self._config):
             return numbers[where[0]][:, None]
@@ -47,10 +54,10 @@ class KeptParts:
     def keep(self, rows: np.ndarray, where: Where) -> Quantized:
         """The codes of these outputs and of the inputs that the part has."""
         slot, stacked = self._slot, self._slot.weight.num_stacked
-        in_shape, out_shape = product_shape(slot, self._config)
+        in_shape, out_shape = matmul_shape(slot, self._config)
         experts = where[0] if stacked else slice(None)
         if self._experts != experts:
-            self._codes, self._scales = self._kept.codes(slot, experts)
+            self._codes, self._scales = self._prequantized.codes(slot, experts)
             self._experts = experts
             if self._check:
                 check_scales(slot, self._scales)

@@ -61,6 +61,8 @@ class Delta:
         tokens: new ids.
         completion: the whole, on the last piece.
         logprobs: per token of the piece, if asked for.
+        prompt_logprobs: on a sample's first piece, per token of the prompt but the first, if asked
+            for.
     """
 
     prompt: int
@@ -69,6 +71,7 @@ class Delta:
     tokens: tuple[int, ...]
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -124,6 +127,9 @@ class Sample:
                 break
             if is_last and reason == "stop" and token in sequence.params.stop_token_ids:
                 stop_reason = token
+        prompt_logprobs = None
+        if sequence.params.prompt_logprobs is not None and not self.times_s:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
         self.times_s.extend(output.times_s[:new])
         logprobs = output.logprobs[:new]
         self.logprobs.extend(logprobs)
@@ -141,6 +147,7 @@ class Sample:
             output.tokens[:new],
             completion,
             None if sequence.params.logprobs is None else logprobs,
+            prompt_logprobs,
         )
 
     def _stop_string(self, before: int) -> tuple[int, str] | None:

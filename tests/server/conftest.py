@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from rooflax import LLM
@@ -38,4 +39,4 @@ def _fresh(request):
     yield
     live.settle()
     assert scripted.num_open == 0
-    assert live.http.get("/health").status_code == 200
+    assert httpx.get(f"{live.url}/health", trust_env=False).status_code == 200

@@ -1,4 +1,4 @@
-"""Every field of every table has its effect, is a label, or is refused by its name.
+"""Every field of every table has its effect, is a label, or is rejected by its name.
 
 The engine is scripted, so an effect is what reaches it or what the answer has. Rows J and P of the
 catalogue of faults.
@@ -54,11 +54,11 @@ def names(found):
     return [f"{path} {field.name}" for path, field in found]
 
 
-REFUSED, LABELS, HONOURED = fields("refused"), fields("label"), fields("honoured")
+REJECTED, LABELS, HONOURED = fields("rejected"), fields("label"), fields("honoured")
 
 
-@pytest.mark.parametrize(("path", "field"), REFUSED, ids=names(REFUSED))
-def test_refused_fields_are_named(live, path, field):
+@pytest.mark.parametrize(("path", "field"), REJECTED, ids=names(REJECTED))
+def test_rejected_fields_are_named(live, path, field):
     body = (PATHS | OTHERS)[path][1]
     found = live.post(path, body | {field.name: {"any": 1}})
     error = found.json()["error"]
@@ -184,8 +184,13 @@ def effect_echo(live, scripted, path):
     assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert "".join(choice["logprobs"]["tokens"]) == "Hi"
-    chunks = stream_of(live, path, echo=True)
-    assert "".join(c["choices"][0]["text"] for c in chunks) == "HiHello, world."
+    for logprobs in ({}, {"logprobs": 1}):
+        (whole,) = ask(live, path, echo=True, **logprobs)["choices"]
+        pieces = [c["choices"][0] for c in stream_of(live, path, echo=True, **logprobs)]
+        assert "".join(c["text"] for c in pieces) == whole["text"] == "HiHello, world."
+        for name in whole["logprobs"] or ():
+            streamed = [each for c in pieces if c["logprobs"] for each in c["logprobs"][name]]
+            assert streamed == whole["logprobs"][name]
 
 
 def effect_best_of(live, scripted, path):
@@ -262,7 +267,7 @@ def effect_parallel(live, scripted, path):
     assert scripted.asked[-1][1].grammar != one
 
 
-def effect_refused_by_the_template(name, value):
+def effect_rejected_by_the_template(name, value):
     """Fields that need something of the chat template, which the embedded model's lacks."""
 
     def check(live, scripted, path):
@@ -336,9 +341,9 @@ EFFECTS = {
     "tools": effect_tools,
     "tool_choice": effect_tool_choice,
     "parallel_tool_calls": effect_parallel,
-    "documents": effect_refused_by_the_template("documents", [{"text": "x"}]),
-    "reasoning_effort": effect_refused_by_the_template("reasoning_effort", "low"),
-    "chat_template_kwargs": effect_refused_by_the_template("chat_template_kwargs", {"no": 1}),
+    "documents": effect_rejected_by_the_template("documents", [{"text": "x"}]),
+    "reasoning_effort": effect_rejected_by_the_template("reasoning_effort", "low"),
+    "chat_template_kwargs": effect_rejected_by_the_template("chat_template_kwargs", {"no": 1}),
     "add_generation_prompt": effect_continue,
     "continue_final_message": effect_continue,
     "include_reasoning": effect_include_reasoning,
@@ -543,7 +548,7 @@ def test_tables_describe_themselves():
         assert isinstance(table, Table)
         schema = table.schema()
         assert set(schema["properties"]) == {
-            field.name for field in table.fields.values() if field.policy != "refused"
+            field.name for field in table.fields.values() if field.policy != "rejected"
         }
         assert all(found["description"] for found in schema["properties"].values())
 

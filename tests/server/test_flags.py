@@ -1,4 +1,4 @@
-"""Every flag of `rooflax serve` changes what is served, or is refused."""
+"""Every flag of `rooflax serve` changes what is served, or is rejected."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def observe(monkeypatch, tmp_path, capfd):
         "model_info",
         lambda model, **how: asked.append(("find", model, how)) or find(model, **how),
     )
+    monkeypatch.setattr("gc.freeze", lambda: None)  # these tests go on in the same process
     monkeypatch.setattr("rooflax.cli.session.say_settings", lambda llm: asked.append("said"))
 
     def run(*argv):
@@ -95,7 +96,7 @@ def test_the_table_names_every_flag():
     assert set(flags_of("serve")) == set(FLAGS)
 
 
-def test_every_flag_has_its_effect_or_is_refused(observe):
+def test_every_flag_has_its_effect_or_is_rejected(observe):
     base = observe(TINY)
     assert base[0] == 0, base
     assert base == observe(TINY)

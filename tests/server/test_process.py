@@ -81,6 +81,36 @@ def test_c8_it_serves_and_drains_without_cutting_an_answer():
         server.process.kill()
 
 
+def test_c8_what_outlasts_the_drain_is_told_and_ended():
+    server = Process("--drain-timeout", "0.05")
+    try:
+        wait_for(lambda: server.status() == 200, 180)
+        texts: list[str] = []
+
+        def read() -> None:
+            body = CHAT | {"stream": True, "max_tokens": 450, "ignore_eos": True}
+            url, said = f"{server.url}/v1/chat/completions", ""
+            with httpx.stream("POST", url, json=body, timeout=60) as stream:
+                for piece in stream.iter_text():
+                    said += piece
+                    if len(texts) < 4:
+                        texts.append(said)
+            texts.append(said)
+
+        readers = [threading.Thread(target=read) for _ in range(6)]
+        for reader in readers:
+            reader.start()
+        wait_for(lambda: len(texts) > 3)
+        assert server.end(signal.SIGTERM) == 0, server.lines
+        for reader in readers:
+            reader.join(30)
+        for text in texts[-6:]:  # those that waited have no stream yet, but a status
+            assert text.endswith("data: [DONE]\n\n") or text.startswith('{"error":'), text
+        assert any('"code":"draining"' in text for text in texts[-6:])
+    finally:
+        server.process.kill()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_c8_it_ends_while_it_loads(number, code):
     server = Process()

@@ -5,16 +5,20 @@ Rows of the catalogue of faults are named: H of HTTP, A of access, C of concurre
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
+import random
 import socket
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
-from rooflax import RequestError
+from rooflax import EngineError, RequestError
 from rooflax.engine.thread import Health
 from rooflax.server import answers, wire
 from rooflax.server.settings import Settings, host_name
@@ -298,6 +302,27 @@ def test_a6_errors_say_nothing_of_the_machine(live, scripted):
     assert "secret" not in found.text and "Traceback" not in found.text
 
 
+def test_a6_a_model_is_not_named_by_its_folder(llm, tmp_path):
+    scripted = ScriptedLLM(llm)
+    scripted.llm = copy.copy(llm)
+    scripted.llm.info = replace(llm.info, name=str(tmp_path))
+    with serving(lambda _: scripted) as server:
+        for path in ("/v1/models", "/props", "/metrics"):
+            assert str(tmp_path) not in server.http.get(path).text
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == tmp_path.name
+        assert server.post("/v1/chat/completions", CHAT).json()["model"] == tmp_path.name
+
+
+def test_several_served_names(llm):
+    with serving(lambda _: ScriptedLLM(llm), served_names=("a/b", "c")) as server:
+        assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["a/b", "c"]
+        assert server.http.get("/v1/models/a/b").json()["root"] == "a/b"
+        for name, told in (("c", "c"), (None, "a/b")):
+            found = server.post("/v1/chat/completions", CHAT | {"model": name})
+            assert found.json()["model"] == told
+        assert server.http.get("/v1/models/rooflax-chat-5m").status_code == 404
+
+
 def test_a7_request_ids(live):
     found = live.http.get("/version", headers={"x-request-id": "mine-1.2"})
     assert found.headers["x-request-id"] == "mine-1.2"
@@ -355,6 +380,76 @@ def test_c2_a_client_that_leaves_ends_its_request(live, scripted, stream):
     assert scripted.num_cut == cut + 1
 
 
+def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
+    """Good ones, wrong ones, and ones that leave at any moment."""
+    scripted.pause_s = 0.002
+    rng = random.Random(0)
+    kinds = [
+        b"{", b'{"prompt": ""}', b'{"prompt": "x", "max_tokens": 20}',
+        b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true, "stream": true}',
+        b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true}',
+    ]  # fmt: skip
+    plans = [(rng.choice(kinds), rng.random() * 0.05, rng.random() < 0.6) for _ in range(400)]
+    statuses: list[int] = []
+
+    def run(mine) -> None:
+        for body, pause_s, leaves in mine:
+            head = request(
+                "POST", "/v1/completions", "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+            )  # fmt: skip
+            with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+                connection.sendall(head + body)
+                if leaves:
+                    time.sleep(pause_s)
+                    continue
+                found = b""
+                while piece := connection.recv(65536):
+                    found += piece
+                statuses.append(int(found.split()[1]))
+
+    assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    live.settle()
+    files = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    threads = [threading.Thread(target=run, args=(plans[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    live.settle()
+    wait_for(lambda: scripted.num_open == 0)
+    assert set(statuses) <= {200, 400, 429} and statuses.count(200) > 20
+    assert live.service._open_tokens == 0 and not +live.service._open_by_owner
+    if files:
+        wait_for(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2)
+
+
+def test_texts_that_wait_are_bounded(live, monkeypatch):
+    monkeypatch.setattr("rooflax.server.service.MAX_TEXTS", 0)
+    found = live.post("/tokenize", {"prompt": "x"})
+    assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
+
+
+def test_bodies_that_are_being_read_are_bounded_together(live, monkeypatch):
+    monkeypatch.setattr("rooflax.server.app.MAX_BODIES_BYTES", 100)
+    found = live.post("/tokenize", {"prompt": "x" * 200})
+    assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
+    assert live.service.num_body_bytes == 0
+    assert live.post("/tokenize", {"prompt": "x"}).status_code == 200
+
+
+def test_u2_texts_that_cannot_fit_are_rejected_at_once(live):
+    text = "x" * 3_000_000
+    bodies = {
+        "/v1/completions": {"prompt": text, "add_special_tokens": False},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/tokenize": {"prompt": text},
+    }
+    for path, body in bodies.items():
+        found = live.post(path, body)
+        assert error_of(found)["code"] == "context_length_exceeded"
+
+
 def test_c4_a_fault_within_a_stream_is_an_event(live, scripted):
     scripted.error = (3, ValueError("broken"))
     lines = live.post("/v1/chat/completions", CHAT | {"stream": True}).text.split("\n\n")
@@ -376,6 +471,36 @@ def test_c5_c6_health_follows_the_engine(llm):
         assert server.http.get("/health").status_code == 200
         scripted.state = Health(True, "The engine's thread ended: it broke", 0, 0.0)
         assert server.http.get("/health").status_code == 503
+
+
+def test_c5_a_dead_engine_ends_the_process(llm):
+    scripted = ScriptedLLM(llm)
+    with serving(lambda _: scripted) as server:
+        scripted.state = Health(True, "The engine's thread ended: it broke", 0, 0.0)
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        assert isinstance(server.runner._failure, EngineError)
+
+
+def test_c8_a_draining_server_takes_no_more_and_lets_the_open_ones_finish(llm):
+    scripted = ScriptedLLM(llm)
+    scripted.pause_s = 0.1
+    with serving(lambda _: scripted) as server:
+        found: list[httpx.Response] = []
+        url = f"{server.url}/v1/chat/completions"
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(url, json=CHAT, timeout=60))
+        )
+        asking.start()
+        wait_for(lambda: scripted.num_open == 1)
+        server.service.drains()
+        refused = server.post("/v1/chat/completions", CHAT)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "draining")
+        assert refused.headers["connection"] == "close"
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200
+        asking.join(30)
+        assert found[0].json()["choices"][0]["message"]["content"] == "Hello, world. How are you?"
 
 
 def test_c6_a_request_has_a_deadline(llm):
@@ -405,6 +530,8 @@ def test_c11_while_loading_everything_says_so(llm):
         assert (found.status_code, error_of(found)["code"]) == (503, "loading")
         assert found.headers["retry-after"]
         assert server.http.get("/metrics").status_code == 200
+        for path in ("/v1/models", "/v1/models/x", "/props"):
+            assert server.http.get(path).status_code == 503
         go.set()
         wait_for(lambda: server.http.get("/ready").status_code == 200)
         assert server.post("/v1/chat/completions", CHAT).status_code == 200

@@ -144,7 +144,7 @@ def test_g6_tools_that_cannot_be(live, fields, param, code):
     assert (found.status_code, error["param"], error["code"]) == (400, param, code)
 
 
-def test_tools_without_a_format_are_refused(live, monkeypatch, llm):
+def test_tools_without_a_format_are_rejected(live, monkeypatch, llm):
     monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": "{{ messages[0].content }}"})
     found = live.post(CHAT, {"messages": MESSAGES, "tools": [tool()]})
     assert found.json()["error"]["code"] == "tools_not_supported"
@@ -175,6 +175,84 @@ def test_templates_that_read_variables_get_them(live, monkeypatch, llm):
     assert prompt(reasoning_effort="high").startswith("high What")
     found = live.post(CHAT, {"messages": MESSAGES, "reasoning_effort": "none"})
     assert found.json()["error"]["param"] == "reasoning_effort"
+
+
+def test_a_schema_begins_after_the_reasoning_that_the_prompt_opened(live, scripted, monkeypatch):
+    template = "{{ messages[0].content }}<think>{# </think> #}"
+    llm = scripted.llm
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": template})
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    scripted.script = scripted.says('Hm.</think>\n{"a": 1}')
+    message = whole(live, response_format=form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", '{"a": 1}')
+    params = scripted.asked[-1][1]
+    assert lets_through(llm, params, 'Hm.</think>\n{"a":1}')
+    assert not lets_through(llm, params, 'Hm.</think>\n{"b":1}')
+    whole(live, structured_outputs={"regex": "a/b+"})
+    assert lets_through(llm, scripted.asked[-1][1], "Hm.</think>a/bb")
+    body = {"messages": MESSAGES, "structured_outputs": {"choice": ["a"]}}
+    assert live.post(CHAT, body).json()["error"]["param"] == "structured_outputs"
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+        {"type": "string", "pattern": "["},
+        {"$ref": "http://127.0.0.1:1/x.json"},
+        {"$ref": "#/nowhere"},
+        {"type": "nothing"},
+        {"type": "integer", "minimum": 5, "maximum": 1},
+        nested(20),
+    ],
+    ids=str,
+)
+def test_g3_schemas_that_cannot_be(live, schema):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    found = live.post(CHAT, {"messages": MESSAGES, "response_format": form})
+    if found.status_code != 200:
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, "response_format")
+        assert error["code"] == "invalid_schema"
+    assert found.status_code == (200 if schema == nested(20) else 400)
+
+
+@pytest.mark.parametrize(
+    ("form", "fits"),
+    [
+        ({"regex": "(a+)+b"}, True), ({"regex": "["}, False), ({"regex": "(?<=a)b"}, False),
+        ({"regex": "x" * 100_000}, False), ({"grammar": 'start: start "a"'}, False),
+        ({"grammar": "("}, False), ({"grammar": "start: nowhere"}, False), ({"grammar": ""}, False),
+    ],
+    ids=lambda form: str(form)[:40],
+)  # fmt: skip
+def test_g1_g2_regexes_and_grammars(live, form, fits):
+    found = live.post("/v1/completions", {"prompt": "x", "structured_outputs": form})
+    assert found.status_code == (200 if fits else 400), found.text
+    if not fits:
+        assert found.json()["error"]["param"] == "structured_outputs"
+
+
+def test_channels_take_no_schema_and_no_beginning(live, scripted, monkeypatch):
+    template = "{{ messages[0].content }}<|start|>assistant{# <|channel|> <|message|> #}"
+    monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": template})
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
+        {"tools": [tool()], "tool_choice": "required"},
+    ):
+        found = live.post(CHAT, {"messages": MESSAGES} | fields)
+        assert found.status_code == 400
+        assert found.json()["error"]["code"] == "unsupported_value"
 
 
 def test_reasoning_fields_are_named_as_was_chosen(llm):

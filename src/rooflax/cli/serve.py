@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import os
@@ -192,16 +193,24 @@ def _loader(
     """Makes the engine, on whatever thread it is called."""
 
     def load(progress: Callable[[str], None]) -> AsyncLLM:
-        progress("loading the weights")
-        engine = open_async_llm(
-            args,
-            max_num_seqs=args.max_num_seqs,
-            max_waiting=args.max_num_queued_seqs,
-            max_tokens_per_step=args.max_num_batched_tokens,
-            report=lambda program: progress(f"compiling; {program.name} is done"),
-        )
+        with terminal.statuses(args.quiet) as show:
+
+            def tell(text: str) -> None:
+                progress(text)
+                show(text)
+
+            tell("loading the weights")
+            engine = open_async_llm(
+                args,
+                max_num_seqs=args.max_num_seqs,
+                max_waiting=args.max_num_queued_seqs,
+                max_tokens_per_step=args.max_num_batched_tokens,
+                report=lambda program: tell(f"compiling; {program.name} is done"),
+            )
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
+        gc.collect()
+        gc.freeze()  # what is there now stays; the collector need not look at it again
         return engine
 
     return load

@@ -28,12 +28,16 @@ from rooflax.server.fields import Table
 from rooflax.server.json_body import read_json
 from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
+from rooflax.server.openapi import document
+from rooflax.server.page import page
 from rooflax.server.responses import responses
 from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 
 BODY_S = 30.0
-OPEN_PATHS = ("/health", "/ready", "/", "/favicon.ico")
+MAX_BODIES_BYTES = 256 * 2**20
+"""Of all bodies that are being read."""
+OPEN_PATHS = ("/health", "/ready", "/")
 """What anybody who reaches the server may ask."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id"
@@ -57,6 +61,7 @@ GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/ready": small.ready,
     "/version": small.version,
     "/props": small.props,
+    "/": page,
 }
 NOT_BUILT = (
     "/v1/embeddings", "/v1/rerank", "/v1/images/generations", "/v1/audio/speech",
@@ -74,6 +79,7 @@ def make_app(service: Service) -> ASGIApp:
     routes += [Route(path, _get(service, get), methods=["GET"]) for path, get in GETS.items()]
     routes += [Route(path, _not_built, methods=["GET", "POST"]) for path in NOT_BUILT]
     routes.append(Route("/metrics", exporter.answer, methods=["GET"]))
+    routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
     inner = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _routing_error, Exception: _error, ApiError: _error},
@@ -86,7 +92,7 @@ def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable
     async def answer(request: Request) -> Response:
         try:
             service.ready()
-            body = await read_body(request, service.settings.max_body_bytes)
+            body = await read_body(request, service)
             read = service.in_thread(read_json, body) if len(body) > LONG_TEXT else None
             found = read_json(body) if read is None else await read
             return await endpoint(service, request, found)
@@ -106,6 +112,10 @@ def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Respo
             return _said(request, error)
 
     return answer
+
+
+async def _openapi(_: Request) -> Response:
+    return Json(document(POSTS, GETS))
 
 
 async def _not_built(_: Request) -> Response:
@@ -144,17 +154,19 @@ def error_answer(scope: Scope, error: ApiError) -> Json:
     is_anthropic = scope["path"].startswith("/v1/messages")
     body = anthropic_body(error, scope["request_id"]) if is_anthropic else openai_body(error)
     headers = dict(error.headers)
-    if error.status in (401, 408, 413, 415):  # the rest of the body is not read
+    # The rest of the body is not read; or another server shall be asked.
+    if error.status in (401, 408, 413, 415) or error.code == "draining":
         headers["Connection"] = "close"
     return Json(body, status_code=error.status, headers=headers)
 
 
-async def read_body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, service: Service) -> bytes:
     """A JSON body, within limits of size and time.
 
     Raises:
-        ApiError: 413, 415 or 408.
+        ApiError: 413, 415 or 408; 429, too much is being read.
     """
+    most = service.settings.max_body_bytes
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
@@ -177,14 +189,19 @@ async def read_body(request: Request, most: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 body += piece
+                service.num_body_bytes += len(piece)
                 if len(body) > most:
                     raise too_large
+                if service.num_body_bytes > MAX_BODIES_BYTES:
+                    raise service.queue_full("Many large bodies are being read")
     except TimeoutError:
         raise ApiError(
             f"The body did not come within {BODY_S:g} s.", status=408, code="request_timeout"
         ) from None
     except ClientDisconnect:
         raise ClientLeft from None
+    finally:
+        service.num_body_bytes -= len(body)
     return bytes(body)
 
 
@@ -220,8 +237,10 @@ class Guard:
             await send(message)
 
         try:
-            refused = self._refusal(scope, headers, is_preflight_of=origin if is_allowed else None)
-            answer: ASGIApp = self._app if refused is None else refused
+            rejected = self._rejection(
+                scope, headers, is_preflight_of=origin if is_allowed else None
+            )
+            answer: ASGIApp = self._app if rejected is None else rejected
             await answer(scope, receive, send_with)
         except ClientLeft:
             status = 499
@@ -244,7 +263,7 @@ class Guard:
             found.append((b"access-control-expose-headers", exposed))
         return found
 
-    def _refusal(
+    def _rejection(
         self, scope: Scope, headers: dict[bytes, bytes], is_preflight_of: str | None
     ) -> Response | None:
         """The answer of a request that goes no further."""

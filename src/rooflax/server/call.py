@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,13 +184,6 @@ def check_finished(completion: Completion) -> None:
         raise ApiError("The server stopped before the answer ended.", status=503, code="draining")
     if completion.finish_reason == "error":
         raise EngineError(completion.error or "the request failed")
-
-
-@contextlib.contextmanager
-def place(call: Call, num_prompts: int, num_samples: int) -> Iterator[None]:
-    """As `Service.reserved`, for prompts times samples."""
-    with call.service.reserved(num_prompts * num_samples, call.owner):
-        yield
 
 
 def token_ids(

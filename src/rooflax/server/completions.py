@@ -13,9 +13,9 @@ from starlette.responses import Response
 from rooflax.completion import Completion, Delta
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, check_finished, completions_of, place, token_ids
+from rooflax.server.call import Call, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
-from rooflax.server.sampling import form_of, sampling_params
+from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.service import Service
 from rooflax.server.tables import COMPLETIONS, MAX_PROMPTS
 
@@ -78,12 +78,6 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
             f"{num_prompts} prompts with n {samples} are more than {MAX_PROMPTS} answers.",
             param="n",
         )
-    if echo and logprobs is not None and call.is_streamed:
-        raise ApiError(
-            "echo with logprobs is not streamed; drop one of the three.",
-            code="unsupported_value",
-            param="echo",
-        )
     further: dict[str, Any] = {"max_tokens": max(1, max_tokens), "logprobs": logprobs}
     if echo and logprobs is not None:
         further["prompt_logprobs"] = max(logprobs, found.get("prompt_logprobs", 0))
@@ -116,7 +110,7 @@ class _Answer:
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         call, found = self.call, self.call.found
-        with place(call, len(self.prompts), self.params.n):
+        with call.service.reserved(len(self.prompts) * self.params.n, call.owner):
             self.ids = [
                 await call.service.encode(
                     prompt, add_special_tokens=found.get("add_special_tokens", True)
@@ -128,7 +122,9 @@ class _Answer:
             for ids in self.ids:
                 call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
                 call.usage.prompt_tokens += len(ids)
-            stream = call.service.stream(self.ids, self.params, cache_salt=call.cache_salt)
+            stream = call.service.stream(
+                self.ids, self.params, cache_salt=call.cache_salt, form_field=form_field(found)
+            )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -198,7 +194,7 @@ class _Answer:
                     text = self._echoed(delta.prompt)
                     offsets[number] = 0
                     if text:
-                        yield chunk(_piece(number, text))
+                        yield chunk(self._echo_choice(number, text, delta, offsets))
                 choice = self._stream_choice(number, delta, offsets)
                 if choice["text"] or choice["logprobs"] or delta.completion is not None:
                     yield chunk(choice)
@@ -207,6 +203,17 @@ class _Answer:
                 usage.completion_tokens = 0
             yield event(head | {"choices": [], "usage": usage.openai()})
         yield DONE
+
+    def _echo_choice(
+        self, number: int, text: str, delta: Delta, offsets: dict[int, int]
+    ) -> dict[str, Any]:
+        choice = _piece(number, text)
+        if self.params.logprobs is not None:
+            before = delta.prompt_logprobs or ()
+            found = self.spelling.completion(self.ids[delta.prompt], [None, *before], 0)
+            offsets[number] = sum(map(len, found["tokens"]))
+            choice["logprobs"] = found
+        return choice
 
     def _stream_choice(self, number: int, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
         completion = delta.completion

@@ -21,16 +21,16 @@ def page() -> str:
 
 def _section(path: str, table: Table) -> str:
     parts = [f"## POST {path}\n", "| field | what it does |", "| --- | --- |"]
-    of = {"honoured": [], "label": [], "refused": []}
+    of = {"honoured": [], "label": [], "rejected": []}
     for field in table.fields.values():
         of[field.policy].append(field)
     parts += [f"| `{field.name}` | {_says(field)} |" for field in of["honoured"]]
     if of["label"]:
         names = ", ".join(f"`{field.name}`" for field in of["label"])
         parts.append(f"\nAccepted, and changing nothing: {names}.")
-    if of["refused"]:
-        reasons = ", ".join(f"`{field.name}` ({field.text})" for field in of["refused"])
-        parts.append(f"\nRefused: {reasons}.")
+    if of["rejected"]:
+        reasons = ", ".join(f"`{field.name}` ({field.text})" for field in of["rejected"])
+        parts.append(f"\nRejected: {reasons}.")
     return "\n".join([*parts, ""])
 
 

@@ -1,4 +1,4 @@
-"""Fields of requests: one table per route says what is honoured, a label, or refused.
+"""Fields of requests: one table per route says what is honoured, a label, or rejected.
 
 The same table checks a request, makes /openapi.json and the page of the docs.
 """
@@ -14,7 +14,7 @@ import msgspec
 from rooflax.errors import did_you_mean
 from rooflax.server.errors import ApiError
 
-Policy = Literal["honoured", "label", "refused"]
+Policy = Literal["honoured", "label", "rejected"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Field:
 
     Attributes:
         type: of a value as msgspec knows it, or a `Table`, or a list of one `Table`.
-        text: what it does; of a refused field, why.
-        policy: a label changes no token and is accepted; "refused" is an error.
-        harmless: values of a refused field that mean what happens anyway.
+        text: what it does; of a rejected field, why.
+        policy: a label changes no token and is accepted; "rejected" is an error.
+        harmless: values of a rejected field that mean what happens anyway.
         required: the object must have it.
     """
 
@@ -77,8 +77,8 @@ class Table:
         return found
 
     def schema(self) -> dict[str, Any]:
-        """As JSON Schema; refused fields are left out."""
-        fields = [field for field in self.fields.values() if field.policy != "refused"]
+        """As JSON Schema; rejected fields are left out."""
+        fields = [field for field in self.fields.values() if field.policy != "rejected"]
         return {
             "type": "object",
             "properties": {field.name: _schema(field) for field in fields},
@@ -99,7 +99,7 @@ def _unknown(path: str, name: str, known: Mapping[str, Field], ignored: list[str
 
 
 def _read(field: Field, path: str, value: Any, ignored: list[str] | None) -> Any:
-    if field.policy == "refused":
+    if field.policy == "rejected":
         if not any(value == same and type(value) is type(same) for same in field.harmless):
             raise ApiError(
                 f"{path} is not supported: {field.text}.", code="unsupported_value", param=path

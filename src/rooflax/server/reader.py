@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import ArgumentStream, Call, calls_of, xml_calls
-from rooflax.server.formats import Calls, Format
+from rooflax.server.formats import HARMONY, Calls, Format
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class Reader:
         schemas: Mapping[str, object] | None = None,
     ):
         calls = format.calls if format is not None else None
-        self._is_harmony = calls is not None and calls.style == "harmony"
+        self._is_harmony = calls is not None and calls.style == HARMONY
         self._calls: Calls | None = calls if reads_calls and not self._is_harmony else None
         self._reasoning = format.reasoning if format is not None else None
         self._reads_calls, self._schemas = reads_calls, schemas or {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
-from rooflax.server.formats import Format, format_of
+from rooflax.server.formats import HARMONY, Format, format_of
 from rooflax.server.service import Service
 from rooflax.server.tools import ToolChoice, tool_choice
 
@@ -35,6 +35,11 @@ class Prompt:
     format: Format | None
     choice: ToolChoice
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers have channels, each with a header."""
+        return self.format is not None and self.format.name == HARMONY
+
     def opens_reasoning(self, decode: Any) -> bool:
         """Whether the prompt's end has opened the reasoning."""
         reasoning = self.format and self.format.reasoning
@@ -57,10 +62,17 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     template = llm.tokenizer.chat_template
     words = frozenset(_WORD.findall(template or ""))
     messages = plain_messages(found["messages"], keeps_developer="developer" in words)
+    service.check_size(sum(len(message.get("content", "")) for message in messages))
     format = format_of(template)
     choice = tool_choice(found, format)
     variables = _variables(found, words)
     answer = _begun_answer(found, messages)
+    if answer and format is not None and format.name == HARMONY:
+        raise ApiError(
+            "This model's answers have channels, and cannot be begun for it.",
+            code="unsupported_value",
+            param="continue_final_message",
+        )
     ids = await service.encode_chat(
         messages, tools=list(choice.tools) or None, chat_template_kwargs=variables
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -73,6 +72,7 @@ class Runner:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             backlog=BACKLOG,
@@ -119,8 +119,6 @@ class Runner:
         self.service.progress = text
 
     def _loaded(self, engine: AsyncLLM) -> None:
-        gc.collect()
-        gc.freeze()  # what is there now stays; the collector need not look at it again
         self.service.is_loaded(engine)
         seconds = time.monotonic() - self.service.started_s
         names = ", ".join(self.service.names)

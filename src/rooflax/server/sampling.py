@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sampling_params import FORMS, SamplingParams
 from rooflax.engine.sequence import TokenLogprobs
 from rooflax.errors import RequestError, UnsupportedModelError
 from rooflax.loading.incremental import spelled_bytes
@@ -55,6 +55,9 @@ def sampling_params(
     try:
         return SamplingParams(**given | dict(form) | further)
     except RequestError as error:
+        if error.param in FORMS:
+            said = str(error)
+            raise ApiError(said, code="invalid_schema", param=form_field(found)) from None
         raise ApiError(str(error), param=error.param) from None
 
 
@@ -91,6 +94,11 @@ def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
         literals = " | ".join(json.dumps(item, ensure_ascii=False) for item in value)
         return {"grammar": f"start: {literals}"}
     return {"json_schema" if name == "json" else name: value}
+
+
+def form_field(found: Mapping[str, Any]) -> str:
+    """The field that says what the text must look like."""
+    return "structured_outputs" if "structured_outputs" in found else "response_format"
 
 
 class Spelling:

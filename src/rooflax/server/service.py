@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError
+from rooflax.errors import QueueFull, RequestError
 from rooflax.server.errors import ApiError
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
@@ -31,7 +32,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
 """Prompt tokens of all open requests, in contexts beyond those that run."""
-TEXT_THREADS = 4
+TEXT_THREADS, MAX_TEXTS = 4, 256
 
 
 class Service:
@@ -40,24 +41,27 @@ class Service:
     Attributes:
         progress: what loading does just now.
         open: sequences that were accepted and are not answered yet.
+        num_body_bytes: of bodies that are being read.
     """
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.engine: AsyncLLM | None = None
-        self.progress, self.failure = "starting", ""
+        self.progress, self.failure, self._name = "starting", "", ""
         self.created, self.started_s, self.open = int(time.time()), time.monotonic(), 0
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
         self.observe: Callable[[Delta], None] = lambda _: None
         self._state: State = "loading"
         self._open_by_owner, self._open_tokens = Counter[str](), 0
+        self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
 
     def is_loaded(self, engine: AsyncLLM) -> None:
         """The model is there."""
         self.engine, self._state = engine, "ready"
+        self._name = public_name(engine.llm.info.name)
 
     def fails(self, reason: str) -> None:
         """There will be no answers any more."""
@@ -81,9 +85,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served."""
-        if self.settings.served_names or self.engine is None:
-            return self.settings.served_names or (self.ready().llm.info.name,)
-        return (self.engine.llm.info.name,)
+        return self.settings.served_names or (self._name,)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -105,8 +107,9 @@ class Service:
         """The served name that a request means.
 
         Raises:
-            ApiError: 404, no model has that name.
+            ApiError: 404, no model has that name; 503, none is loaded.
         """
+        self.ready()
         names = self.names
         if name is None or name in names:
             return name or names[0]
@@ -140,7 +143,7 @@ class Service:
         mine = self._open_by_owner[owner]
         share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
         if self.open + num_sequences > most or mine + num_sequences > share:
-            raise self._queue_full(f"{self.open} answers are open and {most} may be")
+            raise self.queue_full(f"{self.open} answers are open and {most} may be")
         self.open += num_sequences
         self._open_by_owner[owner] += num_sequences
         started = time.monotonic()
@@ -151,7 +154,8 @@ class Service:
             self._open_by_owner[owner] -= num_sequences
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
-    def _queue_full(self, why: str) -> ApiError:
+    def queue_full(self, why: str) -> ApiError:
+        """429, with the seconds after which a place is likely."""
         self.rejected["queue_full"] += 1
         wait_s = self._mean_s * max(1, self.open - self.slots) / self.slots
         seconds = min(LONGEST_RETRY_S, max(1, math.ceil(wait_s)))
@@ -166,7 +170,7 @@ class Service:
     def _prompt_tokens(self, num_tokens: int) -> Iterator[None]:
         most = self.ready().llm.max_model_len * (self.slots + MAX_WAITING_CONTEXTS)
         if self._open_tokens and self._open_tokens + num_tokens > most:
-            raise self._queue_full(f"the open prompts have {self._open_tokens} tokens")
+            raise self.queue_full(f"the open prompts have {self._open_tokens} tokens")
         self._open_tokens += num_tokens
         try:
             yield
@@ -179,28 +183,44 @@ class Service:
         return self.ready().llm.max_num_seqs
 
     async def in_thread(self, work: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Work that takes long, beside the loop: encoding, templates, large JSON."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt that fits the context.
+        """Work that takes long, beside the loop: encoding, templates, large JSON.
 
         Raises:
-            ApiError: it does not.
+            ApiError: 429, too much of it waits.
+        """
+        if self._num_texts >= MAX_TEXTS:
+            raise self.queue_full(f"{self._num_texts} texts wait to be read")
+        self._num_texts += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
+        finally:
+            self._num_texts -= 1
+
+    def check_size(self, num_characters: int) -> None:
+        """
+        Raises:
+            ApiError: a text cannot fit the context, however it is cut into tokens.
         """
         llm = self.ready().llm
+        longest = llm.tokenizer.longest_token
+        if longest is not None and num_characters > llm.max_model_len * longest:
+            raise ApiError(
+                f"The prompt has {num_characters:,} characters and the context holds "
+                f"{llm.max_model_len} tokens of at most {longest}; shorten the prompt.",
+                code="context_length_exceeded",
+                param="prompt",
+            )
 
-        def work() -> list[int]:
-            if add_special_tokens:
-                return llm.processor.prompt_ids(text)
-            return llm.tokenizer.encode(text, add_special_tokens=False)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
 
-        try:
-            return await self.in_thread(work)
-        except RequestError as error:
-            code = "context_length_exceeded" if error.param == "prompt" else "invalid_value"
-            raise ApiError(str(error), code=code, param="prompt") from None
+        Raises:
+            ApiError: it cannot fit the context.
+        """
+        self.check_size(len(text))
+        encode = self.ready().llm.tokenizer.encode
+        return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
@@ -242,8 +262,12 @@ class Service:
         *,
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
+        form_field: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The pieces of all prompts' samples; closing it ends them.
+
+        Args:
+            form_field: of the request, that asked for a schema, a regex or a grammar.
 
         Raises:
             RooflaxError: the request cannot be done, or failed.
@@ -255,9 +279,23 @@ class Service:
                 for ids in prompts
             ]
             async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
-                async for delta in deltas:
-                    self.observe(delta)
-                    yield delta
+                try:
+                    async for delta in deltas:
+                        self.observe(delta)
+                        yield delta
+                except QueueFull:
+                    raise
+                except RequestError as error:  # what cannot be compiled has no field of its own
+                    if error.param is not None or params.form is None:
+                        raise
+                    said = str(error)
+                    raise ApiError(said, code="invalid_schema", param=form_field) from None
+
+
+def public_name(model: str) -> str:
+    """A model's name without the place where its files are."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

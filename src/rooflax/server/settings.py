@@ -24,7 +24,7 @@ class Settings:
         max_waiting: sequences that may wait beside those that run.
         max_body_bytes: of a request.
         cors_origins: pages of these origins may ask; "localhost" means any port of this machine.
-        reports_unknown_fields: unknown fields are named in a header, not refused.
+        reports_unknown_fields: unknown fields are named in a header, not rejected.
         reasoning_field: name of the field with the reasoning: "reasoning_content", "reasoning" or
             "both".
         request_s, drain_s, stall_s: the most that a request may take; that running requests may

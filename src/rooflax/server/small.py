@@ -11,7 +11,7 @@ from rooflax import __version__
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
-from rooflax.server.formats import format_of
+from rooflax.server.formats import HARMONY, format_of
 from rooflax.server.rendering import render
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
@@ -135,7 +135,7 @@ async def props(service: Service, request: Request) -> Response:
                 "chat": template is not None,
                 "tools": format is not None and format.calls is not None,
                 "reasoning": format is not None
-                and (format.reasoning is not None or format.name == "harmony"),
+                and (format.reasoning is not None or format.name == HARMONY),
             },
             "modalities": {"vision": False, "audio": False},
             "build_info": f"rooflax {__version__}",

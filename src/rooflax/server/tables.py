@@ -25,8 +25,8 @@ def label(name: str, text: str = "accepted; it changes no token") -> Field:
     return Field(name, Any, text, "label")
 
 
-def refused(name: str, why: str, *harmless: Any) -> Field:
-    return Field(name, Any, why, "refused", harmless)
+def rejected(name: str, why: str, *harmless: Any) -> Field:
+    return Field(name, Any, why, "rejected", harmless)
 
 
 STREAM_OPTIONS = Table(
@@ -88,18 +88,18 @@ SAMPLING = (
     ),
     Field("structured_outputs", STRUCTURED, "what the text must look like"),
     Field("response_format", RESPONSE_FORMAT, "text, JSON, or JSON of a schema"),
-    refused("priority", "requests are served in the order of their arrival", 0),
-    refused("include_stop_str_in_output", "stop strings are never part of the text", False),
-    refused("skip_special_tokens", "special tokens are never part of the text", True),
-    refused("truncate_prompt_tokens", "prompts are never cut"),
-    refused("bad_words", "use logit_bias"),
-    refused("logits_processors", "the server runs no code of a request"),
-    refused("vllm_xargs", "it is another server's"),
-    refused("kv_transfer_params", "it is another server's"),
-    refused("guided_json", "use structured_outputs.json"),
-    refused("guided_regex", "use structured_outputs.regex"),
-    refused("guided_grammar", "use structured_outputs.grammar"),
-    refused("guided_choice", "use structured_outputs.choice"),
+    rejected("priority", "requests are served in the order of their arrival", 0),
+    rejected("include_stop_str_in_output", "stop strings are never part of the text", False),
+    rejected("skip_special_tokens", "special tokens are never part of the text", True),
+    rejected("truncate_prompt_tokens", "prompts are never cut"),
+    rejected("bad_words", "use logit_bias"),
+    rejected("logits_processors", "the server runs no code of a request"),
+    rejected("vllm_xargs", "it is another server's"),
+    rejected("kv_transfer_params", "it is another server's"),
+    rejected("guided_json", "use structured_outputs.json"),
+    rejected("guided_regex", "use structured_outputs.regex"),
+    rejected("guided_grammar", "use structured_outputs.grammar"),
+    rejected("guided_choice", "use structured_outputs.choice"),
 )  # fmt: skip
 MODEL = Field("model", str, "a served name; without it the one model")
 
@@ -118,8 +118,8 @@ COMPLETIONS = Table(
     Field("length_penalty", float, "of beams: more favours long texts"),
     *STREAMING,
     *SAMPLING,
-    refused("suffix", "the model fills no gaps"),
-    refused("prompt_embeds", "prompts are text or token ids"),
+    rejected("suffix", "the model fills no gaps"),
+    rejected("prompt_embeds", "prompts are text or token ids"),
     label("user"),
 )  # fmt: skip
 
@@ -143,8 +143,8 @@ MESSAGE = Table(
     Field("reasoning", str, "as reasoning_content"),
     Field("thinking", str, "as reasoning_content"),
     label("refusal"),
-    refused("function_call", "use tool_calls"),
-    refused("audio", "the model reads text only"),
+    rejected("function_call", "use tool_calls"),
+    rejected("audio", "the model reads text only"),
 )
 FUNCTION = Table(
     Field("name", Name, "of the function", required=True),
@@ -167,7 +167,7 @@ RENDERING = (
     ),
     Field("add_generation_prompt", bool, "default true; false with continue_final_message only"),
     Field("continue_final_message", bool, "go on with the last message, an assistant's"),
-    refused("chat_template", "the server's template is used"),
+    rejected("chat_template", "the server's template is used"),
 )  # fmt: skip
 CHAT = Table(
     MODEL,
@@ -181,14 +181,14 @@ CHAT = Table(
     Field("include_reasoning", bool, "false leaves reasoning_content out of the answer"),
     *STREAMING,
     *SAMPLING,
-    refused("functions", "use tools"),
-    refused("function_call", "use tool_choice"),
-    refused("store", "nothing is stored", False),
-    refused("modalities", "the model writes text only", ["text"]),
-    refused("audio", "the model writes text only"),
-    refused("prediction", "the engine drafts by itself"),
-    refused("web_search_options", "the server searches nothing"),
-    refused("thinking_token_budget", "reasoning has no budget of its own; use max_tokens"),
+    rejected("functions", "use tools"),
+    rejected("function_call", "use tool_choice"),
+    rejected("store", "nothing is stored", False),
+    rejected("modalities", "the model writes text only", ["text"]),
+    rejected("audio", "the model writes text only"),
+    rejected("prediction", "the engine drafts by itself"),
+    rejected("web_search_options", "the server searches nothing"),
+    rejected("thinking_token_budget", "reasoning has no budget of its own; use max_tokens"),
     label("user"),
     label("metadata"),
     Field("service_tier", Literal["auto", "default"], "accepted; it changes no token", "label"),
@@ -228,12 +228,12 @@ RESPONSES = Table(
         "reported"), label("summary"), label("generate_summary")), "how much to reason",
     ),
     Field("metadata", dict[str, str], "stated again in the answer"),
-    refused("truncation", "a conversation is never cut silently", "disabled"),
-    refused("max_tool_calls", "the server calls no tools"),
-    refused("previous_response_id", "nothing is stored; send the whole conversation"),
-    refused("conversation", "nothing is stored; send the whole conversation"),
-    refused("prompt", "nothing is stored"),
-    refused("background", "nothing runs behind a client's back", False),
+    rejected("truncation", "a conversation is never cut silently", "disabled"),
+    rejected("max_tool_calls", "the server calls no tools"),
+    rejected("previous_response_id", "nothing is stored; send the whole conversation"),
+    rejected("conversation", "nothing is stored; send the whole conversation"),
+    rejected("prompt", "nothing is stored"),
+    rejected("background", "nothing runs behind a client's back", False),
     label("store", "nothing is stored, and the answer says so"),
     label("stream_options"),
     label("user"),
@@ -264,8 +264,8 @@ MESSAGES = Table(
     Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
     Field("top_k", Annotated[int, Meta(ge=0, le=2**31 - 1)], "keep the k likeliest"),
     Field("stream", bool, "answer in server-sent events"),
-    refused("container", "the server runs no code"),
-    refused("mcp_servers", "the server calls no tools"),
+    rejected("container", "the server runs no code"),
+    rejected("mcp_servers", "the server calls no tools"),
     label("metadata"),
     label("service_tier"),
 )  # fmt: skip

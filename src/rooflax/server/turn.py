@@ -13,7 +13,7 @@ from rooflax.server.call import Call, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.reader import Event, Reader
 from rooflax.server.rendering import Prompt, render
-from rooflax.server.sampling import form_of, sampling_params
+from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import call_id
 
 
@@ -103,7 +103,11 @@ class Turn:
                 return found
 
             stream = service.stream(
-                [prompt.ids], params, cache_salt=call.cache_salt, decoders=reader
+                [prompt.ids],
+                params,
+                cache_salt=call.cache_salt,
+                decoders=reader,
+                form_field=form_field(self.found) if self._form else "tools",
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -132,6 +136,13 @@ class Turn:
             )
         if forced is not None:
             return {"grammar": forced}
+        if self._form and prompt.is_harmony:
+            raise ApiError(
+                "This model's answers have channels, which no schema or grammar describes; ask "
+                "without response_format and structured_outputs.",
+                code="unsupported_value",
+                param="response_format",
+            )
         if not (self._form and opens_reasoning):
             return self._form
         assert prompt.format is not None

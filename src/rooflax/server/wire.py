@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with the limits that it lacks: of headers, their time, and connections.
 
-What is refused here never becomes a request, so its answer is written by hand.
+What is rejected here never becomes a request, so its answer is written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields
             503: "Service Unavailable"}  # fmt: skip
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """A request is over a limit."""
 
 
@@ -29,14 +29,14 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._refusal: ApiError | None = None
+        self._rejection: ApiError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_in_head, self._num_head_bytes = False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            self._refusal = ApiError(
+            self._rejection = ApiError(
                 "Too many connections are open; try again later.", status=503, code="overloaded"
             )
             self.send_400_response("")
@@ -58,7 +58,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        if self._rejection is not None:
             return
         self._num_head_bytes += len(data)
         super().data_received(data)
@@ -90,17 +90,17 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _reject(self, status: int, message: str) -> None:
-        self._refusal = ApiError(message, status=status, code="request_too_large")
-        raise _Refused  # ends the parser, which calls send_400_response
+        self._rejection = ApiError(message, status=status, code="request_too_large")
+        raise _Rejected  # ends the parser, which calls send_400_response
 
     def _over(self, status: int, message: str) -> None:
-        self._refusal = ApiError(message, status=status, code="request_too_large")
+        self._rejection = ApiError(message, status=status, code="request_too_large")
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no request, as JSON; then the connection is closed."""
-        found = self._refusal or ApiError("The request is not valid HTTP.", code="invalid_http")
-        self._refusal = found
+        found = self._rejection or ApiError("The request is not valid HTTP.", code="invalid_http")
+        self._rejection = found
         self._head_came()
         body = msgspec.json.encode(openai_body(found))
         head = (

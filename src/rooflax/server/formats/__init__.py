@@ -8,6 +8,9 @@ from importlib.resources import files
 
 import msgspec
 
+HARMONY = "harmony"
+"""GPT-OSS's: an answer is a series of channels."""
+
 
 class CallGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The text around a call that a grammar forces.

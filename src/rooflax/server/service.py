@@ -286,7 +286,7 @@ class Service:
                 except QueueFull:
                     raise
                 except RequestError as error:  # what cannot be compiled has no field of its own
-                    if error.param is not None or params.form is None:
+                    if error.param is not None or params.structured_output is None:
                         raise
                     said = str(error)
                     raise ApiError(said, code="invalid_schema", param=form_field) from None

@@ -19,23 +19,36 @@ WHOLE = {
 }  # fmt: skip
 
 
+MISTRAL3 = {
+    "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": goldens.VARIANTS["mistral_full"], "vision_config": {"model_type": "pixtral"},
+    "image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2, "vision_feature_layer": -1,
+}  # fmt: skip
+OLD = ("language_model.model.", "language_model.", "vision_tower.")
+NEW = ("model.language_model.", "", "model.vision_tower.")
+
+
+@pytest.mark.parametrize(("prefix", "head", "tower"), [OLD, NEW])
 @pytest.mark.parametrize(
-    ("prefix", "tower"),
-    [("language_model.model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")],
+    ("variant", "raw"),
+    [("gemma3_text", WHOLE), ("mistral_full", MISTRAL3)],
+    ids=["gemma3", "mistral3"],
 )
-def test_the_text_part_is_the_text_model(prefix, tower, tmp_path):
-    reference = goldens.committed("gemma3_text")
-    text = load(goldens.write_checkpoint(tmp_path / "text", "gemma3_text", reference))
+def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_path):
+    reference = goldens.committed(variant)
+    text = load(goldens.write_checkpoint(tmp_path / "text", variant, reference))
 
     def change(tensors):
         for name in list(tensors):
-            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+            bare = name.removeprefix("model.")
+            tensors[(head if bare == name else prefix) + bare] = tensors.pop(name)
         tensors[f"{tower}encoder.weight"] = np.zeros((3, 5), np.float32)
         projector = tower.replace("vision_tower", "multi_modal_projector")
         tensors[f"{projector}mm_input_projection_weight"] = np.zeros((3, 5), np.float32)
 
-    folder = goldens.write_checkpoint(tmp_path / "m", "gemma3_text", reference, change=change)
-    (folder / "config.json").write_text(json.dumps(WHOLE))
+    folder = goldens.write_checkpoint(tmp_path / "m", variant, reference, change=change)
+    (folder / "config.json").write_text(json.dumps(raw))
     whole = load(folder)
     assert whole.config == text.config
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), whole.weights, text.weights)
@@ -72,3 +85,9 @@ def test_files_that_leave_out_defaults_have_those_of_transformers():
 def test_a_text_part_that_is_not_computed_is_refused(change, reason):
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         read_config(WHOLE | change)
+
+
+def test_another_text_model_is_refused_by_name():
+    text = goldens.VARIANTS["mistral_full"] | {"model_type": "ministral3"}
+    with pytest.raises(UnsupportedModelError, match="model_type = 'ministral3'.*'mistral'"):
+        read_config(MISTRAL3 | {"text_config": text})

@@ -161,7 +161,7 @@ class TensorPlan:
     def _waived(self, name: str, config: Decoder) -> bool:
         if WAIVED_BUFFERS.fullmatch(name) or self.names.skipped.fullmatch(name):
             return True
-        if name != "lm_head.weight" or not config.tied_embeddings:
+        if name != self.names.find("lm_head.weight") or not config.tied_embeddings:
             return False
         embed = self.names.find(self.slots[0].hf_names[0])
         if embed is None:
@@ -190,7 +190,8 @@ class _NameMap:
         """The name under which a tensor lies in the checkpoint, None if it does not."""
         bare = name.removeprefix(self.prefixes[0])
         for prefix in self.prefixes:
-            candidate = name if name == bare else prefix + bare
+            outer = prefix.removesuffix("model.")  # the head is beside the model
+            candidate = outer + name if name == bare else prefix + bare
             if candidate in self.present or self.is_mxfp4(candidate):
                 return candidate
         return None

@@ -109,6 +109,11 @@ _GRANITE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | 
     "logits_scaling": 1.6, "rope_theta": 1000.0,
 }  # fmt: skip
 
+_OLMO2 = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 60,
+    "rope_theta": 1000.0,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -178,6 +183,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granite_bias": _GRANITE
     | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
+    "olmo2": _OLMO2,
+    "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
 }  # fmt: skip
 
 FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")

@@ -242,3 +242,10 @@ def test_the_text_of_a_mesh():
     ):
         with pytest.raises(RequestError, match=said):
             parse_mesh(text)
+
+
+def test_a_norm_of_all_heads_is_not_split_further_than_its_heads():
+    _, config = read_config(CONFIGS["olmo2"] | {"num_key_value_heads": 2})
+    assert config_on(config, Shards(tensor=2)) == config
+    with pytest.raises(RequestError, match="tensor=4 and the model 2 K/V heads"):
+        config_on(config, Shards(tensor=4))

@@ -13,7 +13,7 @@ from tests import goldens
 FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
-    "gemma3": "gemma3_text", "granite": "granite_bias",
+    "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
 CHANGES = {"gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20}}

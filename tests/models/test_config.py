@@ -33,6 +33,7 @@ FAMILIES = {
     "mixtral": "mixtral_window",
     "gemma3_text": "gemma3_text",
     "granite": "granite",
+    "olmo2": "olmo2",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)

@@ -34,7 +34,7 @@ FAMILIES = {
     "smollm3": "smollm3_window", "gpt_oss": "gpt_oss", "mistral": "mistral",
     "seed_oss": "seed_oss_bias", "qwen3_moe": "qwen3_moe_dense",
     "mixtral": "mixtral", "gemma3_text": "gemma3_text",
-    "granite": "granite",
+    "granite": "granite", "olmo2": "olmo2",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

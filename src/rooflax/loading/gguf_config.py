@@ -24,7 +24,7 @@ from rooflax.nn.rope import inverse_frequencies
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
-    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite",
+    "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -79,6 +79,7 @@ _KEYS = {
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
+    "olmo2": _COMMON,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",

@@ -343,6 +343,7 @@ _OTHERS = {
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,
     "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
+    "olmo2": _LAYERS | _DENSE | _SANDWICH,
     "qwen3_moe": _LAYERS
     | _DENSE
     | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -128,7 +129,7 @@ class Wiring:
         return x + h * self.scale
 
 
-PRE, SANDWICH = Wiring(), Wiring(after=True)
+PRE, POST, SANDWICH = Wiring(), Wiring(before=False, after=True), Wiring(after=True)
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Attention:
         rope: None leaves positions out.
         sinks: a logit per query head that takes part in the softmax and has no value.
         qk_norm: epsilon of an RMSNorm of every query and key head before RoPE; None is none.
+        flat_norm: `qk_norm` is of all query heads together, and of all key heads.
         scale: of the scores; None is head_dim^-1/2.
     """
 
@@ -155,10 +157,12 @@ class Attention:
     output_bias: bool = False
     scale: float | None = None
     wiring: Wiring = PRE
+    flat_norm: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        return {
+        group = {"q_group": self.num_heads // self.num_kv_heads} if self.flat_norm else {}
+        return group | {
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads,
             "qkv_group": self.num_heads // self.num_kv_heads + 2,
@@ -178,6 +182,10 @@ class Attention:
             for part in "qk":
                 hf = f"{ATTENTION}.{part}_norm"
                 lines |= self.norm.table(f"attn.{part}_norm", hf, "head_dim")
+        if self.flat_norm:
+            for part, axes in (("q", "kv_heads q_group head_dim"), ("k", "kv_heads head_dim")):
+                hf = f"{ATTENTION}.{part}_norm.weight"
+                lines[f"attn.{part}_norm"] = Weight(axes, hf, Flat(), "ones")
         if self.sinks:
             lines["attn.sinks"] = Weight("heads", f"{ATTENTION}.sinks")
         output = f"{ATTENTION}.o_proj"
@@ -202,7 +210,10 @@ class Attention:
     ) -> Hidden:
         qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and self.flat_norm:
+            q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
+            k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
+        elif self.qk_norm is not None:
             q = rms_norm(q, taken(w["attn.q_norm"]), eps=self.qk_norm)
             k = rms_norm(k, taken(w["attn.k_norm"]), eps=self.qk_norm)
         if self.rope is not None:
@@ -217,6 +228,15 @@ class Attention:
         )
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
+
+    def _flat(self, x: Array, weight: Any, heads: int, context: Context) -> Array:
+        """RMSNorm over all heads; those of all tensor shards count."""
+        assert self.qk_norm is not None
+        flat = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+        squares = context.all_reduce(jnp.sum(jnp.square(flat), axis=-1, keepdims=True))
+        scale = jax.lax.rsqrt(squares / (heads * self.head_dim) + self.qk_norm)
+        flat = flat * scale * taken(weight).astype(jnp.float32).reshape(1, 1, -1)
+        return flat.reshape(x.shape).astype(x.dtype)
 
 
 @dataclass(frozen=True)

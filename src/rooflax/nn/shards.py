@@ -93,6 +93,11 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
     Raises:
         RequestError: a split that leaves a remainder, with the arithmetic.
     """
+    if kv_copies(config, shards) > 1 and "q_group" in config.axis_sizes:
+        raise RequestError(
+            f"The mesh has tensor={shards.tensor} and the model {config.num_kv_heads} K/V heads, "
+            f"whose norm is of all heads together; choose a tensor axis that divides them."
+        )
     if kv_copies(config, shards) > 1:
         config = config.with_kv_heads(shards.tensor)
     check_split(config.axis_sizes, shards)

@@ -184,6 +184,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granite_bias": _GRANITE
     | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
     "olmo2": _OLMO2,
+    "olmo3": _OLMO2
+    | {
+        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": 7,
+        "num_hidden_layers": 4, "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+            "attention_factor": 1.2,
+        },
+    },
     "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
 }  # fmt: skip
 

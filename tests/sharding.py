@@ -51,6 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
     },
     "olmo2": _LLAMA | {"model_type": "olmo2"},
+    "olmo3": _LLAMA | {"model_type": "olmo3", "sliding_window": 7},
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -34,6 +34,7 @@ FAMILIES = {
     "gemma3_text": "gemma3_text",
     "granite": "granite",
     "olmo2": "olmo2",
+    "olmo3": "olmo3",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)

@@ -35,6 +35,7 @@ FAMILIES = {
     "seed_oss": "seed_oss_bias", "qwen3_moe": "qwen3_moe_dense",
     "mixtral": "mixtral", "gemma3_text": "gemma3_text",
     "granite": "granite", "olmo2": "olmo2",
+    "olmo3": "olmo3",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

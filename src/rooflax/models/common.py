@@ -56,6 +56,35 @@ def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10_000
     return Rope(*reader.rope(head_dim, default_theta=default_theta))
 
 
+def read_nested_ropes(
+    reader: ConfigReader, head_dim: int, full_theta: float, local_theta: float
+) -> tuple[Rope, Rope] | None:
+    """RoPE of layers without a window and with one, if config.json states both apart.
+
+    Args:
+        full_theta, local_theta: the family's defaults.
+    """
+    kinds = ("full_attention", "sliding_attention")
+    nested = reader.get("rope_parameters", None)
+    if nested is None:
+        return None
+    if not isinstance(nested, dict) or not set(nested) <= set(kinds):
+        raise CheckpointError(
+            f"config.json has rope_parameters = {nested!r:.80}; they must be an object of "
+            f"{' and '.join(kinds)}."
+        )
+    length = {"max_position_embeddings": reader.get("max_position_embeddings", None)}
+    full, local = (ConfigReader({"rope_parameters": nested.get(kind)} | length) for kind in kinds)
+    return read_rope(full, head_dim, full_theta), read_rope(local, head_dim, local_theta)
+
+
+def nested_ropes(decoder: Decoder) -> dict[str, Any]:
+    """`rope_parameters` that state RoPE of layers without a window and with one apart."""
+    kinds = zip(layer_types(windows_of(decoder)), decoder.layers, strict=True)
+    ropes = {kind: layer.attention.rope for kind, layer in kinds}
+    return {kind: rope.to_hf() for kind, rope in ropes.items() if rope is not None}
+
+
 def read_mlp(reader: ConfigReader, norm: NormKind, *, bias: bool = False) -> Mlp:
     """A gated feed-forward network."""
     width = reader.size("intermediate_size")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
@@ -57,30 +56,15 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
 
 def _read_ropes(reader: ConfigReader, head_dim: int) -> tuple[Rope, Rope]:
     """Of layers without a window and with one."""
-    kinds = ("full_attention", "sliding_attention")
-    nested = reader.get("rope_parameters", None)
-    if nested is None:
-        full = common.read_rope(reader, head_dim, 1_000_000.0)
-        return full, Rope(reader.number("rope_local_base_freq", 10_000.0))
-    if not isinstance(nested, dict) or not set(nested) <= set(kinds):
-        raise CheckpointError(
-            f"config.json has rope_parameters = {nested!r:.80}; they must be an object of "
-            f"{' and '.join(kinds)}."
-        )
-    length = {"max_position_embeddings": reader.size("max_position_embeddings", 131_072)}
-    found = (ConfigReader({"rope_parameters": nested.get(kind)} | length) for kind in kinds)
-    full, local = (
-        common.read_rope(inner, head_dim, theta)
-        for inner, theta in zip(found, (1_000_000.0, 10_000.0), strict=True)
-    )
-    return full, local
+    if nested := common.read_nested_ropes(reader, head_dim, 1_000_000.0, 10_000.0):
+        return nested
+    full = common.read_rope(reader, head_dim, 1_000_000.0)
+    return full, Rope(reader.number("rope_local_base_freq", 10_000.0))
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     attention, windows = decoder.layers[0].attention, common.windows_of(decoder)
     written = common.write_decoder(decoder, "gemma3_text", "Gemma3ForCausalLM")
-    ropes = {layer.attention.window: layer.attention.rope for layer in decoder.layers}
-    kinds = {"sliding_attention" if window else "full_attention": r for window, r in ropes.items()}
     del written["rope_theta"], written["rope_scaling"]
     return written | {
         "hidden_activation": written.pop("hidden_act"),
@@ -88,5 +72,5 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "attention_bias": attention.qkv_bias,
         "sliding_window": next((window for window in windows if window), 4096),
         "layer_types": common.layer_types(windows),
-        "rope_parameters": {kind: rope.to_hf() for kind, rope in kinds.items() if rope},
+        "rope_parameters": common.nested_ropes(decoder),
     }

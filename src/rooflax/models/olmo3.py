@@ -1,0 +1,48 @@
+"""OLMo 3: OLMo 2 with a window in three of four layers; RoPE is scaled in the others alone.
+
+Source: transformers, models/olmo3/modeling_olmo3.py; OLMo Team, Olmo 3, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.parts import POST, Layer
+from rooflax.nn.rope import Rope
+
+THETA = 500_000.0
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
+    attention = common.read_attention(reader, norm_eps=1e-5, **bias, wiring=POST, flat_norm=True)
+    attention = replace(attention, qk_norm=attention.norm.eps)
+    ropes = common.read_nested_ropes(reader, attention.head_dim, THETA, THETA)
+    if ropes is None:
+        scaled = common.read_rope(reader, attention.head_dim, THETA)
+        ropes = scaled, Rope(scaled.theta)
+    window = reader.size("sliding_window", 4096)
+    mlp = replace(common.read_mlp(reader, attention.norm), wiring=POST)
+    full = Layer(replace(attention, rope=ropes[0]), mlp)
+    local = Layer(replace(attention, rope=ropes[1], window=window), mlp)
+    count = common.num_layers(reader)
+    default = common.layer_types(tuple(window if (i + 1) % 4 else None for i in range(count)))
+    kinds = {"full_attention": full, "sliding_attention": local}
+    layers = [kinds[kind] for kind in reader.layer_types(count, default)]
+    return common.read_decoder(reader, layers, max_position=2048)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    windows = common.windows_of(decoder)
+    written = common.write_decoder(decoder, "olmo3", "Olmo3ForCausalLM")
+    del written["rope_theta"], written["rope_scaling"]
+    return written | {
+        "attention_bias": decoder.layers[0].attention.qkv_bias,
+        "sliding_window": next((window for window in windows if window), 4096),
+        "layer_types": common.layer_types(windows),
+        "rope_parameters": common.nested_ropes(decoder),
+    }

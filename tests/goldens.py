@@ -352,6 +352,13 @@ def tensors(variant: str, reference: Reference) -> dict[str, np.ndarray]:
     return found
 
 
+def stored_shapes(variant: str, reference: Reference) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint's tensors; of MXFP4 ones, of what they hold."""
+    halves = ("_blocks", "_scales")
+    found = {n: a.shape for n, a in tensors(variant, reference).items() if not n.endswith(halves)}
+    return found | {n: s for n, s in reference.shapes.items() if is_packed(variant, n)}
+
+
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),

@@ -115,7 +115,7 @@ def drafting():
 
 @pytest.fixture
 def unhesitating(monkeypatch):
-    monkeypatch.setattr(Speculation, "_pays", lambda self, rows, num_drafts: True)
+    monkeypatch.setattr(Speculation, "_is_worthwhile", lambda self, rows, num_drafts: True)
 
 
 @pytest.mark.parametrize(

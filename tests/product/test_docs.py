@@ -128,7 +128,8 @@ WITH_LONG = [
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_shell_commands_run(page: str, rooflax: Any, workplace: Path) -> None:
     count = run_commands(page, rooflax, workplace, skip=LONG)
-    assert count > 0 or page in WITH_LONG or page == "docs/sharding.md"
+    # those of sharding need more devices, and a server runs until it is stopped
+    assert count > 0 or page in (*WITH_LONG, "docs/sharding.md", "docs/server.md")
 
 
 @pytest.mark.slow

@@ -36,6 +36,12 @@ def test_without_a_limit_every_slot_has_its_longest_context():
     assert window == 1 + 4 * 7  # 32 + 64 - 1 tokens, and a block that is begun
 
 
+def test_weights_that_leave_nothing_are_said():
+    for limit_bytes in (0, -5):
+        with pytest.raises(RequestError, match="and the weights leave nothing for it; lower"):
+            blocks(limit_bytes)
+
+
 def test_a_limit_is_kept_and_the_arithmetic_is_said():
     block = 2 * 2 * 8 * 4 * 16
     need = [2 * (1 + n * 10) + 3 * (1 + n * 7) for n in range(5)]

@@ -346,6 +346,13 @@ def test_config_json_that_is_not_there(tmp_path):
         read_config_json(tmp_path)
 
 
+def test_the_folder_that_has_a_config_json_is_named(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="name .*run/model, which has one"):
+        read_config_json(tmp_path / "run")
+
+
 def test_the_original_context_may_be_written_as_a_float():
     raw = goldens.VARIANTS["llama_gqa"] | {"rope_scaling": LLAMA3.to_hf()}
     written = LLAMA3.to_hf() | {ORIGINAL: 16.0}

@@ -119,11 +119,16 @@ def plan_blocks(
     if limit_bytes is not None and needed(slots) > limit_bytes:
         raise RequestError(
             f"The KV cache of one sequence of {max_tokens:,} tokens takes {gib(needed(slots))} "
-            f"({needed(slots):,} bytes) and {gib(limit_bytes)} ({limit_bytes:,} bytes) is there "
-            f"for it; lower max_model_len.",
+            f"({needed(slots):,} bytes) and {_left(limit_bytes)}; lower max_model_len.",
             param="max_model_len",
         )
     return tuple(1 + slots * n for n in longest)
+
+
+def _left(limit_bytes: int) -> str:
+    if limit_bytes <= 0:
+        return "the weights leave nothing for it"
+    return f"{gib(limit_bytes)} ({limit_bytes:,} bytes) is left for it"
 
 
 def rope_bytes(config: Decoder, max_model_len: int | None) -> int:

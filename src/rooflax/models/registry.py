@@ -85,9 +85,9 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has no config.json; a checkpoint folder needs one."
-        ) from None
+        inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
+        hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
+        raise CheckpointError(f"{folder} has no config.json; {hint}.") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
     except (ValueError, RecursionError) as error:

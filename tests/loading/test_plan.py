@@ -50,7 +50,7 @@ def test_a_limit_is_kept_and_the_arithmetic_is_said():
     assert blocks(need[1] * block) == (11, 8)
     least = need[1] * block
     with pytest.raises(
-        RequestError, match=rf"{least:,} bytes\) and .*{least - 1:,} bytes\) is there"
+        RequestError, match=rf"{least:,} bytes\) and .*{least - 1:,} bytes\) is left"
     ):
         blocks(least - 1)
     assert blocks(need[4] * block // 2, kv_dtype="bfloat16") == blocks(None)

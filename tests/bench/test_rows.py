@@ -253,9 +253,23 @@ def test_shares_of_a_trace_by_hand():
         shares([], parts, 1.0)
 
 
+def breakdown_of(work, **where):
+    """Again where other work left the programs of the trace next to no time, at most twice."""
+    for last in (False, False, True):
+        try:
+            found = measure_apart(work, "breakdown", **where)["result"]
+        except EngineError as error:
+            if last or "holds no event" not in str(error):
+                raise
+            continue
+        if last or all(phase["shares"][DISPATCH] < 0.95 for phase in found["phases"].values()):
+            return found
+    raise AssertionError
+
+
 def test_breakdown_and_profile(tmp_path):
     work = replace(TINY, prompt_tokens=512, output_tokens=17)
-    found = measure_apart(work, "breakdown", folder=str(tmp_path))["result"]
+    found = breakdown_of(work, folder=str(tmp_path))
     assert list(tmp_path.rglob("*.xplane.pb"))
     for phase in found["phases"].values():
         assert sum(phase["shares"].values()) == pytest.approx(1)
@@ -263,8 +277,8 @@ def test_breakdown_and_profile(tmp_path):
         assert phase["shares"]["matmuls"] > 0.02 * busy > 0
         assert phase["shares"]["attention"] > 0.02 * busy
     assert "matmuls" in report.breakdown_table(found)
-    plain = measure_apart(replace(work, options=ExecutionOptions(kernels="xla")), "breakdown")
-    for phase in plain["result"]["phases"].values():
+    plain = breakdown_of(replace(work, options=ExecutionOptions(kernels="xla")))
+    for phase in plain["phases"].values():
         assert phase["shares"]["norms"] > 0
     with pytest.raises(RequestError, match="`jit` is off"):
         breakdown(replace(work, options=ExecutionOptions(jit=False)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -58,10 +59,14 @@ def test_a_grammar_that_fails_while_steps_run_ends_its_request(server, alone, mo
     assert all(name.startswith("rooflax-masks") for name in threads) and threads
 
 
+FORMS = {"one mask": GUIDED, "ends": replace(GUIDED, regex="[ab]{3}(cd)?[x-z]{2}q{5,9}")}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("when", ["masks", "result"])
-def test_a_step_that_fails_beside_masks_is_run_again(server, alone, monkeypatch, when):
+def test_a_step_that_fails_beside_masks_is_run_again(server, alone, monkeypatch, when, form):
     """Guides that were ahead go back: the tokens are those of a run without a fault."""
-    wanted = asyncio.run(server.generate(BAD, GUIDED))[0].tokens
+    wanted = asyncio.run(server.generate(BAD, FORMS[form]))[0].tokens
     runner, faults = server._thread.engine.runner, []
 
     if when == "masks":
@@ -72,7 +77,7 @@ def test_a_step_that_fails_beside_masks_is_run_again(server, alone, monkeypatch,
             if faults:
                 return make(rows, num_steps)
             faults.append(num_steps)
-            make(rows, min(3, num_steps))  # and then the thread is gone
+            make(rows, min(7, num_steps))  # and then the thread is gone
             raise RuntimeError("injected")
 
         monkeypatch.setattr(exchange, "_make_masks", broken)
@@ -87,7 +92,7 @@ def test_a_step_that_fails_beside_masks_is_run_again(server, alone, monkeypatch,
             return result
 
         monkeypatch.setattr(runner, "_dispatch", broken)
-    found = together(server, {tuple(BAD): GUIDED})
+    found = together(server, {tuple(BAD): FORMS[form]})
     monkeypatch.undo()
     assert faults
     for prompt, result, tokens in zip(PROMPTS, found, alone, strict=True):

@@ -57,7 +57,8 @@ class GrammarConstraint:
     """
 
     def __init__(self, matcher: Any, grammars: Grammars, ends: frozenset[int]):
-        self._matcher, self._grammars = matcher, grammars
+        self._beginning, self._grammars = matcher, grammars
+        self._matcher = matcher.deep_copy()
         self._ends = np.array(sorted(end for end in ends if end < grammars.vocab_size), np.int64)
         self._words = np.zeros(grammars.num_words, np.int32)
         self._pointer, self._num_bytes = self._words.ctypes.data, self._words.nbytes
@@ -81,7 +82,7 @@ class GrammarConstraint:
         """Another that stands at the same place; nothing has been accepted yet."""
         assert not self._tokens
         return GrammarConstraint(
-            self._matcher.deep_copy(), self._grammars, frozenset(self._ends.tolist())
+            self._beginning.deep_copy(), self._grammars, frozenset(self._ends.tolist())
         )
 
     def accept(self, token: int) -> None:
@@ -105,8 +106,9 @@ class GrammarConstraint:
 
     def go_back(self) -> None:
         self._ahead.clear()
-        self._matcher.reset()
-        self._matcher.consume_tokens(self._tokens)
+        self._matcher = self._beginning.deep_copy()  # one in error cannot be reset
+        if self._tokens:
+            self._matcher.consume_tokens(self._tokens)
 
     def _look(self) -> _Place:
         """The mask of what comes next; where that is the end alone, the text is complete."""

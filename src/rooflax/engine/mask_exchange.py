@@ -66,15 +66,15 @@ class MaskExchange:
         library.rooflax_masks_begin(number)
         made = self._thread.submit(self._serve, rows, num_steps)
         try:
-            yield
+            try:
+                yield
+            finally:
+                library.rooflax_masks_end(number)
+                made.result()
         except BaseException:
-            library.rooflax_masks_end(number)
-            made.result()
             for row in rows:
                 row.constraint.go_back()
             raise
-        library.rooflax_masks_end(number)
-        made.result()
 
     def _serve(self, rows: list[ConstrainedRow], num_steps: int) -> None:
         try:

@@ -72,11 +72,11 @@ def test_tokens_are_those_of_single_steps(single, several, monkeypatch, given):
 
     monkeypatch.setattr(MaskReuse, "num_steps", lambda self, sequences, most: most)
     monkeypatch.setattr(Runner, "_dispatch", counting)
-    wishes = [constrained(**given), free(**given), constrained(**given), free(**given)]
-    wanted = single.generate(PROMPTS, wishes)
+    params = [constrained(**given), free(**given), constrained(**given), free(**given)]
+    wanted = single.generate(PROMPTS, params)
     assert max(steps) == 1
     steps.clear()
-    found = several.generate(PROMPTS, wishes)
+    found = several.generate(PROMPTS, params)
     assert max(steps) == 8 and any(exchanges) == (several.options.kernels == "native")
     for a, b in zip(wanted, found, strict=True):
         assert (a.tokens, a.text, a.finish_reason, a.logprobs) == (

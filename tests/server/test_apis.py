@@ -35,7 +35,7 @@ def strict(served):
 
 
 @pytest.fixture(scope="module")
-def claude(served):
+def anthropic_client(served):
     given = {"base_url": served.url, "api_key": "any", "max_retries": 0}
     with anthropic.Anthropic(**given, _strict_response_validation=True) as found:
         yield found
@@ -97,28 +97,28 @@ def test_responses_of_a_schema_and_cut_ones(strict):
     assert found.incomplete_details.reason == "max_output_tokens"
 
 
-def test_messages_whole_and_streamed(claude, alone):
+def test_messages_whole_and_streamed(anthropic_client, alone):
     wanted = alone.chat([{"role": "user", "content": "Who are you?"}], max_tokens=60)[0]
     given = {"model": CHAT_NAME, "max_tokens": 60}
     given["messages"] = [{"role": "user", "content": "Who are you?"}]
-    found = claude.messages.create(**given)
+    found = anthropic_client.messages.create(**given)
     assert (found.content[0].text, found.stop_reason) == (wanted.text, "end_turn")
     usage = found.usage
     assert usage.output_tokens == len(wanted.tokens)
     assert usage.input_tokens + usage.cache_read_input_tokens == len(wanted.prompt_tokens)
-    with claude.messages.stream(**given) as stream:
+    with anthropic_client.messages.stream(**given) as stream:
         assert "".join(stream.text_stream) == wanted.text
         assert stream.get_final_message().content[0].text == wanted.text
-    counted = claude.messages.count_tokens(model=CHAT_NAME, messages=given["messages"])
+    counted = anthropic_client.messages.count_tokens(model=CHAT_NAME, messages=given["messages"])
     assert counted.input_tokens == len(wanted.prompt_tokens)
 
 
-def test_messages_call_a_tool_and_take_its_answer(claude):
+def test_messages_call_a_tool_and_take_its_answer(anthropic_client):
     tool = {"name": "get_weather", "description": FUNCTION["description"],
             "input_schema": FUNCTION["parameters"]}  # fmt: skip
     given = {"model": CHAT_NAME, "max_tokens": 100, "tools": [tool]}
     asked = [{"role": "user", "content": QUESTION}]
-    with claude.messages.stream(**given, messages=asked) as stream:
+    with anthropic_client.messages.stream(**given, messages=asked) as stream:
         found = stream.get_final_message()
     (block,) = found.content
     assert (block.type, block.input, found.stop_reason) == (
@@ -132,17 +132,17 @@ def test_messages_call_a_tool_and_take_its_answer(claude):
         {"role": "assistant", "content": [block.model_dump(exclude_none=True)]},
         {"role": "user", "content": [result]},
     ]
-    assert claude.messages.create(**given, messages=messages).content[0].text
-    forced = claude.messages.create(**given, messages=asked, tool_choice={"type": "any"})
+    assert anthropic_client.messages.create(**given, messages=messages).content[0].text
+    forced = anthropic_client.messages.create(**given, messages=asked, tool_choice={"type": "any"})
     assert forced.content[0].type == "tool_use"
 
 
-def test_messages_errors_are_anthropics(claude, served):
+def test_messages_errors_are_anthropics(anthropic_client, served):
     with pytest.raises(anthropic.BadRequestError) as caught:
-        claude.messages.create(model=CHAT_NAME, max_tokens=10, messages=[])
+        anthropic_client.messages.create(model=CHAT_NAME, max_tokens=10, messages=[])
     assert caught.value.body["type"] == "error"
     with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="claude", max_tokens=10, messages=[])
+        anthropic_client.messages.create(model="anthropic_client", max_tokens=10, messages=[])
     found = served.post("/v1/messages", {"messages": []})
     assert found.json()["error"]["type"] == "invalid_request_error"
 

@@ -204,7 +204,7 @@ def test_the_snippets_of_the_docs_run(served, capsys):
     for snippet in found:
         code = snippet.code.replace("http://127.0.0.1:8000", served.url)
         exec(compile(code, f"docs/server.md:{snippet.line}", "exec"), namespace)
-    for name in ("client", "claude"):
+    for name in ("client", "anthropic_client"):
         namespace[name].close()
     out = capsys.readouterr().out
     assert len(found) == 4

@@ -34,7 +34,7 @@ from rooflax.ops.kernels import ran
 def multiplied_as(storage: Storage) -> str:
     """What most matmuls multiply, whose rate is the ceiling of operations.
 
-    Formats that round multiply their code by int8; other weights are widened to the activations as
+    Formats that round multiply their code by int8; other weights are upcast to the activations as
     they are read.
     """
     format = format_of(storage.format, head=False)

@@ -17,7 +17,7 @@ def dot_general(
     """lax.dot_general with float32 sums and a float32 result; unlike operands meet in float32.
 
     float32 operands are multiplied as float32, not as TF32 or bfloat16. XLA's CPU backend has no
-    bfloat16 matmul for every layout, so there narrower operands are widened first.
+    bfloat16 matmul for every layout, so there narrower operands are upcast first.
     """
     dtype = a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)

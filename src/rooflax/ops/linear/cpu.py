@@ -99,7 +99,7 @@ def _before(
 
 
 def _vector(vector: jax.Array | Stacked | None, in_stack: bool) -> jax.Array:
-    """A bias or a norm's; one of a stack stays there unless all of the stack would be widened.
+    """A bias or a norm's; one of a stack stays there unless all of the stack would be upcast.
 
     Args:
         in_stack: the matmul's weight is one of such a stack.
@@ -117,7 +117,7 @@ def _none(dtype: Any) -> jax.Array:
 
 
 def _native(w: jax.Array) -> jax.Array:
-    """Weights as a kernel can read them; other widths are widened."""
+    """Weights as a kernel can read them; others are upcast."""
     return w if w.dtype in NATIVE_DTYPES else w.astype(jnp.float32)
 
 

@@ -1,7 +1,7 @@
 """Matmuls with quantised weights on a GPU: few rows by a kernel that reads them at their width.
 
 Decoding reads every weight once per step, so a matmul of few rows is bound by memory, and a weight
-that is widened on the way is lost time. The kernel (Mosaic GPU) takes the packed words as they lie:
+that is upcast on the way is lost time. The kernel (Mosaic GPU) takes the packed words as they lie:
 a warpgroup has a panel of 16 outputs and a range of its rows of words, unpacks in registers with
 integer operations, and sums in float32; `split` ranges of one panel are summed behind it. Rows of
 activations come as the format rounds them, in float32.

@@ -1,4 +1,4 @@
-"""Matmuls of quantised weights on TPU: codes reach VMEM at their width and are widened there.
+"""Matmuls of quantised weights on TPU: codes reach VMEM at their width and are upcast there.
 
 XLA for TPU writes weights of four bits to memory at their full width before it multiplies, which
 moves many times their bytes; weights of one scale per output it widens inside the matmul, as this

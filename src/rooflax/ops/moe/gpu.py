@@ -3,7 +3,7 @@
 Few pairs per expert (decoding): the tiles' matmuls are those of `ops.linear.gpu`, which reads the
 experts' numbers in the kernel and no weight of any other, at its width; plain weights have a kernel
 of the same kind. Many (prefill): tiles of 128 rows on the tensor cores, their expert's weights by
-TMA; MXFP4 is widened to bfloat16 first, which holds it exactly.
+TMA; MXFP4 is upcast to bfloat16 first, which holds it exactly.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile. No GPU has run them yet.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
-from rooflax.errors import CheckpointError
-from rooflax.nn.host_memory import available_bytes
 from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
@@ -29,11 +27,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     Raises:
         RooflaxError: with the reason.
     """
-    from_flags = _checked(args, settings)
-    from rooflax.ops import early_memory  # with NumPy, which no --help has to wait for
-
-    with early_memory.early_memory(_stored_bytes(args)):
-        llm = _loaded(args, *from_flags, _make_llm)
+    llm = _loaded(args, *_checked(args, settings), _make_llm)
     if args.verbose:
         say_settings(llm)
     return llm
@@ -80,27 +74,6 @@ def _checked(
     return options, flags.find_arguments(args), settings
 
 
-def _stored_bytes(args: argparse.Namespace) -> int:
-    """What a folder's weights take in memory if they stay as they are there; 0 where they do not,
-    as far as that is known before JAX is started, and where they will not fit."""
-    changed = ("quantize", "dtype", "mesh", "weights_budget", "kernels")
-    is_changed = any(getattr(args, name, None) is not None for name in changed)
-    if args.model is None or is_changed or not os.path.isdir(args.model):
-        return 0
-    from rooflax.loading.checkpoint import Checkpoint
-    from rooflax.ops.early_memory import arena_bytes
-
-    try:
-        checkpoint = Checkpoint(args.model)
-    except (CheckpointError, OSError):
-        return 0  # who reads it says why
-    found = [checkpoint.info(name) for name in checkpoint.names()]
-    num_bytes = sum(arena_bytes(tensor.nbytes) for tensor in found)
-    upcast = sum(arena_bytes(tensor.nbytes) for tensor in found if tensor.dtype == "F16")
-    is_too_much = num_bytes > (available_bytes() or 0) // 2
-    return 0 if is_too_much or 2 * upcast > num_bytes else num_bytes
-
-
 def _loaded(
     args: argparse.Namespace,
     options: ExecutionOptions | None,
@@ -109,13 +82,9 @@ def _loaded(
     make: Callable[..., Any],
 ) -> Any:
     with terminal.status("starting JAX", args.quiet):
-        jax = platform.start_jax(args)
+        platform.start_jax(args)
         options = options or flags.execution_options(args)
         from rooflax.loading.plan import PLANNED, make_plan
-        from rooflax.ops import early_memory
-
-        if jax.default_backend() != "cpu":
-            early_memory.drop()
 
     given = {
         "quantize": getattr(args, "quantize", None),
@@ -138,8 +107,6 @@ def _loaded(
 
 def say_settings(llm: LLM) -> None:
     """What --verbose says: device, widths, switches, caches."""
-    import os
-
     import jax
 
     from rooflax.engine.compilation import enable_persistent_cache

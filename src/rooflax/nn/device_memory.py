@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from rooflax.nn.host_memory import available_bytes
-from rooflax.ops import early_memory
 
 
 def free_bytes(num_devices: int = 1) -> int | None:
@@ -17,8 +16,6 @@ def free_bytes(num_devices: int = 1) -> int | None:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         available = available_bytes()
-        if available is not None:
-            available += early_memory.untaken_bytes()
         here = max(1, num_devices // jax.process_count())
         return None if available is None else available // here
     stats = device.memory_stats()

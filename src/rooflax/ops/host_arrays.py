@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rooflax.ops.early_memory import ALIGNMENT, arena_bytes, private_map, take
-
+ALIGNMENT = 64
+"""Bytes; XLA's CPU client aliases a NumPy array that begins at a multiple of this."""
 Put = Callable[[np.ndarray], Any]
 """A host array to the device."""
 
@@ -20,9 +22,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
     NumPy asks for huge pages for large ones, which a device's own copy would not have.
     """
-    early = take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-    if early is not None:
-        return early.view(dtype).reshape(shape)
     return _aligned(np.empty, shape, dtype)
 
 
@@ -47,6 +46,18 @@ def aligned_put(array: np.ndarray) -> Any:
     return jax.device_put(copy)
 
 
+def arena_bytes(size: int) -> int:
+    """What an array of `size` bytes takes where arrays lie one after the other, each aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _private_map(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone; Python's default is shared with its children."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Arena:
     """Memory for arrays that come and go together, taken once.
 
@@ -54,7 +65,7 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int):
-        self._memory = np.frombuffer(private_map(max(num_bytes, 1)), np.uint8)
+        self._memory = np.frombuffer(_private_map(max(num_bytes, 1)), np.uint8)
         self._used, self._lock = 0, threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

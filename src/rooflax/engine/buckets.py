@@ -14,8 +14,8 @@ class Shape(NamedTuple):
     Attributes:
         kind: "decode" (one token per sequence, several times over), "step" (a list of tokens,
             decode rows and prompt chunks together), "scored" (a chunk of one prompt with
-            log-probabilities of every token), "verify" (decode rows with drafts), or "dense" (whole
-            sequences, without a cache).
+            log-probabilities of every token), "verify" (decode rows with lookahead tokens), or
+            "dense" (whole sequences, without a cache).
         sequences: how many.
         tokens: of the list; of each sequence where it is dense.
         context: the most tokens that a sequence may see.
@@ -48,14 +48,14 @@ class Buckets:
         decode_rows: ascending; the last is the number of slots.
         tokens: of a step with prompt chunks, ascending; the last is the token budget.
         contexts: ascending; the last holds every sequence.
-        draft_tokens: the most drafts of a sequence; 0 without drafts.
+        lookahead_tokens: the most that a decode row has to verify; 0 is none.
         pads: what a bucket is larger than its tokens is computed, too. Otherwise it costs little.
     """
 
     decode_rows: tuple[int, ...]
     tokens: tuple[int, ...]
     contexts: tuple[int, ...]
-    draft_tokens: int = 0
+    lookahead_tokens: int = 0
     pads: bool = False
 
     @staticmethod
@@ -66,7 +66,7 @@ class Buckets:
         *,
         reads_in_place: bool,
         pads: bool,
-        draft_tokens: int = 0,
+        lookahead_tokens: int = 0,
         lists: int = 1,
     ) -> Buckets:
         """A short list for any mixture of requests.
@@ -86,12 +86,12 @@ class Buckets:
             {1, num_slots} if not pads or len(contexts) > 1 else {1, min(4, num_slots), num_slots}
         )
         sizes = tuple(lists * size for size in tokens)
-        return Buckets(tuple(sorted(rows)), sizes, contexts, draft_tokens, pads)
+        return Buckets(tuple(sorted(rows)), sizes, contexts, lookahead_tokens, pads)
 
     def shapes(self) -> list[Shape]:
         """All of them, the ones that every request needs first."""
         slots = self.decode_rows[-1]
-        verify_rows = self.decode_rows if self.draft_tokens else ()
+        verify_rows = self.decode_rows if self.lookahead_tokens else ()
         return [
             *(Shape("step", slots, t, c) for c in self.contexts for t in self.tokens),
             *(Shape("decode", rows, rows, c) for c in self.contexts for rows in self.decode_rows),
@@ -107,7 +107,7 @@ class Buckets:
 
     def verify(self, rows: int, context: int) -> Shape:
         rows = self._rows(rows)
-        return Shape("verify", rows, rows * (1 + self.draft_tokens), self.context(context))
+        return Shape("verify", rows, rows * (1 + self.lookahead_tokens), self.context(context))
 
     def step(self, tokens: int, context: int) -> Shape | None:
         """None where no bucket holds so many tokens."""

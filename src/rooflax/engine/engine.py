@@ -110,7 +110,7 @@ class Engine:
             token_budget=budget,
             decode_steps=steps,
             kv_dtype=kv_dtype,
-            draft_tokens=draft_tokens,
+            lookahead_tokens=draft_tokens,
             num_blocks=num_blocks,
             mesh=mesh,
         )
@@ -284,7 +284,7 @@ class Engine:
             self._most_tokens,
             reads_in_place=self.runner.reads_in_place,
             pads=self.runner.pads,
-            draft_tokens=self.runner.buckets.draft_tokens,
+            lookahead_tokens=self.runner.buckets.lookahead_tokens,
             lists=self.runner.num_lists,
         )
 
@@ -447,17 +447,17 @@ class Engine:
     def _watch_call(self, call: Call, result: StepResult, seconds: float) -> None:
         """Tells the speculation what a call took, and what came of its drafts."""
         rows = len(call.sequences)
-        if call.drafts is None:
+        if call.lookahead is None:
             if call.shape.kind == "decode":
                 self.speculation.decoded(rows, result.num_steps, seconds)
             return
         num_accepted = 0
-        for row, (sequence, draft) in enumerate(zip(call.sequences, call.drafts, strict=True)):
+        for row, (sequence, draft) in enumerate(zip(call.sequences, call.lookahead, strict=True)):
             accepted = result.num_tokens(row) - 1
             sequence.num_draft_tokens += len(draft)
             sequence.num_accepted_tokens += accepted
             num_accepted += accepted
-        num_drafts = sum(map(len, call.drafts))
+        num_drafts = sum(map(len, call.lookahead))
         self.speculation.verified(rows, num_drafts, num_accepted, seconds)
         self.metrics.num_draft_tokens += num_drafts
         self.metrics.num_accepted_tokens += num_accepted
@@ -492,7 +492,7 @@ class Engine:
         """Appends the tokens of a call, and ends the sequences that are done."""
         outputs = []
         for row, sequence in enumerate(call.sequences):
-            if call.drafts and call.drafts[row] and not result.is_finite(0, row):
+            if call.lookahead and call.lookahead[row] and not result.is_finite(0, row):
                 self._start_over(sequence)
                 continue
             if result.scores is not None:

@@ -34,7 +34,7 @@ TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
 """Bits of STATE."""
-NO_DRAFTS: list[int] = []
+NO_TOKENS: list[int] = []
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Writer:
         sequence: Sequence,
         start: int,
         count: int,
-        drafts: list[int] = NO_DRAFTS,
+        lookahead: list[int] = NO_TOKENS,
         part: int = 0,
     ) -> int:
-        """Adds `count` tokens of a sequence from position `start` on, and drafts behind them.
+        """Adds `count` tokens of a sequence from position `start` on, and lookahead tokens.
 
         Args:
             part: of the list.
@@ -121,7 +121,7 @@ class Writer:
         layout = self.layout
         index = part * (layout.sequences // len(self._counts)) + self._counts[part]
         self._counts[part] += 1
-        total = count + len(drafts)
+        total = count + len(lookahead)
         samples = start + count >= sequence.num_tokens
         following = 0 if samples else sequence.tokens[start + count]
         uncounted = max(0, start + count + sequence.num_uncounted - sequence.num_tokens)
@@ -134,7 +134,7 @@ class Writer:
         if total == 1:
             tokens[at] = sequence.tokens[start]
         else:
-            tokens[at : at + total] = sequence.tokens[start : start + count] + drafts
+            tokens[at : at + total] = sequence.tokens[start : start + count] + lookahead
         if not layout.dense:
             self._ends[part] += total
         return index
@@ -263,7 +263,7 @@ class StepResult:
 
     Attributes:
         packed: [steps, rows, width], as `pack_sampled` wrote it; a state of zero where the loop
-            ended early, or a draft did not hold.
+            ended early, or a lookahead token was rejected.
         scores: [tokens, width], as `pack_logprobs` wrote it, of a scored prompt.
         reuses_masks: every step ran with the masks of the first.
     """

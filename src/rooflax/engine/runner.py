@@ -47,12 +47,12 @@ SMALLEST_STEP = 16
 
 
 class Call(NamedTuple):
-    """One device call: rows, how many tokens each of them runs, and drafts behind those."""
+    """One device call: rows, the tokens each of them runs, and lookahead tokens behind those."""
 
     sequences: list[Sequence]
     counts: list[int]
     shape: Shape
-    drafts: list[list[int]] | None = None
+    lookahead: list[list[int]] | None = None
 
 
 class Compiled(NamedTuple):
@@ -83,7 +83,7 @@ class Runner:
         token_budget: int,
         decode_steps: int,
         kv_dtype: str,
-        draft_tokens: int = 0,
+        lookahead_tokens: int = 0,
         num_blocks: tuple[int, ...] | None = None,
         mesh: Mesh | None = None,
     ):
@@ -92,7 +92,7 @@ class Runner:
         self.decode_steps, self.token_budget = decode_steps, token_budget
         self.functions = step_functions(model, options, mesh, decode_steps)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
-        self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, draft_tokens)
+        self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, lookahead_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
         self.longest_tables = tuple(
             blocks_needed(window, max_tokens, self.new_tokens, block_size())
@@ -103,7 +103,7 @@ class Runner:
         self._shards = shards_of(mesh) or Shards()
         self.num_lists = 1 if num_slots % self._shards.data else self._shards.data
         self.pads = chosen(options.kernels)["linear"] != "native"
-        self.buckets = Buckets((num_slots,), (), self._contexts(), draft_tokens, self.pads)
+        self.buckets = Buckets((num_slots,), (), self._contexts(), lookahead_tokens, self.pads)
         self.is_fully_warm = False
         self._warm: set[Shape] = set()
         self._layouts: dict[Shape, Layout] = {}
@@ -161,19 +161,19 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, step: ScheduledStep, drafts: list[list[int]]) -> list[Call]:
+    def calls(self, step: ScheduledStep, lookahead: list[list[int]]) -> list[Call]:
         """The device calls of a step: one for the list of its tokens, and one for each prompt whose
         tokens are scored.
 
         Args:
-            drafts: for each decode row, or none at all.
+            lookahead: per decode row, tokens that may come next, to be verified; or nothing.
         """
         scored = [chunk for chunk in step.prefills if chunk[0].wants_scores]
         chunks = [(s, 1) for s in step.decodes]
         chunks += [chunk for chunk in step.prefills if not chunk[0].wants_scores]
         calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
-        if drafts:
-            calls.insert(0, self._verify_call(step.decodes, drafts))
+        if lookahead:
+            calls.insert(0, self._verify_call(step.decodes, lookahead))
         elif chunks:
             calls.insert(0, self._call(chunks, step.num_steps))
         return calls
@@ -229,14 +229,14 @@ class Runner:
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
 
-    def _verify_call(self, sequences: list[Sequence], drafts: list[list[int]]) -> Call:
-        longest = max(map(len, drafts))
-        context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, drafts, strict=True))
+    def _verify_call(self, sequences: list[Sequence], lookahead: list[list[int]]) -> Call:
+        longest = max(map(len, lookahead))
+        context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
         shape = Shape("verify", rows, rows * (1 + longest), context)
         if self.options.jit:
             shape = self.buckets.verify(rows, context)
-        return Call(sequences, [1] * rows, shape, drafts)
+        return Call(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
         kind = "scored" if self.options.use_cache else "scored dense"
@@ -311,7 +311,7 @@ class Runner:
         if lists > 1 and not dense:
             parts = self._part_of(call.counts)
             writer.header[packing.NUM_SAMPLED] = rows
-        elif not call.drafts:
+        elif not call.lookahead:
             ends = map(self._end, call.sequences, call.counts)
             samples = [e >= s.num_tokens for s, e in zip(call.sequences, ends, strict=True)]
             writer.header[packing.NUM_SAMPLED] = sum(samples)
@@ -320,8 +320,8 @@ class Runner:
         for number, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
             end = self._end(sequence, count)
             start = sequence.num_computed_tokens if self.options.use_cache else 0
-            drafts = call.drafts[number] if call.drafts else packing.NO_DRAFTS
-            own.append(writer.add(sequence, start, end - start, drafts, parts[number]))
+            lookahead = call.lookahead[number] if call.lookahead else packing.NO_TOKENS
+            own.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
         return writer.finish(), own
 
     def _layout(self, shape: Shape) -> Layout:
@@ -465,7 +465,7 @@ class Runner:
         self._wanted = set()
         if not self.options.jit or not sequences or self.is_fully_warm:
             return
-        if any(s.constraint is not None for s in sequences):  # steps with a few forced tokens
+        if any(s.may_be_forced for s in sequences):  # steps with a few tokens of a row
             self._add_tokens(bucket(2 * self.num_slots, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
@@ -502,7 +502,7 @@ class Runner:
         if not self.options.use_cache:
             return {Shape("dense", self.num_slots, end, end) for end in ends}
         shapes = {self.buckets.decode(self.num_slots, end) for end in ends}
-        if self.buckets.draft_tokens:
+        if self.buckets.lookahead_tokens:
             shapes |= {self.buckets.verify(self.num_slots, end) for end in ends}
         counts = [n for s, n in zip(sequences, new, strict=True) if not s.wants_scores]
         counts = self._first_step(counts[: self.num_slots])

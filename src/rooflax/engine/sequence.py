@@ -224,8 +224,13 @@ class Sequence:
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
+    def may_be_forced(self) -> bool:
+        """Whether a constraint may leave it a single token to go on with."""
+        return self.constraint is not None
+
+    @property
     def forced_token(self) -> int | None:
-        """What the sampler could not but choose next, because its guide leaves nothing else.
+        """What the sampler could not but choose next, because its constraint leaves nothing else.
 
         None where more is asked than the token, and where something else may forbid it.
         """

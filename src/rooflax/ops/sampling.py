@@ -50,8 +50,8 @@ class Sampling:
         is_masked: 1 where the row may only choose what its mask allows, else 0.
         num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
             it then means nothing.
-        scores_adjusted: 1 where adjustments act on the row's log-probabilities, and those are what
-            comes back, as beam search wants it; else 0.
+        scores_adjusted: 1 where the log-probabilities that come back are those after adjustments,
+            else 0.
     """
 
     temperature: Float[Array, " B"]

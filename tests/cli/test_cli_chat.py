@@ -1,5 +1,6 @@
 """`rooflax chat`: turns, history, channels, Ctrl-C."""
 
+import json
 import os
 import signal
 import sys
@@ -202,8 +203,9 @@ def test_a_turn_that_fails_while_answering_is_not_remembered(talk, harmony):
 @pytest.mark.every_jax
 def test_a_base_model_goes_on_with_the_text_and_says_so(rooflax):
     ran = rooflax("chat", TINY, "-n", 3, "--temp", 0, stdin=b"def f(\nx\n")
-    first = rooflax("generate", TINY, "-n", 3, "--temp", 0, "-p", "def f(").out
-    second = rooflax("generate", TINY, "-n", 3, "--temp", 0, "-p", f"def f({first}\nx").out
+    base = ("generate", TINY, "-n", 3, "--temp", 0, "--json", "-p")
+    first = json.loads(rooflax(*base, "def f(").out)["text"]
+    second = json.loads(rooflax(*base, f"def f({first}\nx").out)["text"]
     assert (ran.code, ran.out) == (0, f"{first}\n{second}\n")
     assert ran.err == f"{TINY} has no chat template: it goes on with what you write.\n"
 

@@ -24,6 +24,7 @@ from rooflax.loading.model_info import ModelInfo
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.bench.samples import measured
+from tests.flags import replaced
 from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
@@ -249,7 +250,7 @@ def seen(monkeypatch, tmp_path):
     def train(model, config, training, held_out, folder, *, progress=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
         asked.append(("train", config, numbers, folder, model.config, progress))
-        return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False)
+        return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False, was_complete=False)
 
     def load_model(info, **kwargs):
         asked.append(("load", kwargs))
@@ -356,7 +357,9 @@ def test_every_flag_has_its_effect_or_is_refused(observe, verb):
         if wanted is None:
             continue
         values, refusal = wanted if isinstance(wanted, tuple) else (wanted, None)
-        argv = [*base, flag, *values] if flag != "MODEL" else [*values, *_without_model(base)]
+        argv = [*values, *_without_model(base)]
+        if flag != "MODEL":
+            argv = replaced(verb, base, [flag, *values])
         ran, other = observe(verb, *argv), plain
         if flag == "--quiet":  # what it hides is shown to people only
             with pytest.MonkeyPatch.context() as patch:
@@ -450,7 +453,7 @@ def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job)
         if name in (job, "help"):
             continue
         flag = [] if name == "model" else ["--" + name.replace("_", "-")]
-        ran = observe("bench", *argv, *flag, *given)
+        ran = observe("bench", *replaced("bench", argv, [*flag, *given]))
         if name in honoured | ANY_JOB:
             assert "no meaning" not in ran.err, (name, ran.err)
         elif "drop one of them" in ran.err or "different jobs" in ran.err:
@@ -466,3 +469,17 @@ def test_a_flag_with_the_value_of_its_default_is_refused_too(rooflax):
     assert (ran.code, ran.out) == (2, "")
     assert "--prompt-tokens has no meaning with --quick" in ran.err
     assert "MODEL has no meaning with --quick" in rooflax("bench", TINY, "--quick").err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-p", "a", "-p", "b"),
+        ("-p", "a", "--seed", "1", "-s", "2"),
+        ("-p", "a", "--temp", "0", "--temperature", "0"),
+    ],
+)
+def test_a_flag_of_one_value_is_given_once(rooflax, flags):
+    ran = rooflax("generate", *flags)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{flags[-2]} is given twice, and takes one value; give it once" in ran.err

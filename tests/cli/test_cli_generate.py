@@ -24,7 +24,7 @@ def test_stdout_is_the_continuation_and_nothing_else(rooflax, llm):
     (wanted,) = llm.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0))
     given = rooflax("generate", TINY, "-p", PROMPT, "-n", 9, "--temp", 0)
     piped = rooflax("generate", TINY, "-n", 9, "--temp", 0, stdin=f"{PROMPT}\n".encode())
-    assert (given.code, given.out) == (piped.code, piped.out) == (0, wanted.text)
+    assert (given.code, given.out) == (piped.code, piped.out) == (0, f"{wanted.text}\n")
 
 
 def test_json_has_exactly_the_contracts_keys(rooflax, llm):
@@ -125,8 +125,8 @@ def test_a_form_is_given_as_text_or_as_a_file(rooflax, tmp_path):
     ran = rooflax(*base, "--json-schema", tmp_path / "schema.json", "--temp", 0)
     assert ran.code == 0 and ran.out == rooflax(*base, "--json-schema", SCHEMA, "--temp", 0).out
     for rules in (tmp_path / "rules.lark", 'start: "yes" | "no"'):
-        assert rooflax(*base, "--grammar", rules).out in ("yes", "no")
-    assert set(rooflax(*base, "--regex", "[ab]{5}").out) <= set("ab")
+        assert rooflax(*base, "--grammar", rules).out in ("yes\n", "no\n")
+    assert set(rooflax(*base, "--regex", "[ab]{5}").out) <= set("ab\n")
 
 
 def test_logprobs_are_a_table_on_stderr(rooflax):
@@ -208,3 +208,11 @@ def test_statistics_fit_eighty_columns(llm):
 
 def test_a_terminal_gets_no_control_characters():
     assert terminal.harmless("a\x1b[2Jb\tc\nd\r\x07\x9b") == "a?[2Jb\tc\nd???"
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+@pytest.mark.parametrize("text", ["pass", "pass\n"])
+def test_output_ends_with_a_line_break(rooflax, flags, text):
+    base = ("generate", TINY, "-p", PROMPT, "-n", 9, "--temp", 0)
+    ran = rooflax(*base, "--grammar", f"start: {json.dumps(text)}", *flags)
+    assert (ran.code, ran.out) == (0, "pass\n")

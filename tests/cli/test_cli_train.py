@@ -10,6 +10,7 @@ from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
 from rooflax.train import loop
+from tests.flags import replaced
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -33,7 +34,8 @@ def data(tmp_path, monkeypatch):
 
 
 def train(rooflax, *flags, data="texts", out="run"):
-    return rooflax("train", "--data", data, "--out", out, *QUICK, *flags)
+    base = ["--data", data, "--out", out, *QUICK]
+    return rooflax("train", *replaced("train", base, flags))
 
 
 NEW = ("--config", "config.json", "--vocab-size", 300)
@@ -67,6 +69,12 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
         "tokenizer_config.json",
     ]  # fmt: skip
     assert load(data / "run/model").num_parameters == load(data / "whole/model").num_parameters
+    log = (data / "run/log.jsonl").read_text()
+    again = train(rooflax, *NEW)
+    assert "the run in run was complete after 4 steps; nothing was trained" in again.err
+    assert (again.code, (data / "run/log.jsonl").read_text()) == (0, log)
+    longer = train(rooflax, *NEW, "--steps", 8)
+    assert longer.code == 2 and "train on from the model that it saved" in longer.err
     ran = train(rooflax, "run/model", "--lr", "1e-4", out="tuned")
     assert ran.code == 0, ran.err
     assert "4 steps, 128 tokens, loss " in ran.out

@@ -170,9 +170,12 @@ def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
 
 def _print_rows(args: argparse.Namespace, document: dict[str, Any]) -> None:
     from rooflax.bench import report
+    from rooflax.bench.statistics import MIN_PAIRS
 
     if args.json:
         terminal.print_json(document)
+        if args.trials < MIN_PAIRS and not args.quiet:
+            terminal.say(f"--compare needs {MIN_PAIRS} trials or more, and these are {args.trials}")
     elif args.report:
         print(report.full_report(document))
     elif args.markdown:
@@ -195,6 +198,11 @@ def _ablate(args: argparse.Namespace) -> int:
     plan = make_plan(work.model, **vars(work.precision), **work.source)
     work = comparable(work, plan.precision)
     rows = ablation(work, plan.info.config, measure_apart(work, "kernels")["result"])
+    if not args.quiet:
+        terminal.say(
+            f"{len(rows)} rows, each in a process of its own, the slowest first; the rows without "
+            f"a cache or jit can take minutes (fewer --output-tokens are faster)"
+        )
     measured = _measured([row.work for row in rows], args.quiet)
     whole = document(measured) | {"ablation": summarise(rows, [m["result"] for m in measured])}
     _write_html(args, whole)

@@ -141,7 +141,7 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
     """Writes text as it comes. Where all goes to one terminal, the prompt stands before it."""
     on_terminal = terminal.is_terminal(sys.stdout)
     echo = on_terminal and terminal.is_terminal(sys.stderr) and not args.quiet
-    done, begun = [], False
+    done, begun, last = [], False, ""
     for delta in deltas:
         if echo and not begun:
             shown = terminal.dim(terminal.harmless(prompt), sys.stderr)
@@ -149,9 +149,10 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
         begun = True
         if delta.text:
             terminal.write(delta.text)
+            last = delta.text
         if delta.completion is not None:
             done.append(delta.completion)
-    if on_terminal:
+    if not last.endswith("\n"):
         terminal.write("\n")
     if not args.quiet:
         terminal.say()  # apart from the statistics, wherever the two go

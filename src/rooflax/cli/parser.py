@@ -14,11 +14,25 @@ FIELDS = {
     "no_jit": "jit",
 }  # fmt: skip
 """Flags whose fields in Python have other names."""
+SEEN = "_seen"
+"""Where a namespace says, while it is filled, which flags were given."""
 
 
 def see_help(verb: str) -> str:
     """Where to read on."""
     return f"see rooflax {verb} --help"
+
+
+class _Once(argparse._StoreAction):
+    """A value that is given at most once: which of two counts is nothing to guess."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if option_string is not None:
+            seen = vars(namespace).setdefault(SEEN, set())
+            if self.dest in seen:
+                parser.error(f"{option_string} is given twice, and takes one value; give it once")
+            seen.add(self.dest)
+        super().__call__(parser, namespace, values, option_string)
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +48,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
+        for name in (None, "store"):
+            self.register("action", name, _Once)
         self._positionals.title = "the model"
         self.color = False  # from Python 3.14 on; help is the same text everywhere
 
@@ -59,10 +75,12 @@ class Parser(argparse.ArgumentParser):
             The values, and in `given` the names of those that were given, in the help's order.
         """
         found = super().parse_args(*args, **kwargs)
+        vars(found).pop(SEEN, None)
         if getattr(found, "quiet", False) and found.verbose:
             self.error("--quiet and --verbose contradict each other")
         unset = argparse.Namespace(**{action.dest: None for action in self._actions})
         given = super().parse_args(*args, **kwargs | {"namespace": unset})
+        vars(given).pop(SEEN, None)
         found.given = [name for name, value in vars(given).items() if value is not None]
         return found
 

@@ -118,6 +118,11 @@ def run(args: argparse.Namespace) -> int:
     if result.interrupted:
         terminal.say(f"interrupted after step {result.step}; the same command goes on from there.")
         return 130
+    if result.was_complete:
+        terminal.say(
+            f"the run in {out} was complete after {result.step:,} steps; nothing was trained. "
+            f"To go on from its model: rooflax train {out / 'model'} --out ANOTHER ..."
+        )
     write_curves(out)
     folder = _save(out, start, result)
     _report(args, result, folder)

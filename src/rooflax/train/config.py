@@ -122,9 +122,14 @@ class TrainConfig:
         for field in fields(self):
             now, then = getattr(self, field.name), saved.get(field.name)
             if field.name not in MAY_CHANGE and now != then:
+                how = "resume with the same settings or train into another folder"
+                if field.name in ("steps", "tokens"):
+                    how = (
+                        "the learning rates of a run depend on its length, so train on from the "
+                        "model that it saved, into another folder"
+                    )
                 raise RequestError(
-                    f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; "
-                    f"resume with the same settings or train into another folder."
+                    f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; {how}."
                 )
 
     def _check_whole(self, name: str, least: int) -> None:

@@ -54,6 +54,7 @@ class TrainResult:
         loss: of the last step; None if there was none.
         held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
         interrupted: stopped by SIGINT; a checkpoint was saved.
+        was_complete: the folder held the whole run already, and nothing was trained.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class TrainResult:
     held_out_loss: float | None
     bits_per_byte: float | None
     interrupted: bool
+    was_complete: bool
 
 
 def run_training(
@@ -92,6 +94,7 @@ def run_training(
     """
     check_trainable(model)
     run = _Run(model, config, training, held_out, folder)
+    was_complete = run.step >= config.num_steps
     with contextlib.closing(run.log), stop_asked() as stop, run.bar(progress) as bar:
         while run.step < config.num_steps and not stop():
             run.advance(bar)
@@ -100,7 +103,7 @@ def run_training(
         held_out_loss = None if interrupted else run.evaluate(None)
         if not interrupted:
             run.log_held_out(held_out_loss, whole=True)
-    return run.result(held_out_loss, interrupted)
+    return run.result(held_out_loss, interrupted, was_complete)
 
 
 def check_trainable(model: Model) -> None:
@@ -274,7 +277,9 @@ class _Run:
             disable=not (sys.stderr.isatty() if progress is None else progress),
         )
 
-    def result(self, held_out_loss: float | None, interrupted: bool) -> TrainResult:
+    def result(
+        self, held_out_loss: float | None, interrupted: bool, was_complete: bool
+    ) -> TrainResult:
         weights = self.state.weights
         weights = unstack_layers(weights) if self.config.layers == "scan" else weights
         bits = None
@@ -288,6 +293,7 @@ class _Run:
             held_out_loss=held_out_loss,
             bits_per_byte=bits,
             interrupted=interrupted,
+            was_complete=was_complete,
         )
 
 

@@ -236,7 +236,7 @@ def _server(info: ModelInfo, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         plan = make_plan(info, **asked).serving()
     except RequestError as error:
-        return {"refused": str(error)}
+        return {"rejected": str(error)}
     return {
         "sequences": plan.max_num_seqs,
         "of_full_length": plan.full_length_seqs(),
@@ -370,8 +370,8 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
     """The plan of `AsyncLLM`, for people."""
     if server is None:
         return []
-    if "refused" in server:
-        said = with_flags(server["refused"], None, parser_of("inspect").flag_names)
+    if "rejected" in server:
+        said = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
         return textwrap.wrap(f"AsyncLLM would refuse it here. {said}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
     line = (

@@ -21,7 +21,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
 # versions the tests compare with the committed golden logits.
-TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
+TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
 .PHONY: demo test suite test-all lint sanitize fuzz goldens docs clean
 

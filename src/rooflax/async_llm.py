@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
@@ -20,11 +21,12 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.inputs import Prompt, as_params
+from rooflax.inputs import Prompt, as_params, as_prompts
 from rooflax.llm import LLM
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import PLANNED, Plan, make_plan
 from rooflax.loading.tokenizer import LONG_TEXT
+from rooflax.nn.pooler import Pooler
 
 DEFAULT_MAX_WAITING = 256
 
@@ -98,6 +100,8 @@ class AsyncLLM:
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
         plan = plan.serving(max_tokens_per_step=max_tokens_per_step, num_blocks=kv_blocks)
         self.llm = LLM(plan, **arguments)
+        pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
+        self._pooler = pooling and pooling.pooler
         engine = self._engine(plan, STEP_S if max_tokens_per_step is None else None)
         self._inboxes: dict[int, _Inbox] = {}
         self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -117,9 +121,12 @@ class AsyncLLM:
             step_s=step_s,
             num_blocks=plan.num_blocks,
             prefix_caching=llm.prefix_caching,
-            speculation=llm.speculation(plan.max_num_seqs, plan.max_model_len),
+            speculation=None
+            if self._pooler
+            else llm.speculation(plan.max_num_seqs, plan.max_model_len),
             isolates_faults=True,
             mesh=plan.mesh,
+            pooler=self._pooler,
         )
 
     @property
@@ -157,6 +164,8 @@ class AsyncLLM:
             RequestError: the request cannot be done.
             EngineError: it failed.
         """
+        if self._pooler is not None:
+            raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
         (given,) = as_params(params, 1, sampling)
         samples = await self._samples(prompt, given, cache_salt)
         if decoders is not None:
@@ -197,6 +206,87 @@ class AsyncLLM:
             with processor.grammars.compiling(self._compiler, params) as compiled:
                 await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt)
+
+    async def embed(
+        self,
+        texts: Prompt | list[Prompt],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        cache_salt: str = "",
+    ) -> np.ndarray:
+        """As `LLM.embed`, beside other callers.
+
+        Raises:
+            QueueFull, RequestError, EngineError: as `stream`.
+        """
+        embedder = self.llm.embedder
+        self._check_pools(embedder.pooler())
+        embedder.check_dimensions(dimensions)
+
+        def encoded() -> list[list[int]]:
+            return [embedder.text_ids(text, prompt_name, prompt) for text in as_prompts(texts)]
+
+        done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
+        return embedder.vectors(done, dimensions, normalize)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: list[str],
+        *,
+        instruction: str | None = None,
+        cache_salt: str = "",
+    ) -> list[float]:
+        """As `LLM.rerank`, beside other callers.
+
+        Raises:
+            QueueFull, RequestError, EngineError: as `stream`.
+        """
+        embedder = self.llm.embedder
+        self._check_pools(embedder.pooler(scores=True))
+
+        def encoded() -> list[list[int]]:
+            return [embedder.pair_ids(query, document, instruction) for document in documents]
+
+        done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
+        return embedder.scores(done)
+
+    def _check_pools(self, pooler: Pooler) -> None:
+        if pooler != self._pooler:
+            raise RequestError(
+                f"This AsyncLLM generates text; {self.llm.info.name} embeds and scores as LLM."
+            )
+
+    async def _in_thread(self, work: Callable[[], list[list[int]]]) -> list[list[int]]:
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    async def pool(self, texts: list[list[int]], *, cache_salt: str = "") -> list[Sequence]:
+        """The sequences of texts that were encoded for embedding or reranking, with their vectors.
+
+        As many as run at once are queued at a time.
+
+        Raises:
+            QueueFull, RequestError, EngineError: as `stream`.
+        """
+        inbox, sequences = _Inbox(), self.llm.embedder.sequences(texts, cache_salt)
+        at_once = self.llm.max_num_seqs
+        for begin in range(0, len(sequences), at_once):
+            part = sequences[begin : begin + at_once]
+            open_ = {id(sequence) for sequence in part}
+            self._inboxes |= dict.fromkeys(open_, inbox)
+            try:
+                self._thread.submit(part)
+                while open_:
+                    for output in await inbox.take():
+                        if output.finish_reason is not None:
+                            open_.discard(id(output.sequence))
+            finally:
+                self._thread.abort(part)
+                self._forget(part)
+        return sequences
 
     def _forget(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

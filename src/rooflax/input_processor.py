@@ -64,23 +64,34 @@ class InputProcessor:
             )
         return [int(token) for token in ids]
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, *, new_tokens: int = 1) -> list[int]:
         """As `encode`, of a prompt that may fit; one that cannot is rejected without being encoded.
+
+        Args:
+            new_tokens: that must have room behind it.
 
         Raises:
             RequestError: it is neither text nor token ids, or longer than the context.
         """
-        longest = self.tokenizer.longest_token
         if isinstance(prompt, str):
-            if longest is not None and len(prompt) > self.max_model_len * longest:
-                raise RequestError(
-                    f"The prompt has {len(prompt):,} characters and the context holds "
-                    f"{self.max_model_len} tokens of at most {longest}; shorten the prompt.",
-                    param="prompt",
-                )
+            self.check_text(prompt)
         elif isinstance(prompt, Sequence) and len(prompt) >= self.max_model_len:
-            check_length(len(prompt), self.max_model_len)
+            check_length(len(prompt), self.max_model_len, new_tokens=new_tokens)
         return self.encode(prompt)
+
+    def check_text(self, text: str) -> None:
+        """Rejects a text that cannot fit, without encoding it.
+
+        Raises:
+            RequestError: with both numbers.
+        """
+        longest = self.tokenizer.longest_token
+        if longest is not None and len(text) > self.max_model_len * longest:
+            raise RequestError(
+                f"The prompt has {len(text):,} characters and the context holds "
+                f"{self.max_model_len} tokens of at most {longest}; shorten the prompt.",
+                param="prompt",
+            )
 
     def samples(
         self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""

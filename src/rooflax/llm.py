@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.drafting import Drafting, check_same_tokens
+from rooflax.embedding import Embedder, check_generates
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
@@ -36,6 +37,7 @@ from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.models.offloading import StreamPlan
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.pooler import Pooler
 
 SMALLEST_ENGINE_TOKENS = 256
 
@@ -127,6 +129,7 @@ class LLM:
         with count_compilations(self._compiled):
             self.model = load_plan(plan, check=check, progress=progress)
         self.load_s = time.perf_counter() - started
+        self.embedder = Embedder(self.info, self.processor)
         self._engine: Engine | None = None
         self._lock = threading.Lock()  # of engines: steps of several threads take turns
         self._drafting = None
@@ -271,6 +274,7 @@ class LLM:
 
         A conversation's answer is `stream(llm.encode_chat(messages))`.
         """
+        check_generates(self.info)
         prompt_list = as_prompts(prompts)
         param_list = as_params(params, len(prompt_list), sampling)
         samples = []
@@ -278,6 +282,68 @@ class LLM:
             samples += self.processor.samples(index, self.processor.prompt_ids(prompt), given)
         if samples:
             yield from self._run(samples)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> np.ndarray:
+        """[texts, dimensions] float32: a vector of each text, as sentence-transformers computes it.
+
+        Args:
+            texts: text, or token ids, or a list of either.
+            prompt_name: which of the checkpoint's prompts stands before each text; None is its
+                default one, if it has one.
+            prompt: in its place.
+            dimensions: keep the first so many, as Matryoshka embeddings allow; None is all.
+            normalize: to length one, after the cut; None is as the checkpoint says.
+
+        Raises:
+            RequestError: the checkpoint does not embed, or a text is too long.
+            EngineError: the model or the device failed.
+        """
+        pooler = self.embedder.pooler()
+        self.embedder.check_dimensions(dimensions)
+        ids = [self.embedder.text_ids(text, prompt_name, prompt) for text in as_prompts(texts)]
+        return self.embedder.vectors(self._pooled(ids, pooler), dimensions, normalize)
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """How well each document answers the query, from 0 to 1, in the order given.
+
+        Args:
+            instruction: what makes a document relevant; None is the model's own.
+
+        Raises:
+            RequestError: the checkpoint is no reranker, or a document is too long.
+            EngineError: the model or the device failed.
+        """
+        pooler = self.embedder.pooler(scores=True)
+        ids = [self.embedder.pair_ids(query, document, instruction) for document in documents]
+        return self.embedder.scores(self._pooled(ids, pooler))
+
+    def _pooled(self, texts: list[list[int]], pooler: Pooler) -> list[EngineSequence]:
+        """The texts' sequences, each with its vector."""
+        sequences = self.embedder.sequences(texts)
+        if not sequences:
+            return []
+        try:
+            with self._lock:
+                engine = self.engine_for(sequences, pooler)
+                engine.warm_up_prefill(sequences)
+                engine.add(sequences)
+            while not all(sequence.is_finished for sequence in sequences):
+                with self._lock:
+                    engine.step()
+        except BaseException:
+            self._engine = None  # what a failed step leaves of its cache cannot be used
+            raise
+        return sequences
 
     def _run(self, samples: list[Sample]) -> Iterator[Delta]:
         sequences = [sample.sequence for sample in samples]
@@ -320,26 +386,29 @@ class LLM:
                     for sequence in sequences:
                         engine.abort(sequence)
 
-    def engine_for(self, sequences: list[EngineSequence]) -> Engine:
+    def engine_for(self, sequences: list[EngineSequence], pooler: Pooler | None = None) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
         slots = min(bucket(len(with_siblings(sequences))), self.max_num_seqs)
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
         idle = engine is not None and not engine.has_unfinished  # else a stream still owns it
-        if engine and idle and engine.num_slots == slots and engine.max_tokens >= tokens:
+        fits = engine and engine.num_slots == slots and engine.max_tokens >= tokens
+        if engine and idle and fits and engine.pooler == pooler:
             return engine
         self._engine = None
-        self._engine = self.new_engine(slots, tokens)
+        self._engine = self.new_engine(slots, tokens, pooler)
         return self._engine
 
-    def new_engine(self, num_slots: int, max_tokens: int) -> Engine:
+    def new_engine(self, num_slots: int, max_tokens: int, pooler: Pooler | None = None) -> Engine:
         """An engine with blocks for all its slots.
 
         Raises:
             RequestError: its KV cache does not fit into memory.
         """
-        speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
+        speculation = None
+        if pooler is None:
+            speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
         self.plan.check_fits(num_slots, max_tokens)
         return Engine(
             self.model,
@@ -350,6 +419,7 @@ class LLM:
             prefix_caching=self.prefix_caching,
             speculation=speculation,
             mesh=self.mesh,
+            pooler=pooler,
         )
 
     def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:

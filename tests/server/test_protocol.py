@@ -65,7 +65,7 @@ def error_of(answer: httpx.Response) -> dict:
         ("GET", "//v1/models", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
-        ("POST", "/v1/embeddings", 501),
+        ("POST", "/v1/images/generations", 501),
         ("OPTIONS", "/v1/models", 405),
     ],
 )

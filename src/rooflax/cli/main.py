@@ -29,6 +29,7 @@ VERBS = (
     "inspect",
     "verify",
     "perplexity",
+    "embed",
     "quantize",
     "models",
     "doctor",

@@ -20,6 +20,7 @@ from rooflax.engine.buckets import Buckets
 from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
+from rooflax.engine.pooled_steps import take_vector
 from rooflax.engine.request_checks import check_sequence
 from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
@@ -30,6 +31,7 @@ from rooflax.models.offloading import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS
 from rooflax.nn.mesh import shards_of
+from rooflax.nn.pooler import Pooler
 from rooflax.ops.accelerator import block_size
 
 STEP_S = 0.3
@@ -70,6 +72,7 @@ class Engine:
         isolates_faults: a step that fails is run again for each of its sequences apart, as a server
             needs it; otherwise `step` raises.
         mesh: devices that share the model and its cache; None for one device.
+        pooler: sequences end with their prompt and get a vector (`Sequence.vector`), no tokens.
     """
 
     def __init__(
@@ -88,16 +91,18 @@ class Engine:
         speculation: Speculation | None = None,
         isolates_faults: bool = False,
         mesh: Mesh | None = None,
+        pooler: Pooler | None = None,
     ):
         _check_layers(model, options, mesh)
         assert speculation is None or options.use_cache
-        self.model, self.options = model, options
+        self.model, self.options, self.pooler = model, options, pooler
         self.speculation = speculation or Speculation.none()
         self.isolates_faults = isolates_faults
         draft_tokens = self.speculation.longest
         self.num_slots, self.max_tokens = num_slots, max_tokens
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
+        steps = steps if pooler is None else 1
         if not options.use_cache:
             token_budget = num_slots * max_tokens
         self._most_tokens = budget = token_budget or max(chunk, num_slots)
@@ -113,8 +118,10 @@ class Engine:
             lookahead_tokens=draft_tokens,
             num_blocks=num_blocks,
             mesh=mesh,
+            pooler=pooler,
         )
-        self._prefix_caching = prefix_caching and options.use_cache
+        needs_all = pooler is not None and pooler.kind == "mean"  # a cached prefix has no states
+        self._prefix_caching = prefix_caching and options.use_cache and not needs_all
         self._limits = {
             "prefill_chunk": chunk,
             "decode_steps": steps,
@@ -497,6 +504,8 @@ class Engine:
                 continue
             if result.scores is not None:
                 _take_scores(sequence, result, call.counts[row])
+            if self.pooler is not None and result.vectors is not None:
+                take_vector(self.pooler, sequence, result.vectors[row], call.counts[row])
             sequence.num_computed_tokens += call.counts[row]
             uncomputed, before = sequence.num_uncomputed_tokens, sequence.num_output_tokens
             sequence.num_uncounted = min(sequence.num_uncounted, uncomputed)
@@ -527,6 +536,9 @@ class Engine:
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
                 self.runner.clear(sequence)
+                return
+            if result.vectors is not None:
+                sequence.finish("stop")
                 return
             if not result.is_allowed(index, row):
                 sequence.finish("error", NOT_ALLOWED)

@@ -24,21 +24,21 @@ from rooflax.nn.kv_cache import KVCache, with_pools
 
 
 def step_functions(
-    model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int
+    model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int, **run: Any
 ) -> StepFunctions | OffloadedFunctions:
-    """What runs this model's steps."""
+    """What runs this model's steps; the arguments of `StepFunctions`."""
     if isinstance(model, OffloadedModel):
         assert mesh is None
         assert max_steps == 1
-        return OffloadedFunctions(options)
-    return StepFunctions(options, mesh, max_steps)
+        return OffloadedFunctions(options, **run)
+    return StepFunctions(options, mesh, max_steps, **run)
 
 
 class OffloadedFunctions:
     """As `StepFunctions`, of a `StreamedModel`; one step per dispatch."""
 
-    def __init__(self, options: ExecutionOptions):
-        self._whole = whole = StepFunctions(options, None, max_steps=1)
+    def __init__(self, options: ExecutionOptions, **run: Any):
+        self._whole = whole = StepFunctions(options, None, max_steps=1, **run)
         self.step = self.dense = self.decode = self._by_layer(whole.step)
         self.scored, self.verify = self._by_layer(whole.scored), self._by_layer(whole.verify)
         self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)

@@ -237,6 +237,12 @@ def pack_sampled(
     return jnp.concatenate(parts, axis=1)
 
 
+def pack_pooled(is_finite: Bool[Array, " B"]) -> Int[Array, "B width"]:
+    """As `pack_sampled`, of rows that chose nothing."""
+    state = RAN + ALLOWED + FINITE * is_finite.astype(jnp.int32)
+    return jnp.stack([jnp.zeros_like(state), state], axis=1)
+
+
 def sampled_width(vocab_size: int, *, greedy: bool) -> int:
     """Columns of `pack_sampled`."""
     return 2 if greedy else 3 + 2 * min(MAX_LOGPROBS, vocab_size)
@@ -266,11 +272,13 @@ class StepResult:
             ended early, or a lookahead token was rejected.
         scores: [tokens, width], as `pack_logprobs` wrote it, of a scored prompt.
         reuses_masks: every step ran with the masks of the first.
+        vectors: [rows, width] float32, of a step that pools.
     """
 
     packed: np.ndarray
     scores: np.ndarray | None = None
     reuses_masks: bool = True
+    vectors: np.ndarray | None = None
 
     @cached_property
     def _rows(self) -> list[list[list[int]]]:

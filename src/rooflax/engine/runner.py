@@ -22,6 +22,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
+from rooflax.engine.pooled_steps import pooled
 from rooflax.engine.scheduler import ScheduledStep
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
@@ -33,6 +34,7 @@ from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
+from rooflax.nn.pooler import Pooler
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
@@ -68,7 +70,7 @@ class Runner:
 
     Attributes:
         buckets: the shapes in use.
-        is_sealed: a shape that was not warmed up is an error.
+        is_fully_warm: a shape that was not warmed up is an error.
         lost_state: a step failed and took the cache with it.
     """
 
@@ -86,11 +88,14 @@ class Runner:
         lookahead_tokens: int = 0,
         num_blocks: tuple[int, ...] | None = None,
         mesh: Mesh | None = None,
+        pooler: Pooler | None = None,
     ):
         self.model, self.options, self.mesh = model, options, mesh
+        self.pooler = pooler
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.decode_steps, self.token_budget = decode_steps, token_budget
-        self.functions = step_functions(model, options, mesh, decode_steps)
+        run = {} if pooler is None else {"run": pooled, "pooler": pooler}
+        self.functions = step_functions(model, options, mesh, decode_steps, **run)
         self.windows: tuple[int | None, ...] = model.config.groups.windows
         self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, lookahead_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
@@ -180,7 +185,7 @@ class Runner:
 
     def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
         """A list of tokens; sequences that sample come first."""
-        decodes_alone = all(s.num_uncomputed_tokens == 1 for s, _ in chunks)
+        decodes_alone = self.pooler is None and all(s.num_uncomputed_tokens == 1 for s, _ in chunks)
         if not decodes_alone:
             chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
         sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
@@ -273,7 +278,10 @@ class Runner:
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
         found = np.asarray(packed)[:, rows]
-        result = StepResult(found, None if scores is None else np.asarray(scores))
+        if self.pooler is None:
+            result = StepResult(found, None if scores is None else np.asarray(scores))
+        else:
+            result = StepResult(found, vectors=np.asarray(scores)[rows])
         self.lost_state = False
         return result
 
@@ -422,6 +430,7 @@ class Runner:
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
             for shape in [*buckets.shapes(), *scored]
+            if self.pooler is None or shape.kind == "step"
         }
         programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
         programs["blocks to copy"] = lambda: self.copy([])
@@ -501,12 +510,14 @@ class Runner:
         ends = contexts | {self.buckets.context(end) for end in later}
         if not self.options.use_cache:
             return {Shape("dense", self.num_slots, end, end) for end in ends}
-        shapes = {self.buckets.decode(self.num_slots, end) for end in ends}
+        shapes = set()
+        if self.pooler is None:
+            shapes |= {self.buckets.decode(self.num_slots, end) for end in ends}
         if self.buckets.lookahead_tokens:
             shapes |= {self.buckets.verify(self.num_slots, end) for end in ends}
         counts = [n for s, n in zip(sequences, new, strict=True) if not s.wants_scores]
         counts = self._first_step(counts[: self.num_slots])
-        if any(count > 1 for count in counts):
+        if self.pooler is not None or any(count > 1 for count in counts):
             context = max(contexts)
             shapes.add(self._shape_of(counts, context, decodes_alone=False))
         return shapes

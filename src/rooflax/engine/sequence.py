@@ -127,6 +127,7 @@ class Sequence:
         candidates: those, best first, until the host has chosen.
         group: its beam search.
         score: of a finished beam; see beams.Hypothesis.
+        vector: of its prompt, where the engine pools.
         is_suspect: it was in a step that failed, and runs apart until it has a token; if that fails
             too, it ends.
     """
@@ -167,6 +168,7 @@ class Sequence:
     candidates: tuple[tuple[int, float], ...] = ()
     group: BeamGroup | None = None
     score: float | None = None
+    vector: np.ndarray | None = None
     is_suspect: bool = False
 
     def __post_init__(self) -> None:

@@ -353,13 +353,8 @@ def _choose(
     exchange: Int[Array, " two"] | None = None,
 ) -> tuple[Int[Array, "B columns"], TokenCounts]:
     """Logits of each sequence's last token, and a choice for those that sample."""
-    last = jnp.maximum(batch.query_lens - 1, 0)
-    if batch.query_starts is None:
-        last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    else:
-        last_hidden = hidden[0, jnp.minimum(batch.query_starts + last, hidden.shape[1] - 1)]
-    num_rows = step.num_sampled
-    logits = model.logits(last_hidden, options=options, shards=shards, num_rows=num_rows)
+    last, num_rows = last_hidden(batch, hidden), step.num_sampled
+    logits = model.logits(last, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
         logits,
         step.params,
@@ -374,8 +369,16 @@ def _choose(
     )
     if not step.greedy:
         counts = counts.add_generated(step.slots, sampled.tokens, step.samples)
-    is_finite = _are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
+    is_finite = are_finite(batch, hidden) & (sampled.is_finite | ~step.samples)
     return packing.pack_sampled(sampled, is_finite, greedy=step.greedy), counts
+
+
+def last_hidden(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Float[Array, "B D"]:
+    """Hidden states of each sequence's last token."""
+    last = jnp.maximum(batch.query_lens - 1, 0)
+    if batch.query_starts is None:
+        return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return hidden[0, jnp.minimum(batch.query_starts + last, hidden.shape[1] - 1)]
 
 
 def _counted(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCounts:
@@ -404,7 +407,7 @@ def _count_forced(counts: TokenCounts, step: StepInput, batch: Batch) -> TokenCo
     return counts.add_generated(slots.reshape(-1), batch.tokens.reshape(-1), is_forced.reshape(-1))
 
 
-def _are_finite(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Bool[Array, " B"]:
+def are_finite(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Bool[Array, " B"]:
     """Whether all hidden states of a sequence are."""
     is_finite = jnp.all(jnp.isfinite(hidden), axis=2) | ~batch.valid
     if batch.query_starts is None:
@@ -456,11 +459,23 @@ SCORED_AT_ONCE = 256
 
 
 class StepFunctions:
-    """The step functions for one set of options and one mesh, jitted once per process."""
+    """The step functions for one set of options and one mesh, jitted once per process.
 
-    def __init__(self, options: ExecutionOptions, mesh: Mesh | None, max_steps: int):
+    Args:
+        run: runs a list of tokens, as `run_step` does, or `pooled`.
+        of_run: static arguments of it alone.
+    """
+
+    def __init__(
+        self,
+        options: ExecutionOptions,
+        mesh: Mesh | None,
+        max_steps: int,
+        run: Callable = run_step,
+        **of_run: Any,
+    ):
         static = {"options": options, "shards": shards_of(mesh)}
-        self.step = self.dense = _compiled(run_step, options.jit, mesh, **static)
+        self.step = self.dense = _compiled(run, options.jit, mesh, **static, **of_run)
         self.score = _compiled(score, options.jit, mesh, **static)
         self.logits = _compiled(logits, options.jit, mesh, **static)
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)

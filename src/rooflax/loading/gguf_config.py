@@ -18,6 +18,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.pooling import GGUF_POOLING
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import inverse_frequencies
 
@@ -195,6 +196,7 @@ class _Metadata:
         self.expect("attention.value_length", head_dim)
         self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
+        self.expect("pooling_type", 0, *GGUF_POOLING)
         if self.family not in ("gpt_oss", "qwen3_moe", "mixtral"):
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)

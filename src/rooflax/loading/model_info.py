@@ -7,7 +7,7 @@ default.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
+from rooflax.loading.pooling import Pooling, gguf_pooling, read_pooling
 from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
@@ -40,6 +41,7 @@ class ModelInfo:
         family, config: the architecture.
         raw_config: config.json, or what a GGUF file's metadata says in its words.
         gguf: the GGUF file, opened.
+        pooling: how it embeds or scores texts; None where the checkpoint says nothing of it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelInfo:
     config: Decoder
     raw_config: Mapping[str, Any]
     gguf: GGUFFile | None = None
+    pooling: Pooling | None = None
 
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
@@ -136,7 +139,11 @@ def model_info(
     if folder.is_file():
         gguf = GGUFFile(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
-        return ModelInfo(shown, folder, name, config, raw, gguf)
+        return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
     raw = read_config_json(folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
-    return ModelInfo(shown, folder, name, config, raw)
+    pooling = read_pooling(folder)
+    if pooling is not None and not pooling.scores and not config.tied_embeddings:
+        has_head = "lm_head.weight" in Checkpoint(folder).names()
+        config = replace(config, has_head=has_head)
+    return ModelInfo(shown, folder, name, config, raw, pooling=pooling)

@@ -183,7 +183,7 @@ class _NameMap:
 
     def __init__(self, present: set[str], module: Any):
         self.present = present
-        self.prefixes: tuple[str, ...] = getattr(module, "HF_PREFIXES", ("",))
+        self.prefixes: tuple[str, ...] = getattr(module, "HF_PREFIXES", ("model.", ""))
         self.skipped = re.compile(getattr(module, "SKIPPED", "(?!)"))
 
     def find(self, name: str) -> str | None:

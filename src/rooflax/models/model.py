@@ -81,6 +81,10 @@ class Model:
         )
         return mesh_lib.gather_tokens(hidden, own), cache
 
+    def final_hidden(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """What the head reads, in float32, of hidden states as `forward` gives them."""
+        return self.config.final_hidden(self.weights, hidden)
+
     def logits(
         self,
         hidden: Float[Array, "*batch D"],

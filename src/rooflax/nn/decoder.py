@@ -54,6 +54,7 @@ class Decoder:
         max_position: tokens of the longest context.
         norm: before the head.
         tied_embeddings: the head is the embedding.
+        has_head: a checkpoint that only embeds may be without.
         learned_positions: a table of positions is added to the embedding.
         names: of its checkpoints' tensors.
         embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
@@ -66,6 +67,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: NormKind
     tied_embeddings: bool = False
+    has_head: bool = True
     learned_positions: bool = False
     names: Names = Names()
     embed_scale: float = 1.0
@@ -149,7 +151,7 @@ class Decoder:
         table |= self.norm.table("final_norm", "model.norm")
         for layer in dict.fromkeys(self.layers):
             table |= {LAYER_PREFIX + key: line for key, line in layer.table.items()}
-        if not self.tied_embeddings:
+        if not self.tied_embeddings and self.has_head:
             table["lm_head"] = Weight("vocab hidden", "lm_head.weight")
         return self.names.apply(table)
 
@@ -204,6 +206,12 @@ class Decoder:
         layers = tuple(kinds[layer] for layer in self.layers)
         how = {"groups": self.groups, "options": options, "shards": shards, "remat": remat}
         return run_layers(layers, weights, x, batch, cache, **how)
+
+    def final_hidden(
+        self, weights: dict[str, Any], hidden: Float[Array, "*batch D"]
+    ) -> Float[Array, "*batch D"]:
+        """What the head reads, in float32, of what `forward` gives."""
+        return self.norm.of(weights, "final_norm")(hidden.astype(jnp.float32))
 
     def logits(
         self,

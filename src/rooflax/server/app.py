@@ -23,6 +23,7 @@ from rooflax.server import small, tables
 from rooflax.server.answers import ClientLeft, Json, log_failure
 from rooflax.server.chat import chat
 from rooflax.server.completions import completions
+from rooflax.server.embeddings import embeddings, rerank
 from rooflax.server.errors import ApiError, anthropic_body, as_api_error, openai_body
 from rooflax.server.fields import Table
 from rooflax.server.json_body import read_json
@@ -50,6 +51,9 @@ POSTS: dict[str, tuple[Endpoint, Table]] = {
     "/v1/responses": (responses, tables.RESPONSES),
     "/v1/messages": (messages, tables.MESSAGES),
     "/v1/messages/count_tokens": (count_tokens, tables.COUNT_TOKENS),
+    "/v1/embeddings": (embeddings, tables.EMBEDDINGS),
+    "/v1/rerank": (rerank, tables.RERANK),
+    "/rerank": (rerank, tables.RERANK),
     "/tokenize": (small.tokenize, tables.TOKENIZE),
     "/detokenize": (small.detokenize, tables.DETOKENIZE),
     "/apply-template": (small.apply_template, tables.TEMPLATE),
@@ -64,7 +68,7 @@ GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/": page,
 }
 NOT_BUILT = (
-    "/v1/embeddings", "/v1/rerank", "/v1/images/generations", "/v1/audio/speech",
+    "/v1/images/generations", "/v1/audio/speech",
     "/v1/audio/transcriptions", "/v1/moderations",
 )  # fmt: skip
 

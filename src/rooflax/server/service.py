@@ -167,7 +167,12 @@ class Service:
         )
 
     @contextlib.contextmanager
-    def _prompt_tokens(self, num_tokens: int) -> Iterator[None]:
+    def prompt_tokens(self, num_tokens: int) -> Iterator[None]:
+        """Room for a request's prompts.
+
+        Raises:
+            ApiError: 429, the open ones have too many tokens already.
+        """
         most = self.ready().llm.max_model_len * (self.slots + MAX_WAITING_CONTEXTS)
         if self._open_tokens and self._open_tokens + num_tokens > most:
             raise self.queue_full(f"the open prompts have {self._open_tokens} tokens")
@@ -273,7 +278,7 @@ class Service:
             RooflaxError: the request cannot be done, or failed.
         """
         engine = self.ready()
-        with self._prompt_tokens(sum(map(len, prompts))):
+        with self.prompt_tokens(sum(map(len, prompts))):
             streams = [
                 engine.stream(ids, params, cache_salt=cache_salt, decoders=decoders)
                 for ids in prompts

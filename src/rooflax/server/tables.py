@@ -9,6 +9,7 @@ from msgspec import Meta
 from rooflax.server.fields import Field, Table
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_STOP, MAX_STOP_CHARACTERS = 128, 16, 64, 256
+MAX_TEXTS = 2048
 MAX_BIAS, MAX_LOGPROBS, MAX_TOOLS = 300, 20, 128
 
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -277,6 +278,25 @@ TOKENIZE = Table(
     Field("add_special_tokens", bool, "what the tokenizer puts around a text; default true"),
     Field("return_token_strs", bool, "also the text of each token"),
     *(Field(f.name, f.type, f.text, f.policy) for f in RENDERING),
+)
+EMBEDDINGS = Table(
+    MODEL,
+    Field("input", str | list[Any], "a text, token ids, or a list of either", required=True),
+    Field("dimensions", Count, "keep the first so many numbers; default all"),
+    Field("encoding_format", Literal["float", "base64"], "base64 is float32, little-endian"),
+    Field("prompt_name", str, "which of the checkpoint's prompts stands before each text"),
+    Field("cache_salt", str, "only requests of the same salt share cached prompts"),
+    label("user"),
+)
+RERANK = Table(
+    MODEL,
+    Field("query", str, "what is looked for", required=True),
+    Field("documents", list[str | JsonObject], "texts, or objects with text", required=True),
+    Field("top_n", Count, "how many of the best; default all"),
+    Field("return_documents", bool, "also the texts; default false"),
+    Field("instruction", str, "what makes a document relevant; default the model's own"),
+    Field("cache_salt", str, "only requests of the same salt share cached prompts"),
+    label("user"),
 )
 DETOKENIZE = Table(MODEL, Field("tokens", TokenIds, "token ids", required=True))
 TEMPLATE = Table(MODEL, *RENDERING)

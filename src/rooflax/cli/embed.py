@@ -1,0 +1,124 @@
+"""`rooflax embed`: vectors of texts, as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rooflax.cli import flags, terminal
+from rooflax.cli.parser import Parser, whole
+from rooflax.cli.session import open_llm
+from rooflax.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUMMARY = "vectors of texts, as JSON lines"
+AT_ONCE = 8
+"""Texts in a batch for every sequence that runs at once."""
+
+
+def add_flags(parser: Parser) -> None:
+    flags.add_model(parser, "none; it must be an embedding model")
+    flags.add_check(parser)
+    group = parser.group("the texts")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="one text")
+    group.add_argument(
+        "--input", metavar="FILE",
+        help="JSON lines, each a text or an object with text and perhaps id; - is stdin",
+    )  # fmt: skip
+    group.add_argument("--output", metavar="FILE", help="a new file of vectors; default stdout")
+    group.add_argument(
+        "--prompt-name", metavar="NAME",
+        help="which of the checkpoint's prompts stands before each text, such as query",
+    )  # fmt: skip
+    group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
+    flags.add_max_model_len(parser, "longest text in tokens; default the model's")
+    flags.add_precision(parser)
+    flags.add_weights_budget(parser)
+    flags.add_execution(parser)
+    flags.add_device(parser, mesh=True)
+    flags.add_output(parser, json=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Embeds, and writes a line for each text, in order."""
+    if (args.prompt is None) == (args.input is None):
+        raise RequestError("give the texts either as --prompt or as --input.")
+    texts = [(1, args.prompt)] if args.input is None else _read(args.input)
+    llm = open_llm(args)
+    how = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
+    size = AT_ONCE * llm.max_num_seqs
+    with _output(args.output) as file:
+        for begin in range(0, len(texts), size):
+            part = texts[begin : begin + size]
+            for (name, _), vector in zip(part, llm.embed([t for _, t in part], **how), strict=True):
+                file.write(json.dumps({"id": name, "embedding": numbers(vector)}) + "\n")
+            if args.input is not None and not args.quiet:
+                terminal.say(f"{begin + len(part)} of {len(texts)} embedded")
+    return 0
+
+
+def numbers(vector: np.ndarray) -> list[float]:
+    """As few digits as float32 needs."""
+    return [float(f"{number:.9g}") for number in vector]
+
+
+def _read(path: str) -> list[tuple[Any, str]]:
+    """The input's texts, each with its name: an id, or the number of its line.
+
+    Raises:
+        RequestError: naming the line.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
+    found = []
+    for number, line in enumerate(terminal.decode(data, path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+        except (ValueError, RecursionError):
+            raise RequestError(f"line {number} of {path} is not JSON.") from None
+        name = number
+        if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
+            raw, name = raw.get("text"), raw.get("id", number)
+        if not isinstance(raw, str):
+            raise RequestError(
+                f"line {number} of {path} must be a text, or an object with text and perhaps id."
+            )
+        found.append((name, raw))
+    return found
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[IO[str]]:
+    """stdout, or a file that appears once it is whole.
+
+    Raises:
+        RequestError: there is one already, or it cannot be written.
+    """
+    if path is None:
+        yield sys.stdout
+        return
+    if Path(path).exists():
+        raise RequestError(f"{path} exists; give the name of a new file.", param="output")
+    unfinished = f"{path}.unfinished"
+    try:
+        file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}.", param="output") from None
+    try:
+        with file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)

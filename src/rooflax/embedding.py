@@ -1,0 +1,201 @@
+"""`Embedder`: from texts to token ids, and from an engine's vectors to what callers get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rooflax.engine.request_checks import check_prompt, check_salt
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import Sequence as EngineSequence
+from rooflax.errors import EngineError, RequestError
+from rooflax.input_processor import InputProcessor
+from rooflax.inputs import is_whole
+from rooflax.loading.chat_template import encode_chat
+from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.pooling import Pooling
+from rooflax.nn.pooler import Pooler
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_RERANKER = (
+    (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+        'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n"
+    ),
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+RERANKERS: Mapping[str, tuple[tuple[str, ...], str, str]] = {"qwen3": (QWEN3_RERANKER, "yes", "no")}
+"""Of checkpoints without modules.json, by family: what stands before instruction, query and
+document, around them and behind, and the tokens whose logits decide.
+
+Source: the model card of Qwen3-Reranker.
+"""
+
+
+def check_generates(info: ModelInfo) -> None:
+    """
+    Raises:
+        RequestError: the checkpoint has no head to generate with.
+    """
+    if not (info.config.has_head or info.config.tied_embeddings):
+        raise RequestError(f"{info.name} embeds texts and has no head to generate with.")
+
+
+class Embedder:
+    """What embedding and reranking need beside an engine.
+
+    Attributes:
+        pooling: of the checkpoint; None where it says nothing of it.
+    """
+
+    def __init__(self, info: ModelInfo, processor: InputProcessor):
+        self._info, self._processor = info, processor
+        self._tokenizer = processor.tokenizer
+        self.pooling: Pooling | None = info.pooling
+
+    def pooler(self, *, scores: bool = False) -> Pooler:
+        """What the engine computes.
+
+        Args:
+            scores: for reranking.
+
+        Raises:
+            RequestError: this model does not do that.
+        """
+        pooling, family = self.pooling, self._info.family
+        if pooling is not None and pooling.scores == scores:
+            return pooling.pooler
+        if scores and pooling is None and family in RERANKERS:
+            _, yes, no = RERANKERS[family]
+            return Pooler("tokens", tuple(self._id(token) for token in (yes, no)))
+        what = "scores pairs of texts (use rerank)" if pooling and pooling.scores else (
+            "embeds texts (use embed)" if pooling else "has no modules.json that says how"
+        )  # fmt: skip
+        verb = "rerank" if scores else "embed texts"
+        raise RequestError(f"{self._info.name} does not {verb}: it {what}.")
+
+    def _id(self, token: str) -> int:
+        ids = self._tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise RequestError(f"{self._info.name} has no token {token!r} to score with.")
+        return ids[0]
+
+    def text_ids(self, text: Any, prompt_name: str | None, prompt: str | None) -> list[int]:
+        """A text's ids, behind a prompt; ids are taken as they are.
+
+        Args:
+            prompt_name: one of the checkpoint's prompts; None is its default one, if it has one.
+            prompt: in its place.
+
+        Raises:
+            RequestError: it is neither text nor ids, it is too long, or no prompt has the name.
+        """
+        before = self._prompt(prompt_name) if prompt is None else prompt
+        text = before + text if isinstance(text, str) else text
+        return self._checked(self._processor.prompt_ids(text, new_tokens=0))
+
+    def _prompt(self, name: str | None) -> str:
+        pooling = self.pooling
+        prompts = {} if pooling is None else pooling.prompts
+        name = name if name is not None or pooling is None else pooling.default_prompt
+        if name is not None and name not in prompts:
+            raise RequestError(
+                f"{self._info.name} has no prompt {name!r:.60}; it has "
+                f"{', '.join(prompts) or 'none'}.",
+                param="prompt_name",
+            )
+        return "" if name is None else prompts[name]
+
+    def pair_ids(self, query: str, document: str, instruction: str | None) -> list[int]:
+        """The ids that a reranker is asked with.
+
+        Raises:
+            RequestError: they are no texts, or too long.
+        """
+        for name, text in (("query", query), ("document", document)):
+            if not isinstance(text, str):
+                raise RequestError(f"The {name} is {text!r:.80}; it must be text.", param=name)
+            self._processor.check_text(text)
+        if self.pooling is not None:
+            return self._checked(self._templated(query, document, instruction))
+        (before, form, behind), *_ = RERANKERS[self._info.family]
+        text = form.format(INSTRUCTION if instruction is None else instruction, query, document)
+        start, end = (
+            self._tokenizer.encode(piece, add_special_tokens=False) for piece in (before, behind)
+        )
+        return self._checked(start + self._tokenizer.encode_plain(text) + end)
+
+    def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
+        """By the checkpoint's chat template, which knows these two roles."""
+        system = [] if instruction is None else [{"role": "system", "content": instruction}]
+        pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        longest = self._processor.max_model_len
+        check_prompt(ids, self._info.config.vocab_size, longest, new_tokens=0)
+        return ids
+
+    def sequences(self, texts: Sequence[list[int]], cache_salt: str = "") -> list[EngineSequence]:
+        """What the engine runs, one for each text."""
+        check_salt(cache_salt)
+        params = SamplingParams(max_tokens=1, temperature=0).with_defaults({})
+        made = enumerate(texts)
+        return [
+            EngineSequence(i, ids, params, 1, frozenset(), cache_salt=cache_salt) for i, ids in made
+        ]
+
+    @property
+    def size(self) -> int:
+        """Numbers of a vector."""
+        dense = () if self.pooling is None else self.pooling.dense
+        return dense[-1].weight.shape[0] if dense else self._info.config.hidden_size
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """
+        Raises:
+            RequestError: a vector cannot be cut to so many.
+        """
+        given = dimensions is not None
+        if given and not (is_whole(dimensions) and 1 <= dimensions <= self.size):
+            raise RequestError(
+                f"dimensions is {dimensions!r:.40}; it must be from 1 to {self.size}.",
+                param="dimensions",
+            )
+
+    def vectors(
+        self, done: Sequence[EngineSequence], dimensions: int | None, normalize: bool | None
+    ) -> np.ndarray:
+        """[texts, dimensions] float32.
+
+        Args:
+            dimensions: the first so many; None is all.
+            normalize: to length one, after the cut; None is as the checkpoint says.
+        """
+        assert self.pooling is not None
+        if not done:
+            return np.zeros((0, dimensions or self.size), np.float32)
+        found = self.pooling.finish(_rows(done))[:, :dimensions]
+        if self.pooling.normalizes if normalize is None else normalize:
+            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        return found
+
+    def scores(self, done: Sequence[EngineSequence]) -> list[float]:
+        """Probabilities of the first token against the second."""
+        logits = _rows(done).astype(np.float64)
+        return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
+
+
+def _rows(done: Sequence[EngineSequence]) -> np.ndarray:
+    """
+    Raises:
+        EngineError: what ended one of them.
+    """
+    for sequence in done:
+        if sequence.vector is None or sequence.finish_reason != "stop":
+            raise EngineError(sequence.error or f"A text ended with {sequence.finish_reason}.")
+    return np.stack([sequence.vector for sequence in done]).astype(np.float32)  # type: ignore

@@ -1,0 +1,186 @@
+"""How a checkpoint embeds or scores texts, from the files that sentence-transformers writes.
+
+`modules.json` names the modules in order: the transformer, a pooling, dense layers, a
+normalization, or a score from two tokens' logits. A module or a setting that is not computed here
+is rejected by name. A GGUF file says the same in its metadata.
+
+Source: sentence-transformers, base/modules and sentence_transformer/modules/pooling.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.checkpoint import Checkpoint
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.json_files import read_json_object
+from rooflax.nn.pooler import Pooler
+
+KINDS = {"lasttoken": "last", "mean": "mean"}
+LEGACY_MODES = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean", "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+ACTIVATIONS = {
+    "torch.nn.modules.linear.Identity": lambda x: x,
+    "torch.nn.modules.activation.Tanh": np.tanh,
+}
+GGUF_POOLING = {1: "mean", 3: "last"}
+"""Of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer behind the pooling, and its activation."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+    activation: str
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """[texts, in] to [texts, out], in float32."""
+        y = x @ self.weight.T
+        return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias)
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What becomes of the hidden states of a text.
+
+    Attributes:
+        pooler: the engine's part of it.
+        dense: layers behind it.
+        normalizes: vectors have length one.
+        prompts: texts to put before a text, by name; `default_prompt` is the name of one.
+        scores: the vector is a score: how much more likely the first of two tokens is.
+    """
+
+    pooler: Pooler
+    dense: tuple[DenseLayer, ...] = ()
+    normalizes: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    scores: bool = False
+
+    def finish(self, vectors: np.ndarray) -> np.ndarray:
+        """[texts, hidden] of the engine as the checkpoint's vectors, before they are cut."""
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return vectors
+
+
+def read_pooling(folder: Path) -> Pooling | None:
+    """What `modules.json` says; None where there is none.
+
+    Raises:
+        UnsupportedModelError: it names what is not computed here.
+        CheckpointError: a file is missing or damaged.
+    """
+    modules = _read_modules(folder)
+    if not modules:
+        return None
+    found: Pooling | None = None
+    for number, (kind, path) in enumerate(modules):
+        if (kind == "Transformer") != (number == 0):
+            raise UnsupportedModelError(
+                f"modules.json has {kind} as module {number}; the first one, and no other, must be "
+                f"a Transformer."
+            )
+        if kind != "Transformer":
+            found = _with_module(found, kind, folder / path)
+    if found is None:
+        raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
+    raw = read_json_object(folder / "config_sentence_transformers.json")
+    prompts = raw.get("prompts") or {}
+    default = raw.get("default_prompt_name")
+    are_texts = isinstance(prompts, dict) and all(isinstance(p, str) for p in prompts.values())
+    if not are_texts or not (default is None or default in prompts):
+        raise CheckpointError(
+            f"config_sentence_transformers.json of {folder} has prompts {prompts!r:.60} and the "
+            f"default {default!r:.40}; these must be texts by name, and one of the names."
+        )
+    return replace(found, prompts=prompts, default_prompt=default)
+
+
+def gguf_pooling(file: GGUFFile) -> Pooling | None:
+    """What a GGUF file's `pooling_type` says; None where there is none. llama.cpp normalizes."""
+    kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
+    name = GGUF_POOLING.get(kind) if isinstance(kind, int) else None
+    return None if name is None else Pooling(Pooler(name), normalizes=True)
+
+
+def _read_modules(folder: Path) -> list[tuple[str, str]]:
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        lines = [(line["type"], line["path"]) for line in raw]
+        if not lines or not all(type(text) is str for line in lines for text in line):
+            raise ValueError
+        return [(kind.rpartition(".")[2], place) for kind, place in lines]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise CheckpointError(
+            f"{path} is damaged; it must be a list of objects with type and path."
+        ) from None
+
+
+def _with_module(found: Pooling | None, kind: str, folder: Path) -> Pooling:
+    """What there was, with one more module."""
+    raw = read_json_object(folder / "config.json")
+    if kind == "Pooling" and found is None:
+        return Pooling(_pooler(raw))
+    if kind == "LogitScore" and found is None:
+        ids = raw.get("true_token_id"), raw.get("false_token_id")
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise UnsupportedModelError(
+                f"LogitScore has the tokens {ids}; a score needs one that is true and one that is "
+                f"false."
+            )
+        return Pooling(Pooler("tokens", ids), scores=True)  # type: ignore[arg-type]
+    if kind == "Dense" and found is not None and not found.normalizes and not found.scores:
+        return replace(found, dense=(*found.dense, _read_dense(raw, folder)))
+    if kind == "Normalize" and found is not None and not found.scores:
+        return replace(found, normalizes=True)
+    raise UnsupportedModelError(f"modules.json has a {kind} where rooflax does not compute one.")
+
+
+def _pooler(raw: Mapping[str, Any]) -> Pooler:
+    mode = raw.get("pooling_mode") or [m for key, m in LEGACY_MODES.items() if raw.get(key)]
+    modes = [mode] if isinstance(mode, str) else list(mode)
+    if len(modes) != 1 or modes[0] not in KINDS:
+        raise UnsupportedModelError(
+            f"The pooling is {' and '.join(map(str, modes)) or 'nothing'}; rooflax computes "
+            f"{' or '.join(KINDS)}."
+        )
+    if raw.get("include_prompt", True) is not True:
+        raise UnsupportedModelError("The pooling leaves out prompts, which rooflax does not do.")
+    return Pooler(KINDS[modes[0]])
+
+
+def _read_dense(raw: Mapping[str, Any], folder: Path) -> DenseLayer:
+    activation = raw.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS or raw.get("use_residual"):
+        raise UnsupportedModelError(
+            f"A dense layer of {folder.name} has the activation {activation} or a residual; "
+            f"rooflax computes {', '.join(ACTIVATIONS)} without one."
+        )
+    source = Checkpoint(folder)
+    names = set(source.names())
+    wanted = {"linear.weight", "linear.bias"} if raw.get("bias", True) else {"linear.weight"}
+    if names != wanted:
+        raise CheckpointError(f"{folder} has the tensors {sorted(names)}; wanted {sorted(wanted)}.")
+    weight = np.array(source.read("linear.weight"), np.float32)
+    bias = np.array(source.read("linear.bias"), np.float32) if len(wanted) == 2 else None
+    sizes = (raw.get("out_features"), raw.get("in_features"))
+    if weight.shape != sizes or (bias is not None and bias.shape != sizes[:1]):
+        raise CheckpointError(f"linear.weight of {folder} is {list(weight.shape)}, wanted {sizes}.")
+    return DenseLayer(weight, bias, activation)

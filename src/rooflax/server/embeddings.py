@@ -1,0 +1,113 @@
+"""POST /v1/embeddings and /v1/rerank: vectors and scores of texts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rooflax.server.call import Call
+from rooflax.server.errors import ApiError
+from rooflax.server.service import Service
+from rooflax.server.tables import EMBEDDINGS, MAX_TEXTS, RERANK
+
+if TYPE_CHECKING:
+    from rooflax.embedding import Embedder
+
+Encode = Callable[["Embedder"], list[list[int]]]
+
+
+async def embeddings(service: Service, request: Request, body: Any) -> Response:
+    """The route."""
+    _check(service, scores=False)
+    call = Call.of(service, request, EMBEDDINGS, body, "embd")
+    texts, dimensions = _texts(call.found["input"]), call.found.get("dimensions")
+    embedder = service.ready().llm.embedder
+    embedder.check_dimensions(dimensions)
+    is_packed = call.found.get("encoding_format") == "base64"
+    name = call.found.get("prompt_name")
+
+    async def answer() -> dict[str, Any]:
+        done = await _pooled(call, lambda e: [e.text_ids(t, name, None) for t in texts], len(texts))
+        vectors = embedder.vectors(done, dimensions, None)
+        found = [_packed(vector) if is_packed else vector.tolist() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(found)]
+        return {"object": "list", "data": data, "model": call.model, "usage": _usage(call)}
+
+    return await call.whole(answer())
+
+
+async def rerank(service: Service, request: Request, body: Any) -> Response:
+    """The route; its bodies are those of Cohere and Jina."""
+    _check(service, scores=True)
+    call = Call.of(service, request, RERANK, body, "rerank")
+    found, embedder = call.found, service.ready().llm.embedder
+    documents = [text if isinstance(text, str) else text.get("text") for text in found["documents"]]
+    if not 1 <= len(documents) <= MAX_TEXTS:
+        said = f"There are {len(documents)} documents; 1 to {MAX_TEXTS} are taken."
+        raise ApiError(said, param="documents")
+    query, instruction = found["query"], found.get("instruction")
+
+    def encoded(embedder: Embedder) -> list[list[int]]:
+        return [embedder.pair_ids(query, document, instruction) for document in documents]
+
+    async def answer() -> dict[str, Any]:
+        scores = embedder.scores(await _pooled(call, encoded, len(documents)))
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [{"index": i, "relevance_score": scores[i]} for i in order[: found.get("top_n")]]
+        if found.get("return_documents"):
+            results = [r | {"document": {"text": documents[r["index"]]}} for r in results]
+        return {"id": call.id, "model": call.model, "results": results, "usage": _usage(call)}
+
+    return await call.whole(answer())
+
+
+def _check(service: Service, *, scores: bool) -> None:
+    """
+    Raises:
+        ApiError: 501, the model does not do that.
+    """
+    pooling = service.ready().llm.info.pooling
+    if pooling is None or pooling.scores != scores:
+        what = "score documents" if scores else "embed texts"
+        raise ApiError(f"This server's model does not {what}.", status=501, code="not_implemented")
+
+
+def _texts(given: str | list[Any]) -> list[str | list[int]]:
+    """
+    Raises:
+        ApiError: they are too many, or of different kinds.
+    """
+    if isinstance(given, str) or (given and all(isinstance(item, int) for item in given)):
+        return [given]
+    if any(isinstance(item, int) for item in given):
+        raise ApiError("input mixes token ids with other texts.", param="input")
+    if not 1 <= len(given) <= MAX_TEXTS:
+        raise ApiError(f"There are {len(given)} texts; 1 to {MAX_TEXTS} are taken.", param="input")
+    return given
+
+
+async def _pooled(call: Call, encode: Encode, count: int) -> Any:
+    """The texts' sequences, each with its vector."""
+    service, engine = call.service, call.service.ready()
+    with service.reserved(min(count, service.slots), call.owner):
+        ids = await service.in_thread(encode, engine.llm.embedder)
+        call.usage.prompt_tokens = sum(map(len, ids))
+        with service.prompt_tokens(call.usage.prompt_tokens):
+            done = await engine.pool(ids, cache_salt=call.cache_salt)
+    if any(sequence.finish_reason == "abort" for sequence in done):
+        raise ApiError("The server stopped before the answer ended.", status=503, code="draining")
+    return done
+
+
+def _usage(call: Call) -> dict[str, int]:
+    tokens = call.usage.prompt_tokens
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _packed(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,303 @@
+"""Vectors and scores of texts: equal to sentence-transformers', alone or beside others."""
+
+import importlib.util
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError, UnsupportedModelError, model_info
+from rooflax.engine.engine import Engine
+from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from tests import goldens
+
+HAVE_ORACLE = importlib.util.find_spec("sentence_transformers") is not None and goldens.HAVE_TORCH
+TEXTS = ["def f(x):", "return x + 1", "x", "while True: go on with some more words of text" * 2]
+TRANSFORMER = {"name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+PROMPTS = {"query": "Instruct: find.\nQuery: ", "document": ""}
+
+
+def write(folder, arrays):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        folder / "model.safetensors",
+        [
+            TensorToWrite(name, dtype_name(a.dtype), a.shape, lambda a=a: a)
+            for name, a in arrays.items()
+        ],
+    )
+
+
+def add_modules(folder, *modules, prompts=PROMPTS, default=None):
+    """modules.json of a transformer and these: (type, config)."""
+    lines = [TRANSFORMER]
+    for index, (kind, config) in enumerate(modules, start=1):
+        path = f"{index}_{kind.rpartition('.')[2]}"
+        lines.append({"idx": index, "name": str(index), "path": path, "type": kind})
+        (folder / path).mkdir(exist_ok=True)
+        (folder / path / "config.json").write_text(json.dumps(config))
+    (folder / "modules.json").write_text(json.dumps(lines))
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": prompts, "default_prompt_name": default})
+    )
+    (folder / "sentence_bert_config.json").write_text("{}")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def pooling(mode, size=54):
+    return "sentence_transformers.models.Pooling", {
+        "word_embedding_dimension": size, f"pooling_mode_{mode}": True, "include_prompt": True,
+    }  # fmt: skip
+
+
+NORMALIZE = ("sentence_transformers.models.Normalize", {})
+SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(references, tmp_path_factory):
+    """Folders of a tiny Qwen 3, by its modules."""
+    root = tmp_path_factory.mktemp("embedding")
+
+    def make(name, *modules, **how):
+        folder = goldens.write_checkpoint(root / name, "qwen3", references("qwen3"))
+        return add_modules(folder, *modules, **how) if modules else folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def references():
+    return goldens.live if goldens.HAVE_TORCH else goldens.committed
+
+
+@pytest.fixture(scope="module")
+def last(checkpoint):
+    return checkpoint("last", pooling("lasttoken"), NORMALIZE)
+
+
+@pytest.fixture(scope="module")
+def llm(last):
+    return LLM(last)
+
+
+def oracle(folder, texts, **how):
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    return model.encode(texts, **how)
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_vectors_equal_those_of_sentence_transformers(checkpoint, mode, normalizes):
+    extra = [NORMALIZE] if normalizes else []
+    folder = checkpoint(f"{mode}-{normalizes}", pooling(mode), *extra)
+    llm = LLM(folder)
+    for how in ({}, {"prompt_name": "query"}, {"prompt": "a b: "}):
+        np.testing.assert_allclose(llm.embed(TEXTS, **how), oracle(folder, TEXTS, **how), atol=1e-5)
+    cut = oracle(folder, TEXTS, truncate_dim=7, normalize_embeddings=normalizes)
+    np.testing.assert_allclose(llm.embed(TEXTS, dimensions=7), cut, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+def test_dense_layers_stand_behind_the_pooling(checkpoint):
+    rng = np.random.default_rng(0)
+    kind = "sentence_transformers.models.Dense"
+    identity, tanh = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
+    first = {
+        "in_features": 54, "out_features": 20, "bias": False, "activation_function": identity,
+    }  # fmt: skip
+    second = {"in_features": 20, "out_features": 9, "bias": True, "activation_function": tanh}
+    folder = checkpoint("dense", pooling("mean_tokens"), (kind, first), (kind, second), NORMALIZE)
+    weight = rng.normal(size=(20, 54)).astype(np.float32)
+    write(folder / "2_Dense", {"linear.weight": weight})
+    arrays = {"linear.weight": rng.normal(size=(9, 20)), "linear.bias": rng.normal(size=9)}
+    write(folder / "3_Dense", {name: array.astype(np.float32) for name, array in arrays.items()})
+    np.testing.assert_allclose(LLM(folder).embed(TEXTS), oracle(folder, TEXTS), atol=1e-5)
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_models_names_and_no_head(last, tmp_path):
+    folder = shutil.copytree(last, tmp_path / "base")
+    source = model_info(last).weights()
+    names = [name for name in source.names() if name != "lm_head.weight"]
+    write(folder, {name.removeprefix("model."): np.array(source.read(name)) for name in names})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3Model"]}))
+    llm = LLM(folder)
+    assert llm.info.config.num_parameters < model_info(last).config.num_parameters
+    np.testing.assert_array_equal(llm.embed(TEXTS), LLM(last).embed(TEXTS))
+    np.testing.assert_allclose(llm.embed(TEXTS), oracle(folder, TEXTS), atol=1e-5)
+    with pytest.raises(RequestError, match="embeds texts and has no head to generate with"):
+        llm.generate("x")
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_text_has_the_same_vector_alone_beside_others_and_in_chunks(checkpoint, mode, quantize):
+    folder = checkpoint(f"alone-{mode}", pooling(mode), NORMALIZE)
+    llm = LLM(folder, quantize=quantize)
+    together = llm.embed(TEXTS * 5)
+    assert together.shape == (20, 54) and together.dtype == np.float32
+    alone = np.concatenate([LLM(folder, quantize=quantize).embed(text) for text in TEXTS])
+    np.testing.assert_allclose(together, np.tile(alone, (5, 1)), atol=1e-6)
+    if mode == "lasttoken" and quantize:  # native kernels from the first to the last
+        np.testing.assert_array_equal(together, np.tile(alone, (5, 1)))
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-6)
+    small = Engine(
+        llm.model, llm.options, num_slots=2, max_tokens=128, prefill_chunk=7,
+        kv_dtype=llm.plan.kv_dtype, pooler=llm.embedder.pooler(),
+    )  # fmt: skip
+    sequences = llm.embedder.sequences([llm.encode(text) for text in TEXTS * 3])
+    small.add(sequences)
+    while small.has_unfinished:
+        small.step()
+    chunked = llm.embedder.vectors(sequences, None, None)
+    np.testing.assert_allclose(chunked, np.tile(alone, (3, 1)), atol=1e-6)
+
+
+def test_generating_and_embedding_take_turns(llm):
+    before = llm.generate("def f(x):", max_tokens=5, temperature=0)[0].tokens
+    vectors = llm.embed(TEXTS)
+    assert llm.generate("def f(x):", max_tokens=5, temperature=0)[0].tokens == before
+    np.testing.assert_allclose(llm.embed(TEXTS), vectors, atol=1e-6)
+    assert llm.embed([]).shape == (0, 54)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"options": ExecutionOptions(use_cache=False)},
+        {"options": ExecutionOptions(layers="scan")},
+        {"weights_budget": 450_000},
+        {"mesh": "tensor=2"},
+        pytest.param({"options": ExecutionOptions(jit=False)}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "data=2"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_options_change_no_vector(llm, last, how):
+    np.testing.assert_allclose(LLM(last, **how).embed(TEXTS), llm.embed(TEXTS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "param"),
+    [
+        ({"prompt_name": "passage"}, "prompt_name"),
+        ({"dimensions": 55}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 1.5}, "dimensions"),
+    ],
+)
+def test_what_the_checkpoint_lacks_is_rejected(llm, how, param):
+    with pytest.raises(RequestError) as caught:
+        llm.embed("x", **how)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("text", [5, {"a": 1}, [[1.5]], [[70_000]], [[-1]], "", [[]], "x " * 200])
+def test_texts_that_cannot_be_embedded_are_rejected(llm, text):
+    with pytest.raises(RequestError):
+        llm.embed(text)
+
+
+def test_a_model_without_modules_does_not_embed():
+    with pytest.raises(RequestError, match="has no modules.json"):
+        LLM("preset:qwen2.5-tiny").embed("x")
+    with pytest.raises(RequestError, match="does not rerank"):
+        LLM("preset:qwen2.5-tiny").rerank("x", ["y"])
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        ([pooling("cls_token")], "The pooling is cls"),
+        ([("x.Pooling", {"pooling_mode": ["mean", "max"]})], "mean and max"),
+        ([("x.Pooling", {"pooling_mode": "mean", "include_prompt": False})], "leaves out prompts"),
+        ([NORMALIZE], "has a Normalize where"),
+        ([pooling("lasttoken"), ("x.CNN", {})], "has a CNN where"),
+        ([pooling("lasttoken"), (TRANSFORMER["type"], {})], "as module 2"),
+        ([(SCORE, {"true_token_id": 5})], "one that is false"),
+    ],
+)
+def test_modules_that_are_not_computed_are_named(checkpoint, modules, said):
+    folder = checkpoint("bad", *modules)
+    with pytest.raises(UnsupportedModelError, match=said):
+        model_info(folder)
+
+
+def test_damaged_files_are_one_sentence(checkpoint):
+    folder = checkpoint("damaged", pooling("lasttoken"))
+    for content in ("{", "{}", "[5]", '[{"type": 5}]', '"x"'):
+        (folder / "modules.json").write_text(content)
+        with pytest.raises(Exception, match=r"modules.json"):
+            model_info(folder)
+
+
+@pytest.fixture(scope="module")
+def reranker(checkpoint):
+    folder = checkpoint("reranker", (SCORE, {"true_token_id": 17, "false_token_id": 40}))
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_scores_are_the_share_of_one_token_against_another(reranker):
+    llm = LLM(reranker)
+    documents = ["x + y", "a longer document than the other", ""]
+    scores = llm.rerank("what is x", documents)
+    for document, score in zip(documents, scores, strict=True):
+        ids = llm.encode(f"<query>what is x<document>{document}>")
+        logits = llm.logits(ids)[-1].astype(np.float64)
+        assert score == pytest.approx(1 / (1 + np.exp(logits[40] - logits[17])), abs=1e-5)
+    told = llm.rerank("what is x", documents, instruction="be strict")
+    assert told != scores
+    assert llm.rerank("what is x", documents[:1]) == pytest.approx(scores[:1], abs=1e-6)
+    with pytest.raises(RequestError, match="use rerank"):
+        llm.embed("x")
+    for query, document in ((5, "x"), ("x", None)):
+        with pytest.raises(RequestError, match="it must be text"):
+            llm.rerank(query, [document])
+
+
+def test_many_callers_embed_at_once(last, llm):
+    import asyncio
+
+    async def run():
+        async with AsyncLLM(last, max_num_seqs=4) as engine:
+            found = await asyncio.gather(
+                *(engine.embed(TEXTS[i % 4 :], dimensions=10) for i in range(12))
+            )
+            with pytest.raises(RequestError, match="dimensions"):
+                await engine.embed("x", dimensions=99)
+            with pytest.raises(RequestError, match="embeds texts"):
+                await engine.generate("x")
+            with pytest.raises(RequestError, match="does not rerank"):
+                await engine.rerank("x", ["y"])
+            return found
+
+    wanted = llm.embed(TEXTS, dimensions=10)
+    for i, found in enumerate(asyncio.run(run())):
+        np.testing.assert_allclose(found, wanted[i % 4 :], atol=1e-6)
+
+
+def test_many_callers_rerank_at_once(reranker):
+    import asyncio
+
+    async def run():
+        async with AsyncLLM(reranker, max_num_seqs=2) as engine:
+            return await asyncio.gather(*(engine.rerank("q", ["a", "b", "c"]) for _ in range(3)))
+
+    wanted = LLM(reranker).rerank("q", ["a", "b", "c"])
+    assert asyncio.run(run()) == [pytest.approx(wanted, abs=1e-6)] * 3

@@ -122,6 +122,15 @@ _LONGROPE = {
     "type": "longrope", "short_factor": [1.0, 1.25, 2.0, 4.0], "long_factor": [1.5, 3.0, 9.0, 33.0],
 }  # fmt: skip
 
+_GLM4 = _LLAMA | {
+    "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "rope_theta": 1000.0,
+    "attention_bias": True, "head_dim": 24, "pad_token_id": 0,
+}  # fmt: skip
+_ERNIE = _LLAMA | {
+    "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "rope_theta": 1000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -213,6 +222,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "max_position_embeddings": 300,
         "original_max_position_embeddings": 131,
     },
+    "glm4": _GLM4,
+    "glm4_plain": _GLM4
+    | {
+        "partial_rotary_factor": 0.25, "attention_bias": False, "tie_word_embeddings": True,
+        "num_key_value_heads": 3,
+    },
+    "ernie4_5": _ERNIE,
+    "ernie4_5_bias": _ERNIE | {"use_bias": True, "tie_word_embeddings": False, "head_dim": 18},
 }  # fmt: skip
 
 MAX_MODEL_LEN = {"phi3_short": 131}

@@ -14,7 +14,7 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
-    "phi3": "phi3_long",
+    "phi3": "phi3_long", "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
 LONGROPE = goldens.VARIANTS["phi3_long"]["rope_scaling"] | {"attention_factor": 1.75}
@@ -62,7 +62,9 @@ def write_gguf(path, arch, variant, reference):
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(int(head_dim * raw.get("partial_rotary_factor", 1)))
+    writer.add_rope_dimension_count(
+        int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch == "glm4" else 1))
+    )
     writer.add_rope_freq_base(raw["rope_theta"])
     if arch == "granite":
         writer.add_attention_scale(raw["attention_multiplier"])

@@ -37,6 +37,8 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5_bias",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)

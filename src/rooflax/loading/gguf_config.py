@@ -25,7 +25,7 @@ FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
-    "phi3": "phi3",
+    "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -33,7 +33,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
 }  # fmt: skip
-PARTIAL = ("phi3",)
+PARTIAL = ("phi3", "glm4")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
 
@@ -89,7 +89,8 @@ _KEYS = {
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
-    "olmo2": _COMMON, "phi3": _COMMON | _PHI3,
+    "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
+    "ernie4_5": _COMMON,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -182,7 +183,8 @@ class _Metadata:
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
         if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text", "phi3"):
-            raw["attention_bias"] = "blk.0.attn_q.bias" in names
+            key = "use_bias" if self.family == "ernie4_5" else "attention_bias"
+            raw[key] = "blk.0.attn_q.bias" in names
         if self.family in ("llama", "smollm3", "seed_oss", "granite"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":

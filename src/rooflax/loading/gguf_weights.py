@@ -280,6 +280,8 @@ _LAYERS = _renamed(
 )
 _FUSED = _renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
+    ("model.layers.{i}.post_self_attn_layernorm", "blk.{i}.post_attention_norm"),
+    ("model.layers.{i}.post_mlp_layernorm", "blk.{i}.post_ffw_norm"),
     (f"{_MLP}.gate_up_proj", "blk.{i}.ffn_up"),
     (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
 )
@@ -345,6 +347,7 @@ _GPT2 = _renamed(
 
 _OTHERS = {
     "gpt2": _GPT2,
+    "glm4": _LAYERS | _FUSED,
     "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,

@@ -114,6 +114,23 @@ _OLMO2 = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
     "rope_theta": 1000.0,
 }  # fmt: skip
 
+_PHI3 = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 60,
+    "rope_theta": 1000.0, "pad_token_id": 0,
+}  # fmt: skip
+_LONGROPE = {
+    "type": "longrope", "short_factor": [1.0, 1.25, 2.0, 4.0], "long_factor": [1.5, 3.0, 9.0, 33.0],
+}  # fmt: skip
+
+_GLM4 = _LLAMA | {
+    "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "rope_theta": 1000.0,
+    "attention_bias": True, "head_dim": 24, "pad_token_id": 0,
+}  # fmt: skip
+_ERNIE = _LLAMA | {
+    "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "rope_theta": 1000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -194,7 +211,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
+    "phi3": _PHI3 | {"sliding_window": 7},
+    "phi3_long": _PHI3
+    | {
+        "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "tie_word_embeddings": True,
+        "original_max_position_embeddings": 4,
+    },
+    "phi3_short": _PHI3
+    | {
+        "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "max_position_embeddings": 300,
+        "original_max_position_embeddings": 131,
+    },
+    "glm4": _GLM4,
+    "glm4_plain": _GLM4
+    | {
+        "partial_rotary_factor": 0.25, "attention_bias": False, "tie_word_embeddings": True,
+        "num_key_value_heads": 3,
+    },
+    "ernie4_5": _ERNIE,
+    "ernie4_5_bias": _ERNIE | {"use_bias": True, "tie_word_embeddings": False, "head_dim": 18},
 }  # fmt: skip
+
+MAX_MODEL_LEN = {"phi3_short": 131}
+"""Contexts that are shorter than config.json allows: here longrope has its short factors."""
 
 FOUNDATION = ("gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss")
 """Families whose every test is in the default run; of the others it has one of parity."""

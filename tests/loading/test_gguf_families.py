@@ -14,9 +14,14 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
+    "phi3": "phi3_long", "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
-CHANGES = {"gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20}}
+LONGROPE = goldens.VARIANTS["phi3_long"]["rope_scaling"] | {"attention_factor": 1.75}
+CHANGES = {
+    "phi3": {"rope_scaling": LONGROPE},
+    "gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20},
+}  # fmt: skip
 """What such a file cannot say."""
 
 
@@ -57,7 +62,9 @@ def write_gguf(path, arch, variant, reference):
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(
+        int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch == "glm4" else 1))
+    )
     writer.add_rope_freq_base(raw["rope_theta"])
     if arch == "granite":
         writer.add_attention_scale(raw["attention_multiplier"])
@@ -69,6 +76,13 @@ def write_gguf(path, arch, variant, reference):
         writer.add_key_value("gemma3.rope.freq_base_swa", raw["rope_local_base_freq"], FLOAT)
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(raw["rope_scaling"]["factor"])
+    if arch == "phi3":
+        writer.add_sliding_window(0)
+        writer.add_rope_scaling_orig_ctx_len(raw["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(LONGROPE["attention_factor"])
+        for kind in ("short", "long"):
+            factors = np.float32(LONGROPE[f"{kind}_factor"])
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     if "num_experts_per_tok" in raw:
         writer.add_expert_count(raw.get("num_experts") or raw["num_local_experts"])
         writer.add_expert_used_count(raw["num_experts_per_tok"])

@@ -20,10 +20,11 @@ class Case:
 
     @cached_property
     def model(self):
-        return load(self.folder)
+        return load(self.folder, max_model_len=goldens.MAX_MODEL_LEN.get(self.variant))
 
     def llm(self, **options):
-        return LLM(self.folder, options=ExecutionOptions(**options))
+        length = goldens.MAX_MODEL_LEN.get(self.variant)
+        return LLM(self.folder, max_model_len=length, options=ExecutionOptions(**options))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Reading config.json: nothing is silently ignored, and every field of a Config counts."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -14,7 +15,7 @@ from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
 from rooflax.models.registry import family, read_config, read_config_json
 from rooflax.nn.batch import Batch
-from rooflax.nn.rope import Rope, RopeScaling
+from rooflax.nn.rope import RopeScaling
 from tests import goldens
 from tests.marks import cases
 
@@ -35,6 +36,9 @@ FAMILIES = {
     "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
+    "phi3": "phi3",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5_bias",
 }
 
 YARN = RopeScaling("yarn", 4.0, 16)
@@ -90,11 +94,13 @@ def variations(config):
     for path in fields_of(config):
         yield path, changed(config, path)
     for path in fields_of(config.layers[0]):
-        if path[-1] != "rope":
+        means_something = config.ropes or path[-1] != "interleaved"
+        if path[-1] != "rope" and means_something:
             layers = tuple(changed(layer, path) for layer in config.layers)
             yield path, dataclasses.replace(config, layers=layers)
     for rope in config.ropes:
-        for other in (Rope(77.0, rope.scaling), Rope(rope.theta, YARN), None):
+        same = dataclasses.replace
+        for other in (same(rope, theta=77.0), same(rope, scaling=YARN), None):
             kinds = ((layer, layer.attention.rope and other) for layer in config.layers)
             layers = tuple(
                 dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=r))
@@ -155,15 +161,15 @@ def test_changing_any_field_of_rope_scaling_changes_the_table(field):
     from rooflax.nn.rope import rope_arrays
 
     differs = False
-    for kind in ("linear", "llama3", "yarn"):
+    for kind, original in itertools.product(("linear", "llama3", "yarn", "longrope"), (256, 31)):
         plain = RopeScaling(
-            kind, 8.0, 256, low_freq_factor=1.5, beta_fast=20.5, beta_slow=1.5,
-            attention_factor=1.25,
+            kind, 8.0, original, low_freq_factor=1.5, beta_fast=20.5, beta_slow=1.5,
+            attention_factor=1.25, short_factor=(1.5,) * 10, long_factor=(2.5,) * 10,
         )  # fmt: skip
         value = getattr(plain, field.name)
-        other = dataclasses.replace(
-            plain, **{field.name: not value if isinstance(value, bool) else value * 2}
-        )
+        doubled = tuple(2 * x for x in value) if isinstance(value, tuple) else 2 * value
+        value = not value if isinstance(value, bool) else doubled
+        other = dataclasses.replace(plain, **{field.name: value})
         tables = [np.stack(rope_arrays(20, 32, 500.0, s)) for s in (plain, other)]
         differs |= bool(np.abs(tables[0] - tables[1]).max() > 1e-4)
     assert differs

@@ -16,7 +16,7 @@ def scaling_of(setting):
         "max_position_embeddings": 131_072,
         "rope_parameters": goldens.ROPE_SETTINGS[setting] | {"rope_theta": THETA},
     }
-    theta, scaling = ConfigReader(raw).rope(HEAD_DIM, default_theta=1.0)
+    theta, scaling, _ = ConfigReader(raw).rope(HEAD_DIM, default_theta=1.0)
     assert theta == THETA
     return scaling
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rooflax.models.registry import read_config
 from rooflax.nn.mesh import weight_spec
+from rooflax.nn.rope import Rope
 from rooflax.nn.shards import Shards, padded_vocab
 from rooflax.nn.weights import (
     QKV,
@@ -19,6 +20,8 @@ from rooflax.nn.weights import (
     InterleavedGateUp,
     Layout,
     Linear,
+    Reordered,
+    Rows,
     Weight,
     assemble,
 )
@@ -38,6 +41,9 @@ CASES = {
     "gpt2 qkv bias": Weight("heads three head_dim", "w", FusedConv1DQKV()),
     "gate up": Weight("hidden -> two mlp", ("g", "u"), GateUp()),
     "gate up bias": Weight("two mlp", ("g", "u"), GateUp(bias=True)),
+    "fused qkv": Weight("hidden -> kv_heads group head_dim", "w", Rows(QKV())),
+    "fused qkv bias": Weight("kv_heads group head_dim", "w", Rows(QKV(bias=True))),
+    "fused gate up": Weight("hidden -> two mlp", "w", Rows(GateUp())),
     "experts": Weight("experts | hidden -> two mlp", "w", InterleavedGateUp()),
     "experts bias": Weight("experts two mlp", "w", InterleavedGateUp()),
 }
@@ -75,6 +81,38 @@ def test_qkv_puts_a_kv_heads_queries_beside_it():
     np.testing.assert_array_equal(out[:, 0, 2], heads[2].T)
     np.testing.assert_array_equal(out[:, 1, 3], k.reshape(2, 4, 5)[1].T)
     np.testing.assert_array_equal(out[:, 0, 4], v.reshape(2, 4, 5)[0].T)
+
+
+@pytest.mark.parametrize(
+    ("dim", "interleaved", "wanted"),
+    [
+        (None, False, None),
+        (None, True, (0, 2, 4, 6, 1, 3, 5, 7)),
+        (4, False, (0, 1, 4, 5, 2, 3, 6, 7)),
+        (4, True, (0, 2, 4, 5, 1, 3, 6, 7)),
+    ],
+)
+def test_pairs_of_a_checkpoint_are_ours(dim, interleaved, wanted):
+    """Those that turn are first of each half; q and k follow, v does not; biases and norms too."""
+    order = Rope(10.0, dim=dim).order(8, interleaved)
+    assert order == wanted
+    rng = np.random.RandomState(0)
+    q, k, v = (rng.standard_normal((rows, 5)).astype(np.float32) for rows in (16, 8, 8))
+    out = np.empty((5, 1, 4, 8), np.float32)
+    layout = QKV(order=order)
+    layout.join([q, k, v], out)
+    order = order or tuple(range(8))
+    np.testing.assert_array_equal(out[:, 0, 1], q.reshape(2, 8, 5)[1, list(order)].T)
+    np.testing.assert_array_equal(out[:, 0, 2], k[list(order)].T)
+    np.testing.assert_array_equal(out[:, 0, 3], v.T)
+    for part, back in zip((q, k, v), layout.split(out, (5,)), strict=True):
+        np.testing.assert_array_equal(back, part)
+    bias, norm = np.empty((1, 4, 8), np.float32), np.empty(8, np.float32)
+    QKV(bias=True, order=order).join([q[:, 0], k[:, 0], v[:, 0]], bias)
+    np.testing.assert_array_equal(bias, out[0])
+    Reordered(order).join([k[:, 0]], norm)
+    np.testing.assert_array_equal(norm, out[0, 0, 2])
+    np.testing.assert_array_equal(Reordered(order).split(norm, ())[0], k[:, 0])
 
 
 def test_interleaved_experts():

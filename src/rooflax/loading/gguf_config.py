@@ -26,10 +26,16 @@ FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
+    "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
 }  # fmt: skip
 """A file's architecture to our family."""
 
 ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = {
+    "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
+}  # fmt: skip
+PARTIAL = ("phi3", "glm4")
+"""Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
 
 END_TEXTS = (
@@ -75,12 +81,17 @@ _GEMMA3 = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+_PHI3 = {
+    "attention.sliding_window": "sliding_window",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
 _KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
-    "olmo2": _COMMON,
+    "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
+    "ernie4_5": _COMMON,
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -172,8 +183,9 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text"):
-            raw["attention_bias"] = "blk.0.attn_q.bias" in names
+        if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text", "phi3"):
+            key = "use_bias" if self.family == "ernie4_5" else "attention_bias"
+            raw[key] = "blk.0.attn_q.bias" in names
         if self.family in ("llama", "smollm3", "seed_oss", "granite"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
@@ -194,7 +206,12 @@ class _Metadata:
         if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
             head_dim = hidden // heads
         self.expect("attention.value_length", head_dim)
-        self.expect("rope.dimension_count", head_dim)
+        partial = {}
+        if self.family in PARTIAL and isinstance(head_dim, int) and head_dim > 0:
+            dim = self.get("rope.dimension_count", head_dim)
+            partial = {"partial_rotary_factor": dim / head_dim if type(dim) is int else dim}
+        else:
+            self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
         self.expect("pooling_type", 0, *GGUF_POOLING)
         if self.family not in ("gpt_oss", "qwen3_moe", "mixtral"):
@@ -204,11 +221,13 @@ class _Metadata:
         scaling = self._rope_scaling(head_dim, theta)
         if self.family == "gpt_oss" and scaling["rope_type"] == "yarn":
             scaling["truncate"] = False  # as every checkpoint of it says; the metadata cannot
-        return {"rope_theta": theta, "rope_scaling": scaling}
+        return {"rope_theta": theta, "rope_scaling": scaling} | partial
 
     def _rope_scaling(self, head_dim: Any, theta: Any) -> dict[str, Any]:
         kind = self.get("rope.scaling.type", "linear")
         factor = self.get("rope.scaling.factor", self.get("rope.scale_linear"))
+        if all(name in self.file.names() for name in LONGROPE_FACTORS.values()):
+            return self._longrope()
         for harmless in ("finetuned", "yarn_ext_factor", "attn_factor"):
             self.expect(f"rope.scaling.{harmless}", True, False, 1.0)
         if ROPE_FACTORS in self.file.names():
@@ -225,6 +244,16 @@ class _Metadata:
         if kind == "yarn":
             scaling |= {hf: self.get(f"rope.scaling.{key}") for key, hf in _YARN.items()}
         return {key: value for key, value in scaling.items() if value is not None}
+
+    def _longrope(self) -> dict[str, Any]:
+        """Its two sets of factors, which are tensors; numbers as config.json had them."""
+        found: dict[str, Any] = {"rope_type": "longrope"}
+        for hf, name in LONGROPE_FACTORS.items():
+            if self.file.info(name).dtype != "F32":
+                raise CheckpointError(f"{self.file.path}: {name} is not F32.")
+            found[hf] = [float(str(x)) for x in np.ravel(self.file.read(name))]
+        factor = self.get("rope.scaling.attn_factor")
+        return found | ({"attention_factor": factor} if factor is not None else {})
 
     def _recovered(self, head_dim: Any, theta: Any) -> dict[str, Any]:
         info = self.file.info(ROPE_FACTORS)

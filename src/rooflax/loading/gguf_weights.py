@@ -28,7 +28,7 @@ from rooflax.loading.gguf_blocks import (
     is_plain,
     rounded_codes,
 )
-from rooflax.loading.gguf_config import ROPE_FACTORS
+from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape
@@ -108,7 +108,7 @@ class GGUFWeights:
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
         if name != "gpt2":
-            used.add(ROPE_FACTORS)
+            used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
         self._unknown = [name for name in file.names() if name not in used]
 
     def names(self) -> list[str]:
@@ -278,6 +278,13 @@ _LAYERS = _renamed(
     (f"{_ATTN}.q_norm", "blk.{i}.attn_q_norm"),
     (f"{_ATTN}.k_norm", "blk.{i}.attn_k_norm"),
 )
+_FUSED = _renamed(
+    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
+    ("model.layers.{i}.post_self_attn_layernorm", "blk.{i}.post_attention_norm"),
+    ("model.layers.{i}.post_mlp_layernorm", "blk.{i}.post_ffw_norm"),
+    (f"{_MLP}.gate_up_proj", "blk.{i}.ffn_up"),
+    (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
+)
 _DENSE = _renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
     (f"{_MLP}.gate_proj", "blk.{i}.ffn_gate"),
@@ -340,6 +347,8 @@ _GPT2 = _renamed(
 
 _OTHERS = {
     "gpt2": _GPT2,
+    "glm4": _LAYERS | _FUSED,
+    "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,
     "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rooflax.errors import CheckpointError
@@ -21,13 +22,16 @@ def read_attention(
     norm_eps: float,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    theta: float | None = 10_000.0,
+    partial: float | None = None,
     **parts: Any,
 ) -> Attention:
-    """Heads and their sizes.
+    """Heads, their sizes and RoPE.
 
     Args:
-        norm_eps, kv_heads, head_dim: what the family has where config.json does not give them;
-            None is one K/V head for each head, and the hidden size over the heads.
+        norm_eps, kv_heads, head_dim, theta, partial: what the family has where config.json does not
+            give them; None is one K/V head for each head, the hidden size over the heads, no
+            RoPE, and RoPE of whole heads alone.
         parts: of `Attention`, what the family has beside them.
     """
     num_heads = reader.size("num_attention_heads")
@@ -48,12 +52,25 @@ def read_attention(
     if head_dim % 2:
         raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
     norm = NormKind(reader.number("rms_norm_eps", norm_eps))
+    if theta is not None:
+        parts["rope"] = read_rope(reader, head_dim, theta, partial)
     return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
 
 
-def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10_000.0) -> Rope:
-    """RoPE as either spelling of config.json states it."""
-    return Rope(*reader.rope(head_dim, default_theta=default_theta))
+def read_biases(reader: ConfigReader, absent: bool = False) -> dict[str, bool]:
+    """`attention_bias`, of all four matmuls."""
+    bias = reader.flag("attention_bias", absent)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def read_rope(
+    reader: ConfigReader,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    partial: float | None = None,
+) -> Rope:
+    """RoPE as either spelling of config.json states it; the arguments of `ConfigReader.rope`."""
+    return Rope(*reader.rope(head_dim, default_theta=default_theta, partial=partial))
 
 
 def read_nested_ropes(
@@ -108,6 +125,26 @@ def read_experts(reader: ConfigReader, key: str, absent: int, chosen: int) -> tu
     return count, chosen
 
 
+def read_dense(
+    reader: ConfigReader,
+    attention: Attention,
+    *,
+    max_position: int,
+    tied_embeddings: bool = False,
+    windows: Windows | None = None,
+    mlp_bias: bool = False,
+) -> Decoder:
+    """Layers that differ in their windows at most, with dense networks of attention's wiring.
+
+    Args:
+        max_position, tied_embeddings: the family's defaults.
+    """
+    mlp = replace(read_mlp(reader, attention.norm, bias=mlp_bias), wiring=attention.wiring)
+    windows = windows or (attention.window,) * num_layers(reader)
+    layers = (Layer(replace(attention, window=window), mlp) for window in windows)
+    return read_decoder(reader, layers, max_position=max_position, tied_embeddings=tied_embeddings)
+
+
 def num_layers(reader: ConfigReader) -> int:
     return reader.size("num_hidden_layers", most=10_000)
 
@@ -155,7 +192,7 @@ def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
         "tie_word_embeddings": decoder.tied_embeddings,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling.to_hf() if rope.scaling else None,
-    }
+    } | ({"partial_rotary_factor": rope.dim / attention.head_dim} if rope.dim else {})
 
 
 def windows_of(decoder: Decoder) -> Windows:

@@ -160,8 +160,16 @@ class ConfigReader:
             )
         return types
 
-    def rope(self, head_dim: int, *, default_theta: float) -> tuple[float, RopeScaling | None]:
-        """theta and scaling, from `rope_theta` + `rope_scaling` or from `rope_parameters`."""
+    def rope(
+        self, head_dim: int, *, default_theta: float, partial: float | None = None
+    ) -> tuple[float, RopeScaling | None, int | None]:
+        """theta, scaling and how many of a head's dimensions turn (None is all), from
+        `rope_theta` + `rope_scaling` or from `rope_parameters`.
+
+        Args:
+            partial: the share of dimensions that turn where config.json has none; None is all, and
+                another share is refused.
+        """
         modern = self.get("rope_parameters", None)
         legacy = self.get("rope_scaling", None)
         for key, value in (("rope_parameters", modern), ("rope_scaling", legacy)):
@@ -177,12 +185,30 @@ class ConfigReader:
                 f"config.json gives two values of rope_theta, {top!r} and {theta!r}; keep one."
             )
         theta = theta if theta is not None else (top if top is not None else default_theta)
-        theta, scaling = self._positive("rope_theta", theta), self._rope_scaling(rope)
+        dim = self._rotary_dim(rope, head_dim, partial)
+        theta = self._positive("rope_theta", theta)
+        scaling = self._rope_scaling(rope, dim or head_dim)
         if scaling is not None and scaling.kind == "yarn" and theta <= 1:
             raise CheckpointError(
                 f"config.json has rope_theta = {theta!r}; with yarn scaling it must be above 1."
             )
-        return theta, scaling
+        return theta, scaling, dim
+
+    def _rotary_dim(self, rope: dict[str, Any], head_dim: int, partial: float | None) -> int | None:
+        key = "partial_rotary_factor"
+        if partial is None:
+            if rope.get(key) in (1, None):
+                rope.pop(key, None)
+            return None
+        inner, top = rope.pop(key, None), self.get(key, None)
+        share = self._positive(key, next((x for x in (inner, top) if x is not None), partial))
+        dim = int(round(head_dim * share, 6))
+        if share > 1 or dim < 2 or dim % 2:
+            raise CheckpointError(
+                f"config.json has {key} = {share!r} of head_dim = {head_dim}; so many dimensions, "
+                f"{dim}, must be even and from 2 to all."
+            )
+        return None if dim == head_dim else dim
 
     def _check_same_rope(self, modern: dict, legacy: dict) -> None:
         differ = [k for k in legacy if k in modern and modern[k] != legacy[k]]
@@ -191,7 +217,7 @@ class ConfigReader:
                 f"config.json's rope_scaling and rope_parameters differ in {differ[0]!r}; keep one."
             )
 
-    def _rope_scaling(self, rope: dict[str, Any]) -> RopeScaling | None:
+    def _rope_scaling(self, rope: dict[str, Any], dim: int) -> RopeScaling | None:
         named = (rope.pop("rope_type", None), rope.pop("type", None))
         kind = next((name for name in named if name is not None), "default")
         for name in named:
@@ -199,8 +225,7 @@ class ConfigReader:
                 raise CheckpointError(
                     f"config.json has a RoPE scaling of type {name!r}; it must be a string."
                 )
-        if rope.get("partial_rotary_factor") == 1.0:
-            rope.pop("partial_rotary_factor")
+        kind = "longrope" if kind == "su" else kind
         if kind not in _ROPE_KEYS:
             raise UnsupportedModelError(
                 f"config.json asks for RoPE scaling of type {kind!r}, which rooflax does not "
@@ -214,7 +239,31 @@ class ConfigReader:
             )
         if kind == "default":
             return None
-        return self._scaling_values(kind, rope)
+        return self._longrope(rope, dim) if kind == "longrope" else self._scaling_values(kind, rope)
+
+    def _longrope(self, rope: dict[str, Any], dim: int) -> RopeScaling:
+        length = self.size("max_position_embeddings")
+        inner = rope.get("original_max_position_embeddings")
+        top = self.get("original_max_position_embeddings", length if inner is None else inner)
+        original = self._original_length(top, None)
+        stated = rope.get("factor")
+        factor = length / original if stated is None else self._positive("factor", stated)
+        attention = rope.get("attention_factor")
+        if attention is None:
+            long = factor > 1 and original > 1
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if long else 1.0
+        both = []
+        for key in ("short_factor", "long_factor"):
+            found = rope.get(key)
+            if not isinstance(found, list) or len(found) != dim // 2:
+                raise CheckpointError(
+                    f"config.json has rope_scaling.{key} = {found!r:.80}; it must be a list of a "
+                    f"number for each of {dim // 2} frequencies."
+                )
+            both.append(tuple(self._positive(f"rope_scaling.{key}", x) for x in found))
+        attention = self._positive("rope_scaling.attention_factor", attention)
+        how = {"attention_factor": attention, "short_factor": both[0], "long_factor": both[1]}
+        return RopeScaling("longrope", factor, original, **how)
 
     def _scaling_values(self, kind: str, rope: dict[str, Any]) -> RopeScaling:
         def number(key: str, default: float | None = None) -> float:
@@ -334,6 +383,10 @@ _ROPE_KEYS = {
     "yarn": (
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
         "attention_factor", "mscale", "mscale_all_dim",
+    ),
+    "longrope": (
+        "factor", "original_max_position_embeddings", "attention_factor", "short_factor",
+        "long_factor",
     ),
 }  # fmt: skip
 

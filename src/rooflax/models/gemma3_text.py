@@ -30,8 +30,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         reader.expect(key, None)
     reader.expect("use_bidirectional_attention", False)
-    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
-    attention = common.read_attention(reader, norm_eps=1e-6, **bias, wiring=SANDWICH)
+    parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None}
+    attention = common.read_attention(reader, norm_eps=1e-6, **parts)
     norm = replace(attention.norm, plus_one=True)
     scale = reader.number("query_pre_attn_scalar", 256) ** -0.5
     attention = replace(attention, norm=norm, qk_norm=norm.eps, scale=scale)

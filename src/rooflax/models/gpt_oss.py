@@ -14,6 +14,7 @@ from rooflax.models.common import (
     layer_types,
     num_layers,
     read_attention,
+    read_biases,
     read_decoder,
     read_experts,
     read_rope,
@@ -46,8 +47,8 @@ NAMES = Names(
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = reader.flag("attention_bias", True)
-    attention = read_attention(reader, norm_eps=1e-5, sinks=True, qkv_bias=bias, output_bias=bias)
+    parts = read_biases(reader, True) | {"sinks": True, "theta": None}
+    attention = read_attention(reader, norm_eps=1e-5, **parts)
     attention = replace(attention, rope=_read_rope(reader, attention.head_dim))
     window = reader.size("sliding_window", 128)
     count = num_layers(reader)

@@ -1,4 +1,4 @@
-"""LLaMA 2, 3, 3.1, 3.2: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""LLaMA 1 to 3.2 and models of its architecture: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
 Rejected: partial rotary dimensions, activations other than those of ops.activation.
 
@@ -8,33 +8,22 @@ al., The Llama 3 Herd of Models, 2024.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from rooflax.models.common import (
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_rope,
-    write_decoder,
-)
+from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Layer, Mlp
+from rooflax.nn.parts import Mlp
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = reader.flag("attention_bias", False)
-    attention = read_attention(reader, norm_eps=1e-6, qkv_bias=bias, output_bias=bias)
-    attention = replace(attention, rope=read_rope(reader, attention.head_dim))
-    mlp = read_mlp(reader, attention.norm, bias=reader.flag("mlp_bias", False))
-    layers = (Layer(attention, mlp),) * num_layers(reader)
-    return read_decoder(reader, layers, max_position=2048)
+    attention = common.read_attention(reader, norm_eps=1e-6, **common.read_biases(reader))
+    mlp_bias = reader.flag("mlp_bias", False)
+    return common.read_dense(reader, attention, mlp_bias=mlp_bias, max_position=2048)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    return write_decoder(decoder, "llama", "LlamaForCausalLM") | write_biases(decoder)
+    return common.write_decoder(decoder, "llama", "LlamaForCausalLM") | write_biases(decoder)
 
 
 def write_biases(decoder: Decoder) -> dict[str, bool]:

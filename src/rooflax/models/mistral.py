@@ -7,29 +7,17 @@ Source: transformers, models/mistral/modeling_mistral.py; Jiang et al., Mistral 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from rooflax.models.common import (
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_rope,
-    windows_of,
-    write_decoder,
-)
+from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Layer
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    attention = read_attention(reader, norm_eps=1e-6, kv_heads=8)
-    rope = read_rope(reader, attention.head_dim)
-    attention = replace(attention, rope=rope, window=read_window(reader, 4096))
-    layer = Layer(attention, read_mlp(reader, attention.norm))
-    return read_decoder(reader, [layer] * num_layers(reader), max_position=131_072)
+    window = read_window(reader, 4096)
+    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=8, window=window)
+    return common.read_dense(reader, attention, max_position=131_072)
 
 
 def read_window(reader: ConfigReader, absent: int | None) -> int | None:
@@ -40,5 +28,5 @@ def read_window(reader: ConfigReader, absent: int | None) -> int | None:
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    written = write_decoder(decoder, "mistral", "MistralForCausalLM")
-    return written | {"sliding_window": windows_of(decoder)[0]}
+    written = common.write_decoder(decoder, "mistral", "MistralForCausalLM")
+    return written | {"sliding_window": common.windows_of(decoder)[0]}

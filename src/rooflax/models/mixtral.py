@@ -20,9 +20,8 @@ STORED = "model.layers.{i}.block_sparse_moe"
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    attention = common.read_attention(reader, norm_eps=1e-5, kv_heads=8)
-    rope = common.read_rope(reader, attention.head_dim, 1_000_000.0)
-    attention = replace(attention, rope=rope, window=read_window(reader, None))
+    parts = {"kv_heads": 8, "theta": 1_000_000.0, "window": read_window(reader, None)}
+    attention = common.read_attention(reader, norm_eps=1e-5, **parts)
     reader.get("router_jitter_noise", None)  # of training
     count, chosen = common.read_experts(reader, "num_local_experts", 8, 2)
     activation = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")

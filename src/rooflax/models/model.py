@@ -116,7 +116,8 @@ class Model:
 
 def make_rope(config: Decoder, max_model_len: int) -> tuple[RopeTable, ...]:
     """The tables of a config's RoPEs, on the default device."""
-    arrays = (rope_arrays(config.head_dim, max_model_len, r.theta, r.scaling) for r in config.ropes)
+    size = config.head_dim, max_model_len
+    arrays = (rope_arrays(*size, r.theta, r.scaling, r.dim) for r in config.ropes)
     return tuple(RopeTable(jax.device_put(cos), jax.device_put(sin)) for cos, sin in arrays)
 
 

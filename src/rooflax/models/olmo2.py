@@ -11,17 +11,14 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import POST, Layer
+from rooflax.nn.parts import POST
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
-    attention = common.read_attention(reader, norm_eps=1e-5, **bias, wiring=POST, flat_norm=True)
-    rope = common.read_rope(reader, attention.head_dim)
-    attention = replace(attention, rope=rope, qk_norm=attention.norm.eps)
-    mlp = replace(common.read_mlp(reader, attention.norm), wiring=POST)
-    layers = [Layer(attention, mlp)] * common.num_layers(reader)
-    return common.read_decoder(reader, layers, max_position=2048)
+    how = common.read_biases(reader) | {"wiring": POST, "flat_norm": True}
+    attention = common.read_attention(reader, norm_eps=1e-5, **how)
+    attention = replace(attention, qk_norm=attention.norm.eps)
+    return common.read_dense(reader, attention, max_position=2048)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

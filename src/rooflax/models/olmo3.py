@@ -18,8 +18,8 @@ THETA = 500_000.0
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
-    attention = common.read_attention(reader, norm_eps=1e-5, **bias, wiring=POST, flat_norm=True)
+    how = common.read_biases(reader) | {"wiring": POST, "flat_norm": True, "theta": None}
+    attention = common.read_attention(reader, norm_eps=1e-5, **how)
     attention = replace(attention, qk_norm=attention.norm.eps)
     ropes = common.read_nested_ropes(reader, attention.head_dim, THETA, THETA)
     if ropes is None:

@@ -18,13 +18,12 @@ from rooflax.ops.activation import ACTIVATIONS
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
-    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **bias)
-    rope = common.read_rope(reader, attention.head_dim)
+    parts = common.read_biases(reader) | {"kv_heads": 4}
+    attention = common.read_attention(reader, norm_eps=1e-6, **parts)
     window = reader.size("sliding_window", 4096)
     window = window if reader.flag("use_sliding_window", False) else None
     reader.get("max_window_layers", None)  # written, and read by nobody
-    attention = replace(attention, rope=rope, qk_norm=attention.norm.eps, window=window)
+    attention = replace(attention, qk_norm=attention.norm.eps, window=window)
     dense, sparse = _read_mlps(reader, attention.norm)
     mlps = (sparse if has else dense for has in _read_sparse_layers(reader))
     layers = (Layer(attention, mlp) for mlp in mlps)

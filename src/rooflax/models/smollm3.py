@@ -18,10 +18,9 @@ from rooflax.nn.parts import Layer
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    bias = {name: reader.flag("attention_bias", False) for name in ("qkv_bias", "output_bias")}
-    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **bias)
-    rope = common.read_rope(reader, attention.head_dim, 2_000_000.0)
-    ropes = [rope if has_rope else None for has_rope in _read_rope_layers(reader)]
+    parts = common.read_biases(reader) | {"kv_heads": 4, "theta": 2_000_000.0}
+    attention = common.read_attention(reader, norm_eps=1e-6, **parts)
+    ropes = [attention.rope if has_rope else None for has_rope in _read_rope_layers(reader)]
     reader.get("max_window_layers", None)  # written, and read by nobody
     window = reader.size("sliding_window", 0, least=0) or None
     window = window if reader.flag("use_sliding_window", False) else None

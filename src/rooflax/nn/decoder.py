@@ -21,7 +21,7 @@ from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
 from rooflax.nn.parts import Context, Layer, Moe, NormKind, Table
 from rooflax.nn.rope import Rope, RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Slot, Stored, Weight
+from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows
 
@@ -31,7 +31,8 @@ class Names:
     """Where a family's checkpoints keep what LLaMA's keep elsewhere.
 
     Attributes:
-        stored: pairs of a table's key and its place.
+        stored: pairs of a table's key and its place; one tensor in place of several has their
+            rows, unless a layout says otherwise.
     """
 
     stored: tuple[tuple[str, Stored], ...] = ()
@@ -40,8 +41,10 @@ class Names:
         places = dict(self.stored)
 
         def renamed(key: str, line: Weight) -> Weight:
-            place = places.get(key, Stored(line.hf, line.layout))
-            return replace(line, hf=place.hf, layout=place.layout or line.layout)
+            place = places.get(key, Stored(line.hf))
+            fused = isinstance(place.hf, str) and not isinstance(line.hf, str)
+            layout = place.layout or (Rows(line.layout) if fused else line.layout)
+            return replace(line, hf=place.hf, layout=layout)
 
         return {key: renamed(key, line) for key, line in table.items()}
 
@@ -150,7 +153,8 @@ class Decoder:
             table["position"] = Weight("position hidden", "model.embed_positions.weight")
         table |= self.norm.table("final_norm", "model.norm")
         for layer in dict.fromkeys(self.layers):
-            table |= {LAYER_PREFIX + key: line for key, line in layer.table.items()}
+            for key, line in layer.table.items():
+                assert table.setdefault(LAYER_PREFIX + key, line) == line, f"layers differ in {key}"
         if not self.tied_embeddings and self.has_head:
             table["lm_head"] = Weight("vocab hidden", "lm_head.weight")
         return self.names.apply(table)

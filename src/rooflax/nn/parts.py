@@ -7,7 +7,7 @@ bear the names of LLaMA's checkpoints; a family with other names maps them (`Dec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from rooflax.nn.weights import (
     Linear,
     PerExpert,
     PlusOne,
+    Reordered,
     Weight,
 )
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
@@ -143,6 +144,7 @@ class Attention:
         qk_norm: epsilon of an RMSNorm of every query and key head before RoPE; None is none.
         flat_norm: `qk_norm` is of all query heads together, and of all key heads.
         scale: of the scores; None is head_dim^-1/2.
+        interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
     """
 
     num_heads: int
@@ -158,6 +160,7 @@ class Attention:
     scale: float | None = None
     wiring: Wiring = PRE
     flat_norm: bool = False
+    interleaved: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -174,14 +177,17 @@ class Attention:
         weights, biases = (tuple(f"{n}.{end}" for n in names) for end in ("weight", "bias"))
         norms = "input_layernorm", "post_attention_layernorm"
         lines = self.wiring.table(self.norm, "attn", *norms)
-        lines["attn.qkv"] = Weight("hidden -> kv_heads qkv_group head_dim", weights, QKV())
+        order = (self.rope or Rope(1.0)).order(self.head_dim, self.interleaved)
+        axes = "kv_heads qkv_group head_dim"
+        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, QKV(order=order))
         if self.qkv_bias:
-            axes = "kv_heads qkv_group head_dim"
-            lines["attn.qkv_bias"] = Weight(axes, biases, QKV(bias=True), "zeros")
+            lines["attn.qkv_bias"] = Weight(axes, biases, QKV(bias=True, order=order), "zeros")
         if self.qk_norm is not None:
             for part in "qk":
-                hf = f"{ATTENTION}.{part}_norm"
-                lines |= self.norm.table(f"attn.{part}_norm", hf, "head_dim")
+                key, hf = f"attn.{part}_norm", f"{ATTENTION}.{part}_norm"
+                lines |= self.norm.table(key, hf, "head_dim")
+                if order:
+                    lines[key] = replace(lines[key], layout=Reordered(order))
         if self.flat_norm:
             for part, axes in (("q", "kv_heads q_group head_dim"), ("k", "kv_heads head_dim")):
                 hf = f"{ATTENTION}.{part}_norm.weight"

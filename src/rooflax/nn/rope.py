@@ -19,13 +19,15 @@ class RopeScaling:
     """Scaling of the inverse frequencies; fields beyond a kind's own stay at their default.
 
     Attributes:
-        kind: "linear", "llama3" or "yarn".
+        kind: "linear", "llama3", "yarn" or "longrope".
         factor: how many times longer the context gets.
-        original_max_position: context length before scaling (llama3, yarn).
+        original_max_position: context length before scaling (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: llama3's band, in turns per original context.
         beta_fast, beta_slow: yarn's band, in turns per original context.
         truncate: yarn rounds the band to whole dimensions.
-        attention_factor: yarn's factor on cos and sin.
+        attention_factor: yarn's and longrope's factor on cos and sin.
+        short_factor, long_factor: longrope's divisor of each frequency, in tables up to the
+            original context and in longer ones.
     """
 
     kind: str
@@ -37,6 +39,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` object of config.json."""
@@ -49,6 +53,12 @@ class RopeScaling:
                 "low_freq_factor": self.low_freq_factor,
                 "high_freq_factor": self.high_freq_factor,
             }
+        if self.kind == "longrope":
+            return scaling | {
+                "attention_factor": self.attention_factor,
+                "short_factor": list(self.short_factor),
+                "long_factor": list(self.long_factor),
+            }
         return scaling | {
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
@@ -59,10 +69,30 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the frequencies theta^(-2i / head_dim), scaled."""
+    """Rotary positions: the frequencies theta^(-2i / dim), scaled.
+
+    Attributes:
+        dim: how many of a head's dimensions are rotated, the first ones; None is all.
+    """
 
     theta: float
     scaling: RopeScaling | None = None
+    dim: int | None = None
+
+    def order(self, head_dim: int, interleaved: bool) -> tuple[int, ...] | None:
+        """Which of a checkpoint's dimensions each of ours is; None if they are the same.
+
+        Ours are rotated in pairs (i, i + head_dim / 2), of which the first dim / 2 turn; a
+        checkpoint's pairs are (i, i + dim / 2), interleaved ones (2i, 2i + 1).
+        """
+        dim = self.dim or head_dim
+        if dim == head_dim and not interleaved:
+            return None
+        step, half = (2, 1) if interleaved else (1, dim // 2)
+        first = range(0, step * (dim // 2), step)
+        rest = (head_dim - dim) // 2
+        still = range(dim, dim + rest), range(dim + rest, head_dim)
+        return (*first, *still[0], *(i + half for i in first), *still[1])
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_parameters` object of config.json."""
@@ -79,8 +109,13 @@ class RopeTable:
     sin: Float[Array, "max_len half"]
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int = 0
+) -> np.ndarray:
     """theta^(-2i / head_dim), scaled; [head_dim / 2] float32.
+
+    Args:
+        max_len: of the table that they are for.
 
     Source: transformers, modeling_rope_utils.py; Peng et al., YaRN, 2023.
     """
@@ -92,6 +127,10 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
         return plain / np.float32(scaling.factor)
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
+    if scaling.kind == "longrope":
+        long = max_len > scaling.original_max_position
+        factors = np.asarray(scaling.long_factor if long else scaling.short_factor, np.float32)
+        return (1.0 / (factors * np.float32(theta) ** exponent)).astype(np.float32)
     return _yarn(plain, head_dim, theta, scaling)
 
 
@@ -122,13 +161,19 @@ def _yarn(plain: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) 
 
 
 def rope_arrays(
-    head_dim: int, max_len: int, theta: float, scaling: RopeScaling | None
+    head_dim: int, max_len: int, theta: float, scaling: RopeScaling | None, dim: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin for positions 0 to max_len - 1, [max_len, head_dim / 2] float32."""
-    frequencies = inverse_frequencies(head_dim, theta, scaling)
+    """cos and sin for positions 0 to max_len - 1, [max_len, head_dim / 2] float32.
+
+    Args:
+        dim: how many dimensions turn; the angles of the others are 0. None is all.
+    """
+    dim = dim or head_dim
+    frequencies = inverse_frequencies(dim, theta, scaling, max_len)
     angles = np.arange(max_len, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(scaling.attention_factor if scaling else 1.0)
+    still = ((0, 0), (0, (head_dim - dim) // 2))
     return (
-        (np.cos(angles) * factor).astype(np.float32),
-        (np.sin(angles) * factor).astype(np.float32),
+        np.pad((np.cos(angles) * factor).astype(np.float32), still, constant_values=1),
+        np.pad((np.sin(angles) * factor).astype(np.float32), still),
     )

@@ -139,9 +139,14 @@ class QKV(Layout):
     Ours is [hidden, kv_heads, group + 2, head_dim]: for each K/V head its query heads, then k,
     then v, so that a split over K/V heads keeps a head's queries beside it. With `bias` the
     hidden axis is absent.
+
+    Attributes:
+        order: which of the checkpoint's dimensions each dimension of a query or key head is; None
+            if they are the same.
     """
 
     bias: bool = False
+    order: tuple[int, ...] | None = None
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         kv_heads, group, head_dim = out_shape
@@ -150,17 +155,18 @@ class QKV(Layout):
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         kv_heads, group, head_dim = out.shape[-3:]
-        for part, where in zip(parts, _qkv_slices(group), strict=True):
+        for part, where, order in zip(parts, _qkv_slices(group), self._orders(), strict=True):
             heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
             if self.bias:
-                out[:, where] = heads
+                out[:, where] = heads[:, :, order]
                 continue
             for at, head in np.ndindex(heads.shape[:2]):
-                _turn(heads[at, head], out[:, at, where.start + head])
+                _turn(heads[at, head][order], out[:, at, where.start + head])
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        group = array.shape[-2]
-        parts = [array[..., where, :] for where in _qkv_slices(group)]
+        orders = (o if isinstance(o, slice) else np.argsort(o) for o in self._orders())
+        slices = zip(_qkv_slices(array.shape[-2]), orders, strict=True)
+        parts = [array[..., where, :][..., order] for where, order in slices]
         if self.bias:
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
@@ -169,6 +175,59 @@ class QKV(Layout):
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
+
+    def _orders(self) -> tuple[Any, Any, slice]:
+        """Of the dimensions of a q, k and v head."""
+        order = slice(None) if self.order is None else list(self.order)
+        return order, order, slice(None)
+
+
+@dataclass(frozen=True)
+class Reordered(Layout):
+    """A vector of a head's dimensions, in the order that `QKV` gives them."""
+
+    order: tuple[int, ...]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = parts[0][list(self.order)]
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array[np.argsort(self.order)]]
+
+
+@dataclass(frozen=True)
+class Rows(Layout):
+    """One tensor that has the rows of several, one after the other.
+
+    Attributes:
+        each: the layout of the several.
+    """
+
+    each: Layout
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        several = self.each.hf_shapes(in_shape, out_shape)
+        return [(sum(shape[0] for shape in several), *several[0][1:])]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        self.each.join(self._apart(parts, out.shape), out)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [np.concatenate(self.each.split(array, in_shape))]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        return self.each.slice_parts(self._apart(parts, shape), shape, where)
+
+    def _apart(self, parts: Sequence[np.ndarray], shape: Shape) -> Sequence[np.ndarray]:
+        """The several, of one tensor; parts of them come apart already."""
+        if len(parts) > 1:
+            return parts
+        (whole,) = parts
+        out_shape = shape[whole.ndim - 1 :]
+        sizes = [rows for rows, *_ in self.each.hf_shapes((), out_shape)]
+        return np.split(whole, np.cumsum(sizes)[:-1])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""The table of families in docs/models.md, from the registry, the definitions and the tests.
+
+python tools/family_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from rooflax.loading import gguf_config
+from rooflax.models.presets import PRESETS
+from rooflax.models.registry import FAMILIES, family
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "models.md"
+HEAD = """\
+| model_type | models | presets | GGUF | refused | compared with transformers |
+| --- | --- | --- | --- | --- | --- |
+"""
+TABLE = re.compile(re.escape(HEAD.partition("\n")[0]) + r"\n(\|.*\n)+")
+IN_LLAMA_FILES = ("mistral", "mistral3", "mixtral")
+"""Families whose GGUF files say that their architecture is llama."""
+
+
+def page(text: str) -> str:
+    """docs/models.md with the table as it is now."""
+    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, FAMILIES)), text)
+    assert count == 1, "docs/models.md has no table of families"
+    return found
+
+
+def row(name: str) -> str:
+    about = " ".join((family(name).__doc__ or "").split())
+    models, _, _ = about.partition(": ")
+    refused = re.search(r"Rejected: (.*?)\. Source:", about)
+    presets = [p for p, raw in PRESETS.items() if raw["model_type"] == name and "tiny" not in p]
+    files = [arch for arch, ours in gguf_config.FAMILIES.items() if ours == name]
+    files += ["llama"] if name in IN_LLAMA_FILES else []
+    cells = (
+        f"`{name}`",
+        models,
+        ", ".join(presets),
+        ", ".join(f"`{arch}`" for arch in files) or "no",
+        refused[1] if refused else "",
+        proven(name),
+    )
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def proven(name: str) -> str:
+    """Tiny checkpoints held to transformers, and published config.json files that are read."""
+    from tests.goldens import VARIANTS
+
+    tiny = [variant for variant, raw in VARIANTS.items() if raw["model_type"] == name]
+    published = ROOT / "tests" / "data" / "published_configs" / "configs.json"
+    found = [r for r in json.loads(published.read_text()) if r["config"].get("model_type") == name]
+    parts = [f"{len(tiny)} tiny checkpoint{plural(tiny)}"] if tiny else ["as its text model"]
+    return ", ".join(parts + ([f"{len(found)} published config{plural(found)}"] if found else []))
+
+
+def plural(found: list) -> str:
+    return "s" * (len(found) != 1)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

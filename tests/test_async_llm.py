@@ -314,6 +314,10 @@ def test_numbers_for_operators(folder):
     assert (found["num_waiting"], found["num_running"], found["num_compilations"]) == (0, 0, 0)
     assert sum(found["ttft_s"]["counts"]) == sum(found["e2e_s"]["counts"]) == 2
     assert sum(found["itl_s"]["counts"]) == 22
+    parts = [found[name]["total"] for name in ("queue_s", "prefill_s", "decode_s")]
+    assert sum(parts) == pytest.approx(found["e2e_s"]["total"], abs=0.05)
+    assert min(parts) >= 0 and parts[2] > 0
+    assert found["step_tokens"]["total"] >= 100 - 48 + 22
     assert len(found["ttft_s"]["counts"]) == len(found["ttft_s"]["bounds"]) + 1
     assert found["blocks_used"] == [0, 0] and all(found["blocks_total"])
 

@@ -93,6 +93,7 @@ COMMANDS = {
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
            "--prompt": ["for x in"], "--show-thinking": ([], "is for GPT-OSS's channels"),
+           "--url": (["nowhere"], "it must be like http"), "--api-key": (["k"], "is for --url"),
            "--json": None} | DRAFTS | BUDGET,
     ),
     "train": (

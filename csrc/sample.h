@@ -18,7 +18,7 @@ constexpr float kBanned = -std::numeric_limits<float>::infinity();
 // What a slot's sequence wants, laid out as ops/sampling_columns.py says. Lists of ids are padded with
 // -1, those of the bias with a bias of 0.
 struct SamplingRow {
-  static constexpr int64_t kBias = 300, kAllowed = 1024, kStop = 32;
+  static constexpr int64_t kBias = 1024, kAllowed = 1024, kStop = 32;
   float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
   uint32_t seed, sample_index;
   int32_t top_k, num_logprobs, min_position, scores_adjusted, is_masked;

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -313,6 +314,10 @@ def test_numbers_for_operators(folder):
     assert (found["num_waiting"], found["num_running"], found["num_compilations"]) == (0, 0, 0)
     assert sum(found["ttft_s"]["counts"]) == sum(found["e2e_s"]["counts"]) == 2
     assert sum(found["itl_s"]["counts"]) == 22
+    parts = [found[name]["total"] for name in ("queue_s", "prefill_s", "decode_s")]
+    assert sum(parts) == pytest.approx(found["e2e_s"]["total"], abs=0.05)
+    assert min(parts) >= 0 and parts[2] > 0
+    assert found["step_tokens"]["total"] >= 100 - 48 + 22
     assert len(found["ttft_s"]["counts"]) == len(found["ttft_s"]["bounds"]) + 1
     assert found["blocks_used"] == [0, 0] and all(found["blocks_total"])
 
@@ -322,6 +327,7 @@ def test_numbers_for_operators(folder):
     ("given", "reason"),
     [
         ({"max_waiting": 0}, "max_waiting"),
+        ({"max_pieces_per_s": 0}, "max_pieces_per_s"),
         ({"max_tokens_per_step": True}, "max_tokens_per_step"),
         ({"options": ExecutionOptions(jit=False)}, "jit"),
         ({"options": ExecutionOptions(use_cache=False)}, "cache"),
@@ -342,3 +348,23 @@ def test_requests_that_cannot_be_done_are_refused_before_they_wait(server):
         with pytest.raises(RequestError, match=reason):
             asyncio.run(server.generate(prompt, params))
     settle(server)
+
+
+def test_pieces_are_merged_to_so_many_a_second_and_none_is_lost(folder, server):
+    async def pieces(of):
+        started, found = time.perf_counter(), []
+        async for delta in of.stream(PROMPTS[0], LONG):
+            found.append((time.perf_counter() - started, delta))
+        return found
+
+    slow = serve(folder, max_pieces_per_s=5)
+    try:
+        wanted, found = asyncio.run(pieces(server)), asyncio.run(pieces(slow))
+    finally:
+        asyncio.run(slow.shutdown())
+    assert sum((d.tokens for _, d in found), ()) == sum((d.tokens for _, d in wanted), ())
+    assert "".join(d.text for _, d in found) == found[-1][1].completion.text
+    assert len(found) <= len(wanted)
+    gaps = [b[0] - a[0] for a, b in pairwise(found[:-1])]
+    assert all(gap > 0.15 for gap in gaps)  # all but the last, which waits for nothing
+    assert found[-1][1].completion is not None

@@ -40,7 +40,8 @@ class _Inbox:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._pending: dict[int, StepOutput] = {}
-        self._has_some = asyncio.Event()
+        self._has_some, self._has_end = asyncio.Event(), asyncio.Event()
+        self._taken_s = 0.0
 
     def put(self, output: StepOutput) -> None:
         """On the loop."""
@@ -48,10 +49,20 @@ class _Inbox:
         before = self._pending.get(key)
         self._pending[key] = output if before is None else before.then(output)
         self._has_some.set()
+        if output.finish_reason is not None:
+            self._has_end.set()
 
-    async def take(self) -> list[StepOutput]:
+    async def take(self, pause_s: float) -> list[StepOutput]:
+        """What came, no sooner than `pause_s` after the last time unless a sequence ended."""
+        left = self._taken_s + pause_s - self.loop.time()
+        if left > 0 and not self._has_end.is_set():
+            timer = self.loop.call_later(left, self._has_end.set)
+            await self._has_end.wait()
+            timer.cancel()
         await self._has_some.wait()
         self._has_some.clear()
+        self._has_end.clear()
+        self._taken_s = self.loop.time()
         found, self._pending = list(self._pending.values()), {}
         return found
 
@@ -67,6 +78,7 @@ class AsyncLLM:
             most 0.3 s, up to 512.
         kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.
         report: is told of each program as warm-up has it.
+        max_pieces_per_s: of all streams together; what comes faster is merged. None is no limit.
         arguments: the others of `LLM`.
 
     Raises:
@@ -82,6 +94,7 @@ class AsyncLLM:
         max_tokens_per_step: int | None = None,
         kv_blocks: tuple[int, ...] | None = None,
         report: Callable[[Compiled], None] = lambda _: None,
+        max_pieces_per_s: float | None = None,
         **arguments: Any,
     ):
         for name, value in (
@@ -92,6 +105,11 @@ class AsyncLLM:
                 raise RequestError(
                     f"{name} is {value!r}; it must be a whole number from 1 up.", param=name
                 )
+        if max_pieces_per_s is not None and not 0 < max_pieces_per_s < float("inf"):
+            raise RequestError(
+                f"max_pieces_per_s is {max_pieces_per_s!r}; it must be a number above 0.",
+                param="max_pieces_per_s",
+            )
         if jax.process_count() > 1:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
         asked = {name: arguments.pop(name) for name in PLANNED & arguments.keys()}
@@ -104,6 +122,7 @@ class AsyncLLM:
         self._pooler = pooling and pooling.pooler
         engine = self._engine(plan, STEP_S if max_tokens_per_step is None else None)
         self._inboxes: dict[int, _Inbox] = {}
+        self._piece_s = 1 / max_pieces_per_s if max_pieces_per_s else 0.0
         self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
         self._thread.wait_until_warm()
@@ -182,7 +201,7 @@ class AsyncLLM:
             raise
         try:
             while open_:
-                for output in await inbox.take():
+                for output in await inbox.take(self._piece_s * len(self._inboxes)):
                     sample = open_.get(id(output.sequence))
                     if sample is not None:
                         delta = self._take(sample, output)

@@ -94,6 +94,7 @@ COMMANDS = {
         FINDING | CHECK | SAMPLING | LENGTH | PRECISION | QUANTIZE | EXECUTION | DEVICE | OUTPUT
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
            "--prompt": ["for x in"], "--show-thinking": ([], "is for GPT-OSS's channels"),
+           "--url": (["nowhere"], "it must be like http"), "--api-key": (["k"], "is for --url"),
            "--json": None} | DRAFTS | BUDGET,
     ),
     "train": (
@@ -217,8 +218,8 @@ def flags_of(verb):
 
 
 def test_the_tables_name_every_flag_of_every_verb():
-    # tests/server/test_flags.py and test_cli_embed.py hold these to the same.
-    assert set(COMMANDS) == set(VERBS) - {"serve", "embed"}
+    # tests/server/test_flags.py and test_cli_embed.py hold those to the same.
+    assert set(COMMANDS) == set(VERBS) - {"serve", "bench serve", "batch", "embed"}
     for verb in COMMANDS:
         assert set(flags_of(verb)) == set(COMMANDS[verb][1]), verb
 

@@ -1,6 +1,8 @@
 """What the engine's histograms and metrics count: pure Python."""
 
 from rooflax.engine.metrics import Histogram, Metrics
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import Sequence
 
 
 def test_a_histogram_counts_up_to_each_bound():
@@ -8,6 +10,34 @@ def test_a_histogram_counts_up_to_each_bound():
     for value in (0.5, 1.0, 1.5, 2.5):
         histogram.observe(value)
     assert (histogram.counts, histogram.total) == ([2, 1, 1], 5.5)
+
+
+def test_the_times_of_a_request_add_up():
+    metrics, params = Metrics(), SamplingParams(max_tokens=3, n=2)
+    for index, reason in enumerate(("stop", "length", "abort")):
+        sequence = Sequence(0, [1, 2], params, 3, frozenset(), sample_index=index, arrival_s=10.0)
+        sequence.admitted_s = 11.0
+        for now_s in (13.0, 14.0, 17.0):
+            metrics.token(sequence, now_s)
+            sequence.append(5, now_s)
+        sequence.finish(reason)
+        metrics.finished(sequence, 17.5)
+    found = metrics.as_dict()
+    totals = {name: found[name]["total"] for name in found if name.endswith("_s")}
+    assert totals == {
+        "ttft_s": 9.0, "itl_s": 12.0, "e2e_s": 15.0, "queue_s": 2.0, "prefill_s": 4.0,
+        "decode_s": 8.0, "inference_s": 12.0, "tpot_s": 4.0,
+    }  # fmt: skip
+    assert (found["prompt_tokens"]["total"], found["output_tokens"]["total"]) == (4, 6)
+    assert (found["samples"]["total"], found["max_tokens"]["total"]) == (2, 6)
+
+
+def test_what_never_ran_has_no_times():
+    metrics = Metrics()
+    sequence = Sequence(0, [1, 2], SamplingParams(), 3, frozenset())
+    sequence.finish("length")
+    metrics.finished(sequence, 1.0)
+    assert metrics.num_finished == {"length": 1} and metrics.e2e_s.total == 0
 
 
 def test_metrics_are_plain_values():

@@ -171,8 +171,8 @@ def test_files_and_links_exist(page: str) -> None:
 def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> None:
     """A preset, a hub id with its owner, a folder, a GGUF file or a placeholder: "gpt2" is none."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    verbs = "generate|chat|bench|inspect|train|quantize|verify|perplexity"
-    for name in re.findall(rf"\brooflax (?:{verbs}) ([^-\s`|#)][^\s`|)]*)", text):
+    verbs = "generate|chat|bench serve|bench|inspect|train|quantize|verify|perplexity"
+    for name in re.findall(rf"\brooflax (?:{verbs}) (?!serve\b)([^-\s`|#)][^\s`|)]*)", text):
         assert NAMED.match(name), f"{page} names the model {name!r}"
 
 

@@ -487,7 +487,7 @@ def test_j2_messages_of_all_kinds(live, messages):
         ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
         ("repetition_penalty", 0), ("repetition_penalty", -1), ("logit_bias", {"foo": 1}),
         ("logit_bias", {"-1": 1}), ("logit_bias", {"4096": 1}), ("logit_bias", {"1": 1e9}),
-        ("logit_bias", {str(i): 1 for i in range(1000)}), ("n", 0), ("n", -1), ("n", 10**9),
+        ("logit_bias", {str(i): 1 for i in range(1025)}), ("n", 0), ("n", -1), ("n", 10**9),
         ("max_tokens", -1), ("max_tokens", 2**63), ("max_tokens", 10_000), ("stop", ""),
         ("stop", ["x"] * 65), ("stop", "x" * 1_000_000), ("stop", [""]), ("logprobs", -1),
         ("logprobs", 21), ("seed", 2**63), ("seed", -(2**63) - 1), ("allowed_token_ids", [4096]),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import openai
 import pytest
 
 from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
-from tests.product.snippets import snippets
+from tests.product.snippets import ROOT, snippets
 from tests.product.test_embedded_chat import TOOL
 from tests.server.live import serving, wait_for
 
@@ -224,10 +225,42 @@ def test_metrics_are_prometheus(served, client):
         "prefix_cache_queries", "prefix_cache_hits", "time_to_first_token_seconds",
         "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_prompt_tokens", "request_generation_tokens",
+        "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds",
+        "request_params_max_tokens", "request_params_n", "iteration_tokens_total",
     ):  # fmt: skip
         assert found[f"vllm:{name}"].samples, name
     tokens = found["vllm:generation_tokens"].samples[0]
     assert tokens.labels == {"model_name": CHAT_NAME, "engine": "0"} and tokens.value > 0
     assert found["rooflax:compilations_after_warmup"].samples
+    sums = {s.name: s.value for family in found.values() for s in family.samples}
+    parts = [
+        sums[f"vllm:request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode")
+    ]
+    assert sum(parts) <= sums["vllm:e2e_request_latency_seconds_sum"] and parts[2] > 0
+    blocks = {s.labels["state"]: s.value for s in found["rooflax:kv_blocks"].samples}
+    assert blocks["free"] > 0 and set(blocks) == {"used", "free"}
     answered = {s.labels["route"] for s in found["rooflax:http_requests"].samples}
     assert "/v1/chat/completions" in answered
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(served):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = served.http.get("/metrics").text
+    known = {}
+    for family in text_string_to_metric_families(text):
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        known |= {f"{family.name}{end}": family for end in ends.get(family.type, [""])}
+    board = (ROOT / "docs" / "grafana.json").read_text(encoding="utf-8")
+    panels = json.loads(board)["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    names = {name for expr in asked for name in re.findall(r"(?:vllm|rooflax):\w+", expr)}
+    assert len(panels) >= 12 and len(names) >= 20
+    assert names <= set(known), names - set(known)
+    for expr in asked:
+        labels = set(re.findall(r"by \((\w+)\)", expr)) | set(re.findall(r"(\w+)=\"", expr))
+        for name in re.findall(r"(?:vllm|rooflax):\w+", expr):
+            if known[name].samples:
+                seen = {label for sample in known[name].samples for label in sample.labels}
+                assert labels <= seen, (expr, seen)

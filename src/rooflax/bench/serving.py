@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rooflax.bench.statistics import PERCENTILES, percentiles
 from rooflax.bench.workload import PROMPT_SEED, Workload
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
@@ -19,7 +20,6 @@ from rooflax.loading.model_info import model_info
 NUM_SLOTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS = 512, 16
 LEAST_SPEEDUP, LEAST_SHARE, LEAST_TTFT_RATIO = 4.0, 0.85, 5.0
-PERCENTILES = (50, 90, 99)
 
 
 class Served:
@@ -111,9 +111,9 @@ def under_rate(work: Workload, rate: Rate) -> dict[str, Any]:
         "output_tokens": work.output_tokens,
         "seconds": seconds,
         "output_tok_per_s": rate.num_requests * work.output_tokens / seconds,
-        "ttft_s": _percentiles([s.token_times_s[0] - s.arrival_s for s in sequences]),
-        "itl_s": _percentiles(itl.tolist()),
-        "e2e_s": _percentiles([s.token_times_s[-1] - s.arrival_s for s in sequences]),
+        "ttft_s": percentiles([s.token_times_s[0] - s.arrival_s for s in sequences]),
+        "itl_s": percentiles(itl.tolist()),
+        "e2e_s": percentiles([s.token_times_s[-1] - s.arrival_s for s in sequences]),
         "target_ttft_s": rate.target_ttft_s,
         "target_tpot_s": rate.target_tpot_s,
         "good_requests": good,
@@ -140,11 +140,6 @@ def _is_good(sequence: Sequence, rate: Rate) -> bool:
     ttft = times[0] - sequence.arrival_s
     tpot = (times[-1] - times[0]) / max(1, len(times) - 1)
     return ttft <= rate.target_ttft_s and tpot <= rate.target_tpot_s
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return found | {"mean": float(np.mean(values))}
 
 
 @dataclass(frozen=True)

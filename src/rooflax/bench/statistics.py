@@ -14,6 +14,7 @@ from rooflax.errors import RequestError
 NOISY = 0.10
 """A standard deviation above this share of the mean is named."""
 
+PERCENTILES = (50, 90, 99)
 DRIFT = 0.10
 SLOW_FIRST = 0.15
 BOOTSTRAP_DRAWS = 4000
@@ -160,3 +161,9 @@ def _interval(centre: float, draws: np.ndarray, trials: int) -> Ratio:
 
 def _t_over_normal(degrees: int) -> float:
     return T_OVER_NORMAL[max(d for d in T_OVER_NORMAL if d <= degrees)]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p99 and the mean."""
+    found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return found | {"mean": float(np.mean(values))}

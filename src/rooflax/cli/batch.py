@@ -1,193 +1,227 @@
-"""`rooflax generate --input FILE --output FILE`: prompts from JSON lines, answers in their order.
+"""`rooflax batch`: answers a file in OpenAI's batch format, through a server.
 
-A line of the input has `prompt` (text or token ids) or `messages`, and may have `id` and fields of
-SamplingParams, which replace the flags'. A line of the output has `id` (else the line's number),
-`text`, `tokens` and `finish_reason`, and of several samples all as `samples`. Started again, it
-goes on behind the answers that are there.
+A line of the input has `custom_id`, `method` "POST", `url` and `body`; a line of the output
+`custom_id` and `response` (or `error`), in the order in which answers come. Started again, it asks
+what has no answer yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rooflax.cli import terminal
-from rooflax.cli.statistics import sample
-from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.inputs import FIELDS
+from rooflax.cli import flags, terminal
+from rooflax.cli.bench_serve import server_at
+from rooflax.cli.own_server import own_server, words_of
+from rooflax.cli.parser import Parser, at_least_one
+from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
-    from rooflax.completion import Completion
-    from rooflax.llm import LLM
+    from rooflax.http_client import Client, Reply
 
-DEFAULT_MAX_TOKENS = 256
-BEGIN = b'{"id": '
-"""Of every line of the output."""
-AT_ONCE = 8
-"""Requests in a batch for every sequence that runs at once."""
+SUMMARY = "answer a file in OpenAI's batch format"
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+BUSY = (429, 503)
+"""Statuses after which a request is sent again."""
+MOST_TRIES, LONGEST_WAIT_S = 100, 30.0
 
 
 @dataclass(frozen=True)
 class Request:
     """A line of the input."""
 
-    name: Any
-    ids: list[int]
-    params: SamplingParams
+    name: str
+    path: str
+    body: dict[str, Any]
 
 
-def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
-    """Answers the input's lines that have no answer yet."""
-    requests = read_requests(llm, args.input, params)
-    with open_output(args.output, args.force) as (file, done):
-        todo = unanswered(requests, done)
-        if done and not args.quiet:
-            terminal.say(f"{len(done)} of {len(requests)} are answered already")
-        finished, size = len(done), AT_ONCE * llm.max_num_seqs
-        for begin in range(0, len(todo), size):
-            batch = todo[begin : begin + size]
-            for request, completions in answers(llm, batch):
-                line = json.dumps(line_of(request, completions), ensure_ascii=False)
-                file.write(f"{line}\n".encode())
-                file.flush()
-            finished += len(batch)
-            if not args.quiet:
-                terminal.say(f"{finished} of {len(requests)} answered")
-    return 0
+def add_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?",
+        help="is served by `rooflax serve` meanwhile; default: the embedded chat model",
+    )  # fmt: skip
+    add = parser.group("the files").add_argument
+    add("--input", "-i", metavar="FILE", required=True, help="requests, one JSON object a line")
+    add("--output", "-o", metavar="FILE", required=True, help="answers; what is there is kept")
+    add("--force", action="store_true", help="replace the answers that are there")
+    add = parser.group("the server").add_argument
+    add("--url", metavar="URL", help="of a running server, in place of MODEL")
+    add("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
+    add("--serve-flags", metavar="FLAGS", help='for MODEL: --serve-flags="-q int8"')
+    add("--concurrency", metavar="N", type=at_least_one, default=32,
+        help="requests open at once; default 32")  # fmt: skip
+    flags.add_output(parser, json=False)
 
 
-def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
-    """The input's requests, all of them checked.
+def run(args: argparse.Namespace) -> int:
+    """Asks what has no answer; exits with 1 where a request failed."""
+    for name in ("model", "serve_flags"):
+        if args.url is not None and name in args.given:
+            shown = "MODEL" if name == "model" else "--serve-flags"
+            raise RequestError(f"--url and {shown} exclude each other; drop one of them")
+    requests = read_requests(args.input)
+    done = set() if args.force else answered(args.output)
+    todo = [request for request in requests if request.name not in done]
+    try:
+        file = open(args.output, "wb" if args.force else "ab")  # noqa: SIM115
+    except OSError as error:
+        raise RequestError(
+            f"{args.output} cannot be written: {error.strerror}.", param="output"
+        ) from None
+    with file, contextlib.ExitStack() as stack:
+        show = stack.enter_context(terminal.statuses(args.quiet))
+        if not todo:
+            failed = 0
+        else:
+            show("starting the server" if args.url is None else f"asking {args.url[:60]}")
+            url = args.url or stack.enter_context(
+                own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
+            )
+            server = server_at(url, args.api_key)
+            from rooflax.http_client import Client
+
+            client = Client(server)
+            asked = _ask_all(client, todo, args.concurrency, file, show)
+            failed = asyncio.run(asked)
+    if not args.quiet:
+        kept = f"; {len(requests) - len(todo)} were answered already" if done else ""
+        print(f"{len(todo) - failed} answered, {failed} failed{kept}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def read_requests(path: str) -> list[Request]:
+    """The input's requests.
 
     Raises:
         RequestError: naming the line.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = list(enumerate(file, start=1))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
-    found = []
-    for number, line in lines:
-        if line.strip():
-            try:
-                raw = json.loads(line)
-            except (ValueError, RecursionError):
-                raise RequestError(f"Line {number} of {path} is not JSON.") from None
-            try:
-                found.append(_request(llm, number, raw, params))
-            except RooflaxError as error:
-                raise RequestError(f"Line {number} of {path}: {error}") from None
+    found: list[Request] = []
+    names = set[str]()
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+        except (ValueError, RecursionError):
+            raise RequestError(f"Line {number} of {path} is not JSON.", param="input") from None
+        try:
+            request = _request(raw)
+            if request.name in names:
+                raise RequestError(f"custom_id {request.name[:60]!r} is there twice.")
+        except RequestError as error:
+            raise RequestError(f"Line {number} of {path}: {error}", param="input") from None
+        names.add(request.name)
+        found.append(request)
     return found
 
 
-def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request:
-    if not isinstance(raw, dict) or ("prompt" in raw) == ("messages" in raw):
-        raise RequestError("it must be an object with either prompt or messages.")
-    rest = {key: value for key, value in raw.items() if key not in ("prompt", "messages", "id")}
-    for name in rest:
-        if name not in FIELDS:
+def _request(raw: Any) -> Request:
+    wanted = {"custom_id": str, "method": str, "url": str, "body": dict}
+    if not isinstance(raw, dict) or set(raw) != set(wanted):
+        raise RequestError(f"it must be an object with {', '.join(wanted)}.")
+    for name, kind in wanted.items():
+        if not isinstance(raw[name], kind):
+            raise RequestError(f"{name} must be {'an object' if kind is dict else 'text'}.")
+    if raw["method"] != "POST" or raw["url"] not in ROUTES:
+        raise RequestError(f"it must be a POST to one of {', '.join(ROUTES)}.")
+    if raw["body"].get("stream"):
+        raise RequestError("a batch has no streams; drop stream.")
+    return Request(raw["custom_id"], raw["url"], raw["body"])
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
+
+
+def answered(path: str) -> set[str]:
+    """The custom_ids that the output has; a line that was cut is dropped from the file.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    if not Path(path).exists():
+        return set()
+    found, end = set[str](), 0
+    for line in Path(path).read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            raw = json.loads(line)
+            found.add(raw["custom_id"])
+            known = {"id", "response", "error"} <= raw.keys()
+        except (ValueError, TypeError, KeyError, RecursionError):
+            known = False
+        if not known:
             raise RequestError(
-                f"{name!r} is neither id, prompt, messages nor a sampling parameter."
+                f"{path} holds something else than a batch's answers; choose another file, or "
+                f"replace it with --force.",
+                param="output",
             )
-    own = replace(params, **rest)
-    if "messages" in raw:
-        ids = llm.encode_chat(raw["messages"])
-    else:
-        ids = llm.processor.prompt_ids(raw["prompt"])
-    if own.max_tokens is None:
-        own = replace(own, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))))
-    llm.processor.samples(0, ids, own)
-    return Request(raw.get("id", number), ids, own)
-
-
-@contextmanager
-def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]:
-    """The output's file at its end, and the names of the requests that it answers.
-
-    A last line without its end, as of a run that was killed, is cut off.
-
-    Raises:
-        RequestError: the file holds something else, or cannot be written.
-    """
-    done: list[Any] = []
-    try:
-        file = open(path, "r+b" if Path(path).exists() else "w+b")  # noqa: SIM115
-    except OSError as error:
-        why = error.strerror
-        raise RequestError(f"{path} cannot be written: {why}.", param="output") from None
-    with file:
-        if force:
-            file.truncate(0)
-        end = 0
-        for line in file:
-            if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
-                break
-            done.append(_answered(path, line))
-            end += len(line)
+        end += len(line)
+    with open(path, "r+b") as file:
         file.truncate(end)
-        file.seek(end)
-        yield file, done
+    return found
 
 
-def _answered(path: str, line: bytes) -> Any:
-    """The request of a line of the output."""
+async def _ask_all(
+    client: Client, todo: Sequence[Request], concurrency: int, file: IO[bytes], show: Any
+) -> int:
+    """Asks all of them; how many failed."""
+    coming, num_failed, num_done = iter(todo), 0, 0
+
+    async def one_after_another() -> None:
+        nonlocal num_failed, num_done
+        for request in coming:
+            answer = await _ask(client, request)
+            file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            num_failed += answer["error"] is not None or answer["response"]["status_code"] != 200
+            num_done += 1
+            show(f"{num_done} of {len(todo)}")
+
     try:
-        raw = json.loads(line)
-        if {"id", "text", "tokens", "finish_reason"} <= raw.keys():
-            return raw["id"]
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    raise RequestError(
-        f"{path} holds something else than answers; choose another file, or replace it with "
-        f"--force.",
-        param="output",
-    )
+        await asyncio.gather(*(one_after_another() for _ in range(min(concurrency, len(todo)))))
+    finally:
+        client.close()
+    return num_failed
 
 
-def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
-    """The requests behind those that are answered.
-
-    Raises:
-        RequestError: the answers are not those to the first requests.
-    """
-    if [request.name for request in requests[: len(done)]] != done:
-        raise RequestError(
-            "The output has answers to other requests than the input's first ones; choose another "
-            "file, or replace it with --force.",
-            param="output",
-        )
-    return requests[len(done) :]
-
-
-def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Completion]]]:
-    """The samples of each request, in order, as soon as those before it are there.
-
-    Raises:
-        EngineError: what ended one of them.
-    """
-    prompts, params = [request.ids for request in batch], [request.params for request in batch]
-    found: list[list[Completion]] = [[] for _ in batch]
-    at = 0
-    for delta in llm.stream(prompts, params):
-        if delta.completion is None:
-            continue
-        if delta.completion.error is not None:
-            raise EngineError(delta.completion.error)
-        found[delta.prompt].append(delta.completion)
-        while at < len(batch) and len(found[at]) == batch[at].params.n:
-            yield batch[at], sorted(found[at], key=lambda completion: completion.index)
-            at += 1
+async def _ask(client: Client, request: Request) -> dict[str, Any]:
+    """A line of the output."""
+    head = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.name}
+    try:
+        reply = await _patient(client, request)
+    except (OSError, TimeoutError) as error:
+        failure = {"code": "connection_error", "message": str(error) or type(error).__name__}
+        return {**head, "response": None, "error": failure}
+    response = {
+        "status_code": reply.status,
+        "request_id": reply.headers.get("x-request-id", ""),
+        "body": reply.json(),
+    }
+    return {**head, "response": response, "error": None}
 
 
-def line_of(request: Request, completions: list[Completion]) -> dict[str, Any]:
-    samples = [sample(completion) for completion in completions]
-    several = {"samples": samples} if len(samples) > 1 else {}
-    return {"id": request.name, **samples[0], **several}
+async def _patient(client: Client, request: Request) -> Reply:
+    """The reply; where the server is busy, it is asked again when it says so."""
+    wait_s = 1.0
+    for _ in range(MOST_TRIES - 1):
+        reply = await client.post(request.path, request.body)
+        if reply.status not in BUSY:
+            return reply
+        with contextlib.suppress(ValueError):
+            wait_s = float(reply.headers.get("retry-after", wait_s))
+        await asyncio.sleep(min(max(wait_s, 0.05), LONGEST_WAIT_S))
+    return await client.post(request.path, request.body)

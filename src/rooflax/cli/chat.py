@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, terminal
+from rooflax.cli import chat_url, flags, terminal
 from rooflax.cli.chat_commands import Chat
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
@@ -38,6 +38,9 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"
     )
+    group = parser.group("a server in place of a model loaded here")
+    group.add_argument("--url", metavar="URL", help="of an OpenAI server; MODEL is a name there")
+    group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
     flags.add_max_model_len(parser, "longest conversation in tokens; default the model's")
     flags.add_precision(parser)
@@ -51,6 +54,9 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads turns until the input ends."""
     params = flags.sampling_params(args)
+    chat_url.check_flags(args)
+    if args.url is not None:
+        return chat_url.run(args, params, _questions(args.prompt))
     args.model = args.model or CHAT_NAME
     llm = open_llm(args)
     _check_flags_fit(llm, args)

@@ -47,15 +47,15 @@ def bash(is_zsh: bool) -> str:
         "_rooflax() {",
         '    local word="${COMP_WORDS[COMP_CWORD]}" words',
         '    if [ "$COMP_CWORD" -eq 1 ]; then',
-        f'        words="{" ".join(verbs)} help version"',
+        f'        words="{" ".join(verb for verb in verbs if " " not in verb)} help version"',
         '    elif [ "${word#-}" = "$word" ]; then',
         '        COMPREPLY=($(compgen -f -- "$word"))',
         "        return",
         "    else",
-        '        case "${COMP_WORDS[1]}" in',
+        '        case "${COMP_WORDS[1]} ${COMP_WORDS[2]}" in',
     ]
-    for verb, known in verbs.items():
-        lines.append(f'            {verb}) words="{" ".join(flag for flag, _ in known)}" ;;')
+    for verb, known in sorted(verbs.items(), key=lambda pair: -pair[0].count(" ")):
+        lines.append(f'            "{verb}"*) words="{" ".join(flag for flag, _ in known)}" ;;')
     lines += [
         "        esac",
         "    fi",
@@ -72,6 +72,16 @@ def fish() -> str:
     lines = []
     for verb, known in flags_of_verbs().items():
         summary = _quoted(verb_module(verb).SUMMARY)
+        if " " in verb:
+            words = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.split())
+            first, last = verb.split()
+            seen = f"'__fish_seen_subcommand_from {first}'"
+            lines.append(f"complete -c rooflax -n {seen} -a {last} -d {summary}")
+            lines += [
+                f"complete -c rooflax -n '{words}' -l {flag[2:]} -d {_quoted(text)}"
+                for flag, text in known
+            ]
+            continue
         lines.append(f"complete -c rooflax -n __fish_use_subcommand -a {verb} -d {summary}")
         for flag, text in known:
             seen = f"'__fish_seen_subcommand_from {verb}'"

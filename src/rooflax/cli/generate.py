@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import batch, flags, statistics, terminal
-from rooflax.cli.batch import DEFAULT_MAX_TOKENS
+from rooflax.cli import flags, lines, statistics, terminal
+from rooflax.cli.lines import DEFAULT_MAX_TOKENS
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.errors import EngineError, RequestError
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     params = flags.sampling_params(args)
     _check_files(args)
     if args.input is not None:
-        return batch.run(open_llm(args), args, params)
+        return lines.run(open_llm(args), args, params)
     if args.prompt is None and args.model and not is_model(args.model):
         raise RequestError(
             f"{args.model[:80]!r} is no model, and no prompt was given; a prompt follows --prompt."

@@ -25,6 +25,8 @@ VERBS = (
     "chat",
     "serve",
     "bench",
+    "bench serve",
+    "batch",
     "train",
     "inspect",
     "verify",
@@ -57,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
             module, args = command
             return _flushed(module.run(args))
         except BaseException as error:
-            flags = parser_of(argv[0]).flag_names if argv and argv[0] in VERBS else {}
+            verb, _ = split(argv)
+            flags = parser_of(verb).flag_names if verb in VERBS else {}
             return _exit_code(error, flags, verbose=getattr(args, "verbose", False))
     except KeyboardInterrupt:  # a second one, while the first was being dealt with
         return INTERRUPTED
@@ -69,9 +72,9 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
     Raises:
         RequestError: no such verb or flag, or a value of the wrong kind.
     """
-    first = argv[0] if argv else "--help"
-    if first == "help" and argv[1:]:
-        first, argv = argv[1], (argv[1], "--help")
+    first, rest = split(argv) if argv else ("--help", ())
+    if first == "help" and rest:
+        first, rest = split(rest)[0], ("--help",)
     if first in ("-h", "--help", "help"):
         print(overview())
         return None
@@ -86,15 +89,21 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
         )
     _reject_broken_text(argv, first)
     parser = parser_of(first)
-    if {"-h", "--help"} & set(argv[1:]):
+    if {"-h", "--help"} & set(rest):
         print(parser.format_help(), end="")
         return None
-    return verb_module(first), parser.parse_args(argv[1:])
+    return verb_module(first), parser.parse_args(rest)
+
+
+def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The verb, which may have two words, and what comes behind it."""
+    size = 2 if " ".join(argv[:2]) in VERBS else 1
+    return " ".join(argv[:size]), argv[size:]
 
 
 def verb_module(verb: str) -> ModuleType:
     """The module of a verb; importing it imports no jax."""
-    return importlib.import_module(f"rooflax.cli.{verb}")
+    return importlib.import_module(f"rooflax.cli.{verb.replace(' ', '_')}")
 
 
 def parser_of(verb: str) -> Parser:

@@ -27,6 +27,8 @@ SUMMARY = "the OpenAI-compatible server"
 NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
 VARIABLES = "ROOFLAX_"
 MAX_PORT = 65535
+MAX_PIECES_PER_S = 2000
+"""Of all answers together: each piece costs a system call, which nobody sees at this rate."""
 _LISTS = ("api_key", "served_model_name", "cors_origins")
 
 
@@ -205,6 +207,7 @@ def _loader(
                 max_num_seqs=args.max_num_seqs,
                 max_waiting=args.max_num_queued_seqs,
                 max_tokens_per_step=args.max_num_batched_tokens,
+                max_pieces_per_s=MAX_PIECES_PER_S,
                 report=lambda program: tell(f"compiling; {program.name} is done"),
             )
         if template is not None:

@@ -390,7 +390,7 @@ class Engine:
             start_s = now_s
         self.scheduler.finish_step(step)
         outputs += self._step_beams(step)
-        self.metrics.num_steps += 1
+        self.metrics.step(step.num_tokens)
         self._set_gauges()
         return outputs
 

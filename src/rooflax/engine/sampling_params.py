@@ -51,7 +51,7 @@ class SamplingParams:
         stop_token_ids: ids that end the text, besides the end-of-sequence ids.
         repetition_penalty: from 1e-6 to 1e6, 1 is off; default 1.
         presence_penalty, frequency_penalty: in [-2, 2]; default 0.
-        logit_bias: token id to a bias in [-100, 100]; with banned_token_ids at most 300 of them.
+        logit_bias: token id to a bias in [-100, 100]; with banned_token_ids at most 1,024 of them.
         allowed_token_ids: the only ids that may be chosen, at most 1024; empty allows all.
         banned_token_ids: ids that are never chosen.
         logprobs: log-probabilities of the chosen token and this many of the best, 0 to 20.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ class ScheduledStep:
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.decodes, *(sequence for sequence, _ in self.prefills)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it runs."""
+        return len(self.decodes) * self.num_steps + sum(count for _, count in self.prefills)
 
 
 class Scheduler:
@@ -231,6 +237,7 @@ class Scheduler:
             self.blocks.admit(sequence, num_cached)
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached
+                sequence.admitted_s = time.perf_counter()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
             if sequence.awaits_fork:

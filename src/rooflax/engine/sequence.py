@@ -119,7 +119,8 @@ class Sequence:
         prompt_logprobs: per token of the prompt but the first, if asked for.
         constraint: what its text must look like; None is anything.
         mask_stays: running mean of how often a token leaves the constraint's mask as it was.
-        arrival_s, token_times_s: of arrival and of each generated token, on the monotonic clock.
+        arrival_s, admitted_s, token_times_s: of arrival, of its first admission, and of each
+            generated token, on the monotonic clock.
         siblings: sequences that wait, run and end together, itself included.
         awaits_fork: has nothing to compute until it is forked from a sibling.
         num_candidates: after each of its tokens, how many of the best next ones the host chooses
@@ -161,6 +162,7 @@ class Sequence:
     constraint: Constraint | None = None
     mask_stays: float = 0.5
     arrival_s: float = field(default_factory=time.perf_counter)
+    admitted_s: float | None = None
     token_times_s: list[float] = field(default_factory=list)
     siblings: list[Sequence] = field(default_factory=list)
     awaits_fork: bool = False
@@ -178,6 +180,8 @@ class Sequence:
     def pause(self, seconds: float) -> None:
         """Leaves out of its times what passed between two steps: all before moves up to now."""
         self.arrival_s += seconds
+        if self.admitted_s is not None:
+            self.admitted_s += seconds
         self.token_times_s = [time_s + seconds for time_s in self.token_times_s]
 
     @property

@@ -1,6 +1,6 @@
 """Fixed sizes of the sampler's inputs and outputs; apart, so that no jax is needed to know them."""
 
-MAX_LOGIT_BIAS = 300
+MAX_LOGIT_BIAS = 1024
 """Of logit_bias and banned_token_ids together."""
 MAX_ALLOWED_IDS = 1024
 MAX_STOP_IDS = 32

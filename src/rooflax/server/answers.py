@@ -6,9 +6,10 @@ Neither outlives its client: when the connection closes, the work behind it ends
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -78,6 +79,7 @@ class Events(Response):
         pieces: whole events.
         failed: an error as events, for one that comes after the status went out.
         headers: of the answer.
+        seconds: the most that the stream may take.
     """
 
     def __init__(
@@ -85,9 +87,12 @@ class Events(Response):
         pieces: AsyncGenerator[bytes, None],
         failed: Callable[[ApiError], bytes],
         headers: Mapping[str, str],
+        seconds: float,
     ):
-        self._pieces, self._failed = pieces, failed
-        self._has_begun = False
+        self._pieces, self._failed, self._seconds = pieces, failed, seconds
+        self._has_begun = self._is_slow = False
+        self._sending_since: float | None = None
+        self._sent_s, self._lock = time.monotonic(), asyncio.Lock()
         stream = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers(stream | dict(headers))
@@ -96,62 +101,60 @@ class Events(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_left(receive))
+        watcher = asyncio.ensure_future(self._watch(send, writer))
         try:
             await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not writer.done():
                 raise ClientLeft
+            if self._is_slow:
+                scope["abort"]()  # its buffer is full: nothing more can be said
+                raise ClientLeft
             writer.result()
-        except TimeoutError:
-            if not self._has_begun:
-                raise
-            scope["abort"]()  # its buffer is full: nothing more can be said
-            raise ClientLeft from None
         finally:
-            for each in (writer, gone):
+            for each in (writer, gone, watcher):
                 each.cancel()
-            await asyncio.gather(writer, gone, return_exceptions=True)
+            await asyncio.gather(writer, gone, watcher, return_exceptions=True)
+
+    async def _watch(self, send: Send, writer: asyncio.Future[None]) -> None:
+        """Pings while nothing is written; cuts off who does not read. One timer at a time, however
+        many pieces there are."""
+        while not self._is_slow:
+            since = self._sending_since
+            due = self._sent_s + PING_S if since is None else since + WRITE_S
+            left = due - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, WRITE_S))
+            elif since is None:
+                try:
+                    async with asyncio.timeout(WRITE_S):
+                        await self._send(send, PING)
+                except TimeoutError:
+                    self._is_slow = True
+            else:
+                self._is_slow = True
+        writer.cancel()
 
     async def _write(self, send: Send) -> None:
-        pieces = self._pieces
-        coming = asyncio.ensure_future(anext(pieces))
         try:
-            while True:
-                await asyncio.wait({coming}, timeout=PING_S)
-                if not coming.done():
-                    await self._send(send, PING)
-                    continue
-                try:
-                    piece = coming.result()
-                except StopAsyncIteration:
-                    break
-                coming = asyncio.ensure_future(anext(pieces))
-                await self._send(send, piece)
+            async with asyncio.timeout(self._seconds), aclosing(self._pieces) as pieces:
+                async for piece in pieces:
+                    await self._send(send, piece)
         except Exception as error:
-            if not self._has_begun or isinstance(error, SlowReader):
+            if not self._has_begun:
                 raise
             log_failure(error)
             await self._send(send, self._failed(as_api_error(error)))
-        finally:
-            coming.cancel()
-            with contextlib.suppress(BaseException):
-                await coming
-            await pieces.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, piece: bytes) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-        try:
-            async with asyncio.timeout(WRITE_S):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except TimeoutError:
-            raise SlowReader from None
-
-
-class SlowReader(TimeoutError):
-    """A client did not read for too long."""
+        async with self._lock:
+            self._sending_since = time.monotonic()
+            if not self._has_begun:
+                self._has_begun = True
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._sending_since, self._sent_s = None, time.monotonic()
 
 
 def log_failure(error: Exception) -> None:

@@ -76,7 +76,6 @@ NOT_BUILT = (
 def make_app(service: Service) -> ASGIApp:
     """The application of one service."""
     exporter = Exporter(service)
-    service.observe = exporter.observe
     routes = [
         Route(path, _post(service, post), methods=["POST"]) for path, (post, _) in POSTS.items()
     ]

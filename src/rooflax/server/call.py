@@ -145,17 +145,7 @@ class Call:
 
     def events(self, pieces: AsyncGenerator[bytes, None], failed: Any) -> Events:
         """The answer as a stream."""
-        return Events(self._in_time(pieces), failed, self.headers)
-
-    async def _in_time(self, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        deadline = time.monotonic() + self.service.settings.request_s
-        async with aclosing(pieces) as given:
-            while True:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    piece = await anext(given, None)
-                if piece is None:
-                    return
-                yield piece
+        return Events(pieces, failed, self.headers, self.service.settings.request_s)
 
 
 async def completions_of(deltas: AsyncGenerator[Delta, None], usage: Usage) -> list[Completion]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,17 +19,10 @@ from prometheus_client.core import (
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rooflax.completion import Delta
-
 if TYPE_CHECKING:
     from rooflax.server.service import Service
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
-            7680)  # fmt: skip
-_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-              1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
-_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _FINISHED = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
 
 
@@ -39,17 +32,6 @@ class Exporter:
     def __init__(self, service: Service):
         self._service, self._registry = service, CollectorRegistry(auto_describe=False)
         self._registry.register(self)  # type: ignore[arg-type]
-        names: dict[str, Any] = {"labelnames": ("model_name", "engine"), "registry": self._registry}
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, buckets=buckets, **names)
-
-        self._e2e = histogram("e2e_request_latency_seconds", "Of a whole request.", _LATENCY)
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of a request.", _PER_TOKEN
-        )
-        self._prompt = histogram("request_prompt_tokens", "Of a request.", _TOKENS)
-        self._generated = histogram("request_generation_tokens", "Of a request.", _TOKENS)
         self._http = Counter(
             "rooflax:http_requests",
             "Answers.",
@@ -60,20 +42,6 @@ class Exporter:
     def answered(self, route: str, status: int) -> None:
         """A request to a route has ended."""
         self._http.labels(route, str(status)).inc()
-
-    def observe(self, delta: Delta) -> None:
-        """A piece of a sample; the last one has the whole."""
-        done = delta.completion
-        if done is None or done.finish_reason not in ("stop", "length"):
-            return
-        labels = self._labels()
-        ttft_s, rate = done.timings.get("ttft_s", 0.0), done.timings.get("decode_tok_per_s", 0.0)
-        decode_s = (len(done.tokens) - 1) / rate if rate > 0 else 0.0
-        self._e2e.labels(*labels).observe(ttft_s + decode_s)
-        if rate > 0:
-            self._per_token.labels(*labels).observe(1 / rate)
-        self._prompt.labels(*labels).observe(len(done.prompt_tokens))
-        self._generated.labels(*labels).observe(len(done.tokens))
 
     def _labels(self) -> tuple[str, str]:
         return self._service.names[0], "0"
@@ -106,6 +74,13 @@ class Exporter:
             ("kv_cache_usage_perc", usage),
         ):
             yield _with(GaugeMetricFamily(f"vllm:{what}", what, labels=list(labels)), labels, value)
+        blocks = GaugeMetricFamily(
+            "rooflax:kv_blocks", "By layer group.", labels=[*labels, "group", "state"]
+        )
+        for group, (u, t) in enumerate(zip(used, total, strict=True)):
+            for state, value in (("used", u), ("free", t - u)):
+                blocks.add_metric([*labels.values(), str(group), state], value)
+        yield blocks
         for what, key in _ENGINE_COUNTERS.items():
             family = CounterMetricFamily(what, what, labels=list(labels))
             yield _with(family, labels, found[key])
@@ -135,6 +110,17 @@ _ENGINE_COUNTERS = {
 _ENGINE_HISTOGRAMS = {
     "time_to_first_token_seconds": "ttft_s",
     "inter_token_latency_seconds": "itl_s",
+    "e2e_request_latency_seconds": "e2e_s",
+    "request_queue_time_seconds": "queue_s",
+    "request_prefill_time_seconds": "prefill_s",
+    "request_decode_time_seconds": "decode_s",
+    "request_inference_time_seconds": "inference_s",
+    "request_time_per_output_token_seconds": "tpot_s",
+    "request_prompt_tokens": "prompt_tokens",
+    "request_generation_tokens": "output_tokens",
+    "request_params_max_tokens": "max_tokens",
+    "request_params_n": "samples",
+    "iteration_tokens_total": "step_tokens",
 }
 
 

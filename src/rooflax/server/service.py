@@ -51,7 +51,6 @@ class Service:
         self.created, self.started_s, self.open = int(time.time()), time.monotonic(), 0
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
-        self.observe: Callable[[Delta], None] = lambda _: None
         self._state: State = "loading"
         self._open_by_owner, self._open_tokens = Counter[str](), 0
         self._num_texts = self.num_body_bytes = 0
@@ -286,7 +285,6 @@ class Service:
             async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
                 try:
                     async for delta in deltas:
-                        self.observe(delta)
                         yield delta
                 except QueueFull:
                     raise

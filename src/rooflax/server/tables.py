@@ -10,7 +10,7 @@ from rooflax.server.fields import Field, Table
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_STOP, MAX_STOP_CHARACTERS = 128, 16, 64, 256
 MAX_TEXTS = 2048
-MAX_BIAS, MAX_LOGPROBS, MAX_TOOLS = 300, 20, 128
+MAX_BIAS, MAX_LOGPROBS, MAX_TOOLS = 1024, 20, 128
 
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]

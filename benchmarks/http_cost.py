@@ -1,0 +1,162 @@
+"""What HTTP costs: decoding and first tokens through `rooflax serve` and from AsyncLLM.
+
+`python benchmarks/http_cost.py [MODEL ...] [--quantize int8] [--streams 1 16 64] [--json]`
+The same prompts go to a server in a process beside this one and to an AsyncLLM in this one, in
+turns. Decoding is all tokens but each stream's first, over the time from the first one to the last.
+Exits with 1 if a median ratio is below its least, or an idle first token takes over 3 ms more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from rooflax import AsyncLLM, SamplingParams
+from rooflax.bench.load import Target, answered, closed_loop
+from rooflax.bench.statistics import paired_ratio
+from rooflax.cli.own_server import own_server
+from rooflax.http_client import Server
+
+LEAST = {1: 0.97, 16: 0.97, 64: 0.95}
+MOST_TTFT_S = 0.003
+PROMPT_TOKENS, TTFT_PROMPT_TOKENS = 16, 64
+
+
+class Sides:
+    """A server, and an engine of the same model."""
+
+    def __init__(self, target: Target, engine: AsyncLLM):
+        self.target, self.engine = target, engine
+        self._rng = np.random.default_rng(0)
+        self.client_s = self.wall_s = 0.0
+
+    def prompts(self, count: int, size: int) -> list[list[int]]:
+        """Not asked before, so that nothing is cached."""
+        return self._rng.integers(0, self.target.vocab_size, (count, size)).tolist()
+
+    async def by_server(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        """Per stream the seconds from its start to each piece."""
+        requests = [self.target.request(prompt, tokens) for prompt in prompts]
+        before, started = time.process_time(), time.perf_counter()
+        replies = await closed_loop(self.target.client, requests, len(requests))
+        self.client_s += time.process_time() - before
+        self.wall_s += time.perf_counter() - started
+        found = []
+        for due_s, reply in replies:
+            assert not isinstance(reply, str), reply
+            one = answered(due_s, reply)
+            assert one.error is None, one
+            assert one.output_tokens == tokens, one
+            found.append([at - started for at in one.times_s])
+        return found
+
+    async def by_engine(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        started = time.perf_counter()
+
+        async def one(prompt: list[int]) -> list[float]:
+            times = []
+            async for delta in self.engine.stream(prompt, params):
+                if delta.tokens:
+                    times.append(time.perf_counter() - started)
+            return times
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+
+def decode_tok_per_s(streams: list[list[float]], tokens: int) -> float:
+    seconds = max(times[-1] for times in streams) - min(times[0] for times in streams)
+    return len(streams) * (tokens - 1) / seconds
+
+
+async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"decode": [], "ttft": {}}
+    ways = {"server": sides.by_server, "engine": sides.by_engine}
+    for count in streams:
+        trials: dict[str, list[float]] = {name: [] for name in ways}
+        sides.client_s = sides.wall_s = 0.0
+        for number in range(rounds + 1):
+            order = list(ways) if number % 2 else list(reversed(ways))
+            for name in order:
+                times = await ways[name](sides.prompts(count, PROMPT_TOKENS), tokens)
+                if number:  # the first one warms up
+                    trials[name].append(decode_tok_per_s(times, tokens))
+        row = {
+            "streams": count,
+            "server_tok_per_s": statistics.median(trials["server"]),
+            "engine_tok_per_s": statistics.median(trials["engine"]),
+            "ratio": paired_ratio(trials["engine"], trials["server"]).as_json(),
+            "client_share_of_a_core": sides.client_s / sides.wall_s,
+        }
+        found["decode"].append(row)
+    firsts: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(8 * rounds):
+        for name in list(ways) if number % 2 else list(reversed(ways)):
+            await asyncio.sleep(0.01)
+            ((first, *_),) = await ways[name](sides.prompts(1, TTFT_PROMPT_TOKENS), 2)
+            firsts[name].append(first)
+    found["ttft"] = {f"{name}_s": statistics.median(values) for name, values in firsts.items()}
+    found["ttft"]["more_s"] = found["ttft"]["server_s"] - found["ttft"]["engine_s"]
+    return found
+
+
+async def one_model(model: str | None, url: str, engine: AsyncLLM, args: Any) -> dict[str, Any]:
+    async with Target(Server.of(url)) as target, engine:
+        found = await measure(Sides(target, engine), args.streams, args.tokens, args.rounds)
+    least = [(row["ratio"]["ratio"], LEAST.get(row["streams"], 0.95)) for row in found["decode"]]
+    passed = all(ratio >= wanted for ratio, wanted in least)
+    passed &= found["ttft"]["more_s"] <= MOST_TTFT_S
+    return {"model": target.model, "quantize": args.quantize, **found, "passed": passed}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    said = [f"{found['model']} {found['quantize'] or ''}"]
+    for row in found["decode"]:
+        ratio = row["ratio"]
+        said.append(
+            f"  {row['streams']:3d} streams: server {row['server_tok_per_s']:8.0f} tok/s, engine "
+            f"{row['engine_tok_per_s']:8.0f} tok/s: {ratio['ratio']:.3f} ({ratio['low']:.3f} to "
+            f"{ratio['high']:.3f}); the client used {row['client_share_of_a_core']:.0%} of a core"
+        )
+    ttft = found["ttft"]
+    said.append(
+        f"  idle first token: server {1000 * ttft['server_s']:.2f} ms, engine "
+        f"{1000 * ttft['engine_s']:.2f} ms: {1000 * ttft['more_s']:+.2f} ms"
+    )
+    return [*said, "  passed" if found["passed"] else "  FAILED"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", metavar="MODEL", nargs="*", default=[None])
+    parser.add_argument("--quantize", choices=("int8", "int4"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = []
+    for model in args.models:
+        most = max(args.streams)
+        words = ["--max-num-seqs", str(most), "--max-model-len", "512"]
+        words += ["-q", args.quantize] if args.quantize else []
+        model = model or "rooflax-chat-5m"
+        with own_server(model, words) as url:
+            engine = AsyncLLM(model, quantize=args.quantize, max_num_seqs=most, max_model_len=512)
+            results.append(asyncio.run(one_model(model, url, engine, args)))
+        if not args.json:
+            print("\n".join(lines(results[-1])), flush=True)
+    if args.json:
+        print(json.dumps({"results": results}, indent=2))
+    return 0 if all(found["passed"] for found in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`rooflax generate --input FILE --output FILE`: prompts from JSON lines, answers in their order.
+
+A line of the input has `prompt` (text or token ids) or `messages`, and may have `id` and fields of
+SamplingParams, which replace the flags'. A line of the output has `id` (else the line's number),
+`text`, `tokens` and `finish_reason`, and of several samples all as `samples`. Started again, it
+goes on behind the answers that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rooflax.cli import terminal
+from rooflax.cli.statistics import sample
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import EngineError, RequestError, RooflaxError
+from rooflax.inputs import FIELDS
+
+if TYPE_CHECKING:
+    from rooflax.completion import Completion
+    from rooflax.llm import LLM
+
+DEFAULT_MAX_TOKENS = 256
+BEGIN = b'{"id": '
+"""Of every line of the output."""
+AT_ONCE = 8
+"""Requests in a batch for every sequence that runs at once."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line of the input."""
+
+    name: Any
+    ids: list[int]
+    params: SamplingParams
+
+
+def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
+    """Answers the input's lines that have no answer yet."""
+    requests = read_requests(llm, args.input, params)
+    with open_output(args.output, args.force) as (file, done):
+        todo = unanswered(requests, done)
+        if done and not args.quiet:
+            terminal.say(f"{len(done)} of {len(requests)} are answered already")
+        finished, size = len(done), AT_ONCE * llm.max_num_seqs
+        for begin in range(0, len(todo), size):
+            batch = todo[begin : begin + size]
+            for request, completions in answers(llm, batch):
+                line = json.dumps(line_of(request, completions), ensure_ascii=False)
+                file.write(f"{line}\n".encode())
+                file.flush()
+            finished += len(batch)
+            if not args.quiet:
+                terminal.say(f"{finished} of {len(requests)} answered")
+    return 0
+
+
+def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
+    """The input's requests, all of them checked.
+
+    Raises:
+        RequestError: naming the line.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = list(enumerate(file, start=1))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
+    found = []
+    for number, line in lines:
+        if line.strip():
+            try:
+                raw = json.loads(line)
+            except (ValueError, RecursionError):
+                raise RequestError(f"Line {number} of {path} is not JSON.") from None
+            try:
+                found.append(_request(llm, number, raw, params))
+            except RooflaxError as error:
+                raise RequestError(f"Line {number} of {path}: {error}") from None
+    return found
+
+
+def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request:
+    if not isinstance(raw, dict) or ("prompt" in raw) == ("messages" in raw):
+        raise RequestError("it must be an object with either prompt or messages.")
+    rest = {key: value for key, value in raw.items() if key not in ("prompt", "messages", "id")}
+    for name in rest:
+        if name not in FIELDS:
+            raise RequestError(
+                f"{name!r} is neither id, prompt, messages nor a sampling parameter."
+            )
+    own = replace(params, **rest)
+    if "messages" in raw:
+        ids = llm.encode_chat(raw["messages"])
+    else:
+        ids = llm.processor.prompt_ids(raw["prompt"])
+    if own.max_tokens is None:
+        own = replace(own, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))))
+    llm.processor.samples(0, ids, own)
+    return Request(raw.get("id", number), ids, own)
+
+
+@contextmanager
+def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]:
+    """The output's file at its end, and the names of the requests that it answers.
+
+    A last line without its end, as of a run that was killed, is cut off.
+
+    Raises:
+        RequestError: the file holds something else, or cannot be written.
+    """
+    done: list[Any] = []
+    try:
+        file = open(path, "r+b" if Path(path).exists() else "w+b")  # noqa: SIM115
+    except OSError as error:
+        why = error.strerror
+        raise RequestError(f"{path} cannot be written: {why}.", param="output") from None
+    with file:
+        if force:
+            file.truncate(0)
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
+                break
+            done.append(_answered(path, line))
+            end += len(line)
+        file.truncate(end)
+        file.seek(end)
+        yield file, done
+
+
+def _answered(path: str, line: bytes) -> Any:
+    """The request of a line of the output."""
+    try:
+        raw = json.loads(line)
+        if {"id", "text", "tokens", "finish_reason"} <= raw.keys():
+            return raw["id"]
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise RequestError(
+        f"{path} holds something else than answers; choose another file, or replace it with "
+        f"--force.",
+        param="output",
+    )
+
+
+def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
+    """The requests behind those that are answered.
+
+    Raises:
+        RequestError: the answers are not those to the first requests.
+    """
+    if [request.name for request in requests[: len(done)]] != done:
+        raise RequestError(
+            "The output has answers to other requests than the input's first ones; choose another "
+            "file, or replace it with --force.",
+            param="output",
+        )
+    return requests[len(done) :]
+
+
+def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Completion]]]:
+    """The samples of each request, in order, as soon as those before it are there.
+
+    Raises:
+        EngineError: what ended one of them.
+    """
+    prompts, params = [request.ids for request in batch], [request.params for request in batch]
+    found: list[list[Completion]] = [[] for _ in batch]
+    at = 0
+    for delta in llm.stream(prompts, params):
+        if delta.completion is None:
+            continue
+        if delta.completion.error is not None:
+            raise EngineError(delta.completion.error)
+        found[delta.prompt].append(delta.completion)
+        while at < len(batch) and len(found[at]) == batch[at].params.n:
+            yield batch[at], sorted(found[at], key=lambda completion: completion.index)
+            at += 1
+
+
+def line_of(request: Request, completions: list[Completion]) -> dict[str, Any]:
+    samples = [sample(completion) for completion in completions]
+    several = {"samples": samples} if len(samples) > 1 else {}
+    return {"id": request.name, **samples[0], **several}

@@ -1,0 +1,92 @@
+"""A `rooflax serve` of one's own, in a process beside this one, for verbs that talk to a server."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from rooflax.errors import EngineError, RequestError
+
+LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
+END_S = 60.0
+
+
+def words_of(flag: str, text: str) -> list[str]:
+    """Flags given as one text.
+
+    Raises:
+        RequestError: its quotes have no end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise RequestError(f"{flag} is {text!r}: {error}") from None
+
+
+@contextlib.contextmanager
+def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
+    """The URL of a server that is ready; it is ended afterwards.
+
+    Args:
+        flags: further ones of `rooflax serve`.
+
+    Raises:
+        RequestError: the server rejects the model or a flag.
+        EngineError: it fails.
+    """
+    command = [sys.executable, "-m", "rooflax", "serve", *([model] if model else []), *flags]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", "0"],
+        stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    said: list[str] = []
+    try:
+        url = _url(process, said)
+        assert process.stderr is not None
+        threading.Thread(target=said.extend, args=(process.stderr,), daemon=True).start()
+        while not _is_ready(url):
+            if process.poll() is not None:
+                _failed(process.returncode, said)
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _url(process: subprocess.Popen[str], said: list[str]) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        said.append(line)
+        found = LISTENING.search(line)
+        if found is not None:
+            return found[1]
+    return _failed(process.wait(), said)
+
+
+def _failed(code: int, said: list[str]) -> str:
+    why = next((line for line in reversed(said) if line.startswith("rooflax:")), "no reason given")
+    kind = RequestError if code == 2 else EngineError
+    raise kind(why.removeprefix("rooflax:").strip())
+
+
+def _is_ready(url: str) -> bool:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -220,6 +220,7 @@ def _tile_matmuls(
             def multiplied(sums):
                 def step(_, rows, weights):
                     plgpu.wgmma(sums, rows, weights)
+                    plgpu.wgmma_wait(late)  # a stage is refilled once its products are done
 
                 plgpu.emit_pipeline(
                     step,

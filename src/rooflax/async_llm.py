@@ -299,7 +299,7 @@ class AsyncLLM:
             try:
                 self._thread.submit(part)
                 while open_:
-                    for output in await inbox.take():
+                    for output in await inbox.take(0.0):
                         if output.finish_reason is not None:
                             open_.discard(id(output.sequence))
             finally:

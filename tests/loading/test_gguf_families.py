@@ -14,7 +14,8 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
-    "phi3": "phi3_long", "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
+    "exaone4": "exaone4", "cohere2": "cohere2", "phi3": "phi3_long",
+    "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
 LONGROPE = goldens.VARIANTS["phi3_long"]["rope_scaling"] | {"attention_factor": 1.75}
@@ -59,7 +60,15 @@ def write_gguf(path, arch, variant, reference):
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    if arch == "cohere2":
+        writer.add_layer_norm_eps(raw["layer_norm_eps"])
+        writer.add_logit_scale(raw["logit_scale"])
+    else:
+        writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    if arch in ("cohere2", "exaone4"):
+        writer.add_sliding_window(raw["sliding_window"])
+    if arch == "exaone4":
+        writer.add_sliding_window_pattern([True, False] * 2)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(

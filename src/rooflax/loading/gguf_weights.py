@@ -347,6 +347,7 @@ _GPT2 = _renamed(
 
 _OTHERS = {
     "gpt2": _GPT2,
+    "exaone4": _LAYERS | _DENSE | _SANDWICH,
     "glm4": _LAYERS | _FUSED,
     "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,

@@ -72,15 +72,18 @@ class Context:
 
 @dataclass(frozen=True)
 class NormKind:
-    """RMSNorm; with a bias LayerNorm.
+    """RMSNorm or LayerNorm.
 
     Attributes:
+        bias: of a LayerNorm.
+        centered: a LayerNorm.
         plus_one: checkpoints have the weight less one.
     """
 
     eps: float
     bias: bool = False
     plus_one: bool = False
+    centered: bool = False
 
     def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
         layout = PlusOne() if self.plus_one else Layout()
@@ -90,7 +93,10 @@ class NormKind:
         return lines
 
     def of(self, weights: Mapping[str, Any], key: str) -> Norm:
-        return Norm(weights[key], weights.get(f"{key}_bias"), self.eps)
+        bias = weights.get(f"{key}_bias")
+        if self.centered and bias is None:
+            bias = jax.tree.map(jnp.zeros_like, weights[key])
+        return Norm(weights[key], bias if self.centered else None, self.eps)
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,21 @@ class Wiring:
         return lines
 
     def __call__(
-        self, branch: Callable[..., Hidden], norm: NormKind, key: str, w: LayerWeights, x: Hidden
+        self,
+        branch: Callable[..., Hidden],
+        norm: NormKind,
+        key: str,
+        w: LayerWeights,
+        x: Hidden,
+        prologue: Norm | None = None,
     ) -> Hidden:
-        """x + scale * branch(x).
+        """x + scale * branch's result.
 
         Args:
             branch: called with a norm or None, and with what it adds to its result or None.
+            prologue: the norm of what the branch reads if it has none of its own.
         """
-        prologue = norm.of(w, f"{key}.norm") if self.before else None
+        prologue = norm.of(w, f"{key}.norm") if self.before else prologue
         if not self.after and self.scale == 1.0:
             return branch(prologue, x)  # the matmul adds it
         h = branch(prologue, None)
@@ -288,9 +301,18 @@ class Mlp:
             lines[f"{key}.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
+    def __call__(
+        self,
+        w: LayerWeights,
+        x: Hidden,
+        context: Context,
+        onto: Hidden | None = None,
+        prologue: Norm | None = None,
+    ) -> Hidden:
+        """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
         branch = partial(self._branch, w, x, context)
-        return self.wiring(branch, self.norm, self.key, w, x)
+        onto = x if onto is None else onto
+        return self.wiring(branch, self.norm, self.key, w, onto, prologue)
 
     def _branch(
         self,
@@ -393,15 +415,23 @@ class Moe:
 @dataclass(frozen=True)
 class Layer:
     """Attention, then a feed-forward network. Equal layers are one kind: traced once, stacked
-    together, with one line per weight."""
+    together, with one line per weight.
+
+    Attributes:
+        parallel: the network reads what attention reads, by attention's norm.
+    """
 
     attention: Attention
     mlp: Mlp | Moe
+    parallel: bool = False
 
     @cached_property
     def table(self) -> Table:
         return self.attention.table() | self.mlp.table()
 
     def __call__(self, w: LayerWeights, x: Hidden, *, attend: Attend, context: Context) -> Hidden:
-        x = self.attention(w, x, attend, context)
-        return self.mlp(w, x, context)
+        y = self.attention(w, x, attend, context)
+        if not self.parallel:
+            return self.mlp(w, y, context)
+        assert isinstance(self.mlp, Mlp)
+        return self.mlp(w, x, context, onto=y, prologue=self.attention.norm.of(w, "attn.norm"))

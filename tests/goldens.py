@@ -141,6 +141,15 @@ _COHERE2 = {k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_e
     "tie_word_embeddings": True, "logit_scale": 0.5,
 }  # fmt: skip
 
+_MINISTRAL3 = _LLAMA | {
+    "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"],
+    "rope_parameters": {
+        "type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 10, "max_position_embeddings": 131, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+    },
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -252,6 +261,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": False,
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_key_value_heads": 3,
     },
+    "ministral3": _MINISTRAL3,
+    "ministral3_tied": _MINISTRAL3 | {"tie_word_embeddings": True, "num_key_value_heads": 3},
 }  # fmt: skip
 
 MAX_MODEL_LEN = {"phi3_short": 131}

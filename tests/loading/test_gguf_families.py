@@ -14,7 +14,7 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
-    "exaone4": "exaone4", "cohere2": "cohere2", "phi3": "phi3_long",
+    "mistral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2", "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
@@ -24,6 +24,7 @@ CHANGES = {
     "gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20},
 }  # fmt: skip
 """What such a file cannot say."""
+PERMUTED = ("mixtral", "granite", "ministral3")
 
 
 def permuted(rows, heads):
@@ -37,7 +38,7 @@ def converted(raw, tensors):
     for name, array in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(array)
-        elif raw["model_type"] in ("mixtral", "granite") and re.search(r"\.[qk]_proj", name):
+        elif raw["model_type"] in PERMUTED and re.search(r"\.[qk]_proj", name):
             kind = "attention" if ".q_proj" in name else "key_value"
             found[name] = permuted(array, raw[f"num_{kind}_heads"])
         else:
@@ -74,7 +75,16 @@ def write_gguf(path, arch, variant, reference):
     writer.add_rope_dimension_count(
         int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch == "glm4" else 1))
     )
-    writer.add_rope_freq_base(raw["rope_theta"])
+    rope = raw.get("rope_parameters", raw)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "granite":
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_embedding_scale(raw["embedding_multiplier"])

@@ -37,6 +37,7 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "ministral3": "ministral3",
     "exaone4": "exaone4",
     "cohere2": "cohere2",
     "glm4": "glm4",

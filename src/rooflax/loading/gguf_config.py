@@ -27,7 +27,7 @@ FAMILIES = {
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
     "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
-    "exaone4": "exaone4", "cohere2": "cohere2",
+    "exaone4": "exaone4", "cohere2": "cohere2", "mistral3": "ministral3",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -35,7 +35,9 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
 }  # fmt: skip
-_NO_BIAS_KEY = ("gpt2", "qwen2", "mixtral", "gemma3_text", "phi3", "exaone4")
+_NO_BIAS_KEY = (
+    "gpt2", "qwen2", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3", "mistral",
+)  # fmt: skip
 PARTIAL = ("phi3", "glm4")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
@@ -98,7 +100,7 @@ _KEYS = {
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
     "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
-    "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
+    "ministral3": _COMMON, "mistral": _COMMON, "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
     "exaone4": _COMMON | {"attention.sliding_window": "sliding_window"},
 }  # fmt: skip
 _YARN = {
@@ -163,6 +165,8 @@ class _Metadata:
         self._read: set[str] = set()
         if self.family == "llama" and self.get("expert_count"):
             self.family = "mixtral"
+        if self.family == "ministral3" and not self.get("attention.temperature_scale"):
+            self.family = "mistral"
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -198,6 +202,8 @@ class _Metadata:
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "mistral":
+            raw["sliding_window"] = None
         if self.family == "exaone4":
             raw |= {"sliding_window": raw.get("sliding_window")} | self._window_layers()
         if self.family == "gemma3_text":
@@ -261,6 +267,10 @@ class _Metadata:
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaling |= {hf: self.get(f"rope.scaling.{key}") for key, hf in _YARN.items()}
+        if self.family == "ministral3":
+            scaling["llama_4_scaling_beta"] = self.get("attention.temperature_scale")
+            scaling |= {"mscale_all_dim": self.get("rope.scaling.yarn_log_multiplier")}
+            scaling |= {"mscale": 1.0} if scaling["mscale_all_dim"] else {}
         return {key: value for key, value in scaling.items() if value is not None}
 
     def _longrope(self) -> dict[str, Any]:

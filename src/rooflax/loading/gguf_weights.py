@@ -231,7 +231,7 @@ def _format(kinds: set[str]) -> str | None:
     return formats.pop() if len(formats) == 1 else ROUNDED
 
 
-PERMUTED = ("llama", "smollm3", "mixtral", "granite")
+PERMUTED = ("llama", "smollm3", "mixtral", "granite", "mistral", "ministral3")
 """Families whose q and k rows the converter permutes, in layers without RoPE too."""
 
 

@@ -70,9 +70,12 @@ def read_rope(
     head_dim: int,
     default_theta: float = 10_000.0,
     partial: float | None = None,
+    *,
+    scales_queries: bool = False,
 ) -> Rope:
     """RoPE as either spelling of config.json states it; the arguments of `ConfigReader.rope`."""
-    return Rope(*reader.rope(head_dim, default_theta=default_theta, partial=partial))
+    how = {"default_theta": default_theta, "partial": partial, "scales_queries": scales_queries}
+    return reader.rope(head_dim, **how)
 
 
 def read_nested_ropes(

@@ -48,13 +48,14 @@ class Context:
 
     Attributes:
         num_tokens: how many leading tokens are real; None is all.
-        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2].
+        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2], and the queries'
+            factor, [B, T, 1], or None.
     """
 
     options: ExecutionOptions
     shards: mesh.Shards | None
     num_tokens: Int[Array, ""] | None
-    rope: Mapping[Rope, tuple[Array, Array]]
+    rope: Mapping[Rope, tuple[Array, Array, Array | None]]
 
     def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
         """ops.linear of the real tokens, by the step's kernels."""
@@ -236,8 +237,10 @@ class Attention:
             q = rms_norm(q, taken(w["attn.q_norm"]), eps=self.qk_norm)
             k = rms_norm(k, taken(w["attn.k_norm"]), eps=self.qk_norm)
         if self.rope is not None:
-            cos, sin = context.rope[self.rope]
+            cos, sin, factor = context.rope[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            if factor is not None:
+                q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)

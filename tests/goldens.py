@@ -131,6 +131,25 @@ _ERNIE = _LLAMA | {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
+_EXAONE4 = _LLAMA | {
+    "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "rope_theta": 1000.0,
+    "sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2,
+}  # fmt: skip
+_COHERE2 = {k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_eps")} | {
+    "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "rope_theta": 1000.0,
+    "sliding_window": 7, "num_hidden_layers": 4, "hidden_size": 60, "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "logit_scale": 0.5,
+}  # fmt: skip
+
+_MINISTRAL3 = _LLAMA | {
+    "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"],
+    "rope_parameters": {
+        "type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 10, "max_position_embeddings": 131, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+    },
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -230,6 +249,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5": _ERNIE,
     "ernie4_5_bias": _ERNIE | {"use_bias": True, "tie_word_embeddings": False, "head_dim": 18},
+    "exaone4": _EXAONE4,
+    "exaone4_full": _EXAONE4
+    | {
+        "sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True,
+        "num_key_value_heads": 3,
+    },
+    "cohere2": _COHERE2,
+    "cohere2_bias": _COHERE2
+    | {
+        "attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "num_key_value_heads": 3,
+    },
+    "ministral3": _MINISTRAL3,
+    "ministral3_tied": _MINISTRAL3 | {"tie_word_embeddings": True, "num_key_value_heads": 3},
 }  # fmt: skip
 
 MAX_MODEL_LEN = {"phi3_short": 131}

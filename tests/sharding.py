@@ -55,6 +55,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": _LLAMA | {"model_type": "phi3", "hidden_size": 128, "partial_rotary_factor": 0.5},
     "glm4": _LLAMA | {"model_type": "glm4"},
     "ernie4_5": _LLAMA | {"model_type": "ernie4_5", "use_bias": True},
+    "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7},
+    "cohere2": _LLAMA | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
+    "ministral3": _LLAMA | {"model_type": "ministral3"},
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -14,7 +14,8 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
-    "phi3": "phi3_long", "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
+    "mistral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2", "phi3": "phi3_long",
+    "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""
 LONGROPE = goldens.VARIANTS["phi3_long"]["rope_scaling"] | {"attention_factor": 1.75}
@@ -23,6 +24,7 @@ CHANGES = {
     "gemma3": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20},
 }  # fmt: skip
 """What such a file cannot say."""
+PERMUTED = ("mixtral", "granite", "ministral3")
 
 
 def permuted(rows, heads):
@@ -36,7 +38,7 @@ def converted(raw, tensors):
     for name, array in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(array)
-        elif raw["model_type"] in ("mixtral", "granite") and re.search(r"\.[qk]_proj", name):
+        elif raw["model_type"] in PERMUTED and re.search(r"\.[qk]_proj", name):
             kind = "attention" if ".q_proj" in name else "key_value"
             found[name] = permuted(array, raw[f"num_{kind}_heads"])
         else:
@@ -59,13 +61,30 @@ def write_gguf(path, arch, variant, reference):
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    if arch == "cohere2":
+        writer.add_layer_norm_eps(raw["layer_norm_eps"])
+        writer.add_logit_scale(raw["logit_scale"])
+    else:
+        writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    if arch in ("cohere2", "exaone4"):
+        writer.add_sliding_window(raw["sliding_window"])
+    if arch == "exaone4":
+        writer.add_sliding_window_pattern([True, False] * 2)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(
         int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch == "glm4" else 1))
     )
-    writer.add_rope_freq_base(raw["rope_theta"])
+    rope = raw.get("rope_parameters", raw)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "granite":
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_embedding_scale(raw["embedding_multiplier"])

@@ -37,6 +37,9 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "ministral3": "ministral3",
+    "exaone4": "exaone4",
+    "cohere2": "cohere2",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5_bias",
 }
@@ -89,13 +92,23 @@ def changed(part, path):
     return dataclasses.replace(part, **{name: other})
 
 
+def is_without_meaning(config, path):
+    """Whether a field of the layers says nothing of this model."""
+    layer = config.layers[0]
+    return (
+        path[-1] == "rope"  # changed below
+        or (path[-1] == "interleaved" and not config.ropes)
+        or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
+        or (path[:2] == ("mlp", "norm") and layer.parallel)
+    )
+
+
 def variations(config):
     """The config with each of its fields changed; those of a layer in every layer."""
     for path in fields_of(config):
         yield path, changed(config, path)
     for path in fields_of(config.layers[0]):
-        means_something = config.ropes or path[-1] != "interleaved"
-        if path[-1] != "rope" and means_something:
+        if not is_without_meaning(config, path):
             layers = tuple(changed(layer, path) for layer in config.layers)
             yield path, dataclasses.replace(config, layers=layers)
     for rope in config.ropes:

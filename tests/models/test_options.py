@@ -36,7 +36,9 @@ FAMILIES = {
     "mixtral": "mixtral", "gemma3_text": "gemma3_text",
     "granite": "granite", "olmo2": "olmo2",
     "olmo3": "olmo3",
-    "phi3": "phi3_long", "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
+    "ministral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2_bias",
+    "phi3": "phi3_long",
+    "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

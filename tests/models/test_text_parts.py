@@ -25,6 +25,7 @@ MISTRAL3 = {
     "image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
     "spatial_merge_size": 2, "vision_feature_layer": -1,
 }  # fmt: skip
+MINISTRAL3 = MISTRAL3 | {"text_config": goldens.VARIANTS["ministral3"]}
 OLD = ("language_model.model.", "language_model.", "vision_tower.")
 NEW = ("model.language_model.", "", "model.vision_tower.")
 
@@ -32,8 +33,8 @@ NEW = ("model.language_model.", "", "model.vision_tower.")
 @pytest.mark.parametrize(("prefix", "head", "tower"), [OLD, NEW])
 @pytest.mark.parametrize(
     ("variant", "raw"),
-    [("gemma3_text", WHOLE), ("mistral_full", MISTRAL3)],
-    ids=["gemma3", "mistral3"],
+    [("gemma3_text", WHOLE), ("mistral_full", MISTRAL3), ("ministral3", MINISTRAL3)],
+    ids=["gemma3", "mistral3", "ministral3"],
 )
 def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_path):
     reference = goldens.committed(variant)
@@ -88,6 +89,6 @@ def test_a_text_part_that_is_not_computed_is_refused(change, reason):
 
 
 def test_another_text_model_is_refused_by_name():
-    text = goldens.VARIANTS["mistral_full"] | {"model_type": "ministral3"}
-    with pytest.raises(UnsupportedModelError, match="model_type = 'ministral3'.*'mistral'"):
+    text = goldens.VARIANTS["mistral_full"] | {"model_type": "mistral4"}
+    with pytest.raises(UnsupportedModelError, match="model_type = 'mistral4'.*'mistral'"):
         read_config(MISTRAL3 | {"text_config": text})

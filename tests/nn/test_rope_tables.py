@@ -16,9 +16,9 @@ def scaling_of(setting):
         "max_position_embeddings": 131_072,
         "rope_parameters": goldens.ROPE_SETTINGS[setting] | {"rope_theta": THETA},
     }
-    theta, scaling, _ = ConfigReader(raw).rope(HEAD_DIM, default_theta=1.0)
-    assert theta == THETA
-    return scaling
+    rope = ConfigReader(raw).rope(HEAD_DIM, default_theta=1.0)
+    assert rope.theta == THETA
+    return rope.scaling
 
 
 def check(setting, frequencies, factor):

@@ -19,6 +19,7 @@ from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.pooling import GGUF_POOLING
+from rooflax.models.common import layer_types
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import inverse_frequencies
 
@@ -27,6 +28,7 @@ FAMILIES = {
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
     "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4", "cohere2": "cohere2", "mistral3": "ministral3",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -34,6 +36,9 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
 }  # fmt: skip
+_NO_BIAS_KEY = (
+    "gpt2", "qwen2", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3", "mistral",
+)  # fmt: skip
 PARTIAL = ("phi3", "glm4")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
@@ -77,6 +82,11 @@ _GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_COHERE2 = {
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "logit_scale": "logit_scale",
+}
 _GEMMA3 = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base_swa": "rope_local_base_freq",
@@ -91,7 +101,8 @@ _KEYS = {
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
     "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
-    "ernie4_5": _COMMON,
+    "ministral3": _COMMON, "mistral": _COMMON, "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
+    "exaone4": _COMMON | {"attention.sliding_window": "sliding_window"},
 }  # fmt: skip
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -155,6 +166,8 @@ class _Metadata:
         self._read: set[str] = set()
         if self.family == "llama" and self.get("expert_count"):
             self.family = "mixtral"
+        if self.family == "ministral3" and not self.get("attention.temperature_scale"):
+            self.family = "mistral"
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -183,13 +196,17 @@ class _Metadata:
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
-        if self.family not in ("gpt2", "qwen2", "mixtral", "gemma3_text", "phi3"):
+        if self.family not in _NO_BIAS_KEY:
             key = "use_bias" if self.family == "ernie4_5" else "attention_bias"
             raw[key] = "blk.0.attn_q.bias" in names
         if self.family in ("llama", "smollm3", "seed_oss", "granite"):
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "mistral":
+            raw["sliding_window"] = None
+        if self.family == "exaone4":
+            raw |= {"sliding_window": raw.get("sliding_window")} | self._window_layers()
         if self.family == "gemma3_text":
             raw |= _query_scale(raw)
         if self.family == "qwen3_moe":
@@ -199,6 +216,15 @@ class _Metadata:
         if any(self.file.info(n).dtype == "BF16" for n in names):
             raw["torch_dtype"] = "bfloat16"
         return raw | _end_tokens(self.file)
+
+    def _window_layers(self) -> dict[str, Any]:
+        """`layer_types`, which files have as a flag of each layer."""
+        key = f"{self._prefix}attention.sliding_window_pattern"
+        flags = self.file.metadata.get(key)
+        if not isinstance(flags, list | np.ndarray):
+            return {}
+        self._read.add(key)
+        return {"layer_types": layer_types(tuple(1 if flag else None for flag in flags))}
 
     def _attention_and_rope(self, raw: dict[str, Any]) -> dict[str, Any]:
         heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
@@ -243,6 +269,10 @@ class _Metadata:
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaling |= {hf: self.get(f"rope.scaling.{key}") for key, hf in _YARN.items()}
+        if self.family == "ministral3":
+            scaling["llama_4_scaling_beta"] = self.get("attention.temperature_scale")
+            scaling |= {"mscale_all_dim": self.get("rope.scaling.yarn_log_multiplier")}
+            scaling |= {"mscale": 1.0} if scaling["mscale_all_dim"] else {}
         return {key: value for key, value in scaling.items() if value is not None}
 
     def _longrope(self) -> dict[str, Any]:

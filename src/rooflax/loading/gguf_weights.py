@@ -231,7 +231,7 @@ def _format(kinds: set[str]) -> str | None:
     return formats.pop() if len(formats) == 1 else ROUNDED
 
 
-PERMUTED = ("llama", "smollm3", "mixtral", "granite")
+PERMUTED = ("llama", "smollm3", "mixtral", "granite", "mistral", "ministral3")
 """Families whose q and k rows the converter permutes, in layers without RoPE too."""
 
 
@@ -347,6 +347,7 @@ _GPT2 = _renamed(
 
 _OTHERS = {
     "gpt2": _GPT2,
+    "exaone4": _LAYERS | _DENSE | _SANDWICH,
     "glm4": _LAYERS | _FUSED,
     "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,

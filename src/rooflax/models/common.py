@@ -19,7 +19,8 @@ Windows = tuple[int | None, ...]
 def read_attention(
     reader: ConfigReader,
     *,
-    norm_eps: float,
+    norm_eps: float = 1e-6,
+    norm: NormKind | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     theta: float | None = 10_000.0,
@@ -32,6 +33,7 @@ def read_attention(
         norm_eps, kv_heads, head_dim, theta, partial: what the family has where config.json does not
             give them; None is one K/V head for each head, the hidden size over the heads, no
             RoPE, and RoPE of whole heads alone.
+        norm: in place of an RMSNorm.
         parts: of `Attention`, what the family has beside them.
     """
     num_heads = reader.size("num_attention_heads")
@@ -51,7 +53,7 @@ def read_attention(
     head_dim = reader.size("head_dim", head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
-    norm = NormKind(reader.number("rms_norm_eps", norm_eps))
+    norm = norm or NormKind(reader.number("rms_norm_eps", norm_eps))
     if theta is not None:
         parts["rope"] = read_rope(reader, head_dim, theta, partial)
     return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
@@ -68,9 +70,12 @@ def read_rope(
     head_dim: int,
     default_theta: float = 10_000.0,
     partial: float | None = None,
+    *,
+    scales_queries: bool = False,
 ) -> Rope:
     """RoPE as either spelling of config.json states it; the arguments of `ConfigReader.rope`."""
-    return Rope(*reader.rope(head_dim, default_theta=default_theta, partial=partial))
+    how = {"default_theta": default_theta, "partial": partial, "scales_queries": scales_queries}
+    return reader.rope(head_dim, **how)
 
 
 def read_nested_ropes(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.nn.rope import RopeScaling
+from rooflax.nn.rope import Rope, RopeScaling
 
 WAIVED = (
     "_*", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
@@ -161,14 +161,19 @@ class ConfigReader:
         return types
 
     def rope(
-        self, head_dim: int, *, default_theta: float, partial: float | None = None
-    ) -> tuple[float, RopeScaling | None, int | None]:
-        """theta, scaling and how many of a head's dimensions turn (None is all), from
-        `rope_theta` + `rope_scaling` or from `rope_parameters`.
+        self,
+        head_dim: int,
+        *,
+        default_theta: float,
+        partial: float | None = None,
+        scales_queries: bool = False,
+    ) -> Rope:
+        """From `rope_theta` + `rope_scaling` or from `rope_parameters`.
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and
                 another share is refused.
+            scales_queries: `rope_parameters` have `llama_4_scaling_beta`.
         """
         modern = self.get("rope_parameters", None)
         legacy = self.get("rope_scaling", None)
@@ -186,13 +191,22 @@ class ConfigReader:
             )
         theta = theta if theta is not None else (top if top is not None else default_theta)
         dim = self._rotary_dim(rope, head_dim, partial)
-        theta = self._positive("rope_theta", theta)
+        theta, beta = self._positive("rope_theta", theta), 0.0
+        if scales_queries:
+            self._same_length(rope.pop("max_position_embeddings", None))
+            beta = self._positive("llama_4_scaling_beta", rope.pop("llama_4_scaling_beta", None))
         scaling = self._rope_scaling(rope, dim or head_dim)
         if scaling is not None and scaling.kind == "yarn" and theta <= 1:
             raise CheckpointError(
                 f"config.json has rope_theta = {theta!r}; with yarn scaling it must be above 1."
             )
-        return theta, scaling, dim
+        if scales_queries and not (scaling and scaling.original_max_position):
+            raise CheckpointError("config.json has llama_4_scaling_beta and no original context.")
+        return Rope(theta, scaling, dim, beta)
+
+    def _same_length(self, stated: Any) -> None:
+        if stated not in (None, self.get("max_position_embeddings", stated)):
+            raise CheckpointError("config.json gives two values of max_position_embeddings.")
 
     def _rotary_dim(self, rope: dict[str, Any], head_dim: int, partial: float | None) -> int | None:
         key = "partial_rotary_factor"

@@ -48,7 +48,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
             f"config.json has n_embd = {hidden_size} and n_head = {num_heads}; "
             f"the first must be a multiple of the second."
         )
-    norm = NormKind(reader.number("layer_norm_epsilon", 1e-5), bias=True)
+    norm = NormKind(reader.number("layer_norm_epsilon", 1e-5), centered=True, bias=True)
     attention = Attention(
         num_heads, num_heads, hidden_size // num_heads, norm, qkv_bias=True, output_bias=True
     )

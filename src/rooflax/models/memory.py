@@ -133,7 +133,8 @@ def _left(limit_bytes: int) -> str:
 
 def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
     """Of the RoPE tables."""
-    return len(config.ropes) * (max_model_len or config.max_position) * config.head_dim * 4
+    rows = sum(config.head_dim + bool(rope.query_beta) for rope in config.ropes)
+    return rows * (max_model_len or config.max_position) * 4
 
 
 def padding(

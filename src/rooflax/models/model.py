@@ -21,7 +21,7 @@ from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache
 from rooflax.nn.layers import stack_layers
 from rooflax.nn.placement import Placer, put
-from rooflax.nn.rope import RopeTable, rope_arrays
+from rooflax.nn.rope import RopeTable, query_scale, rope_arrays
 from rooflax.nn.weights import Weight
 
 
@@ -117,8 +117,11 @@ class Model:
 def make_rope(config: Decoder, max_model_len: int) -> tuple[RopeTable, ...]:
     """The tables of a config's RoPEs, on the default device."""
     size = config.head_dim, max_model_len
-    arrays = (rope_arrays(*size, r.theta, r.scaling, r.dim) for r in config.ropes)
-    return tuple(RopeTable(jax.device_put(cos), jax.device_put(sin)) for cos, sin in arrays)
+    tables = (
+        (*rope_arrays(*size, r.theta, r.scaling, r.dim), query_scale(r, max_model_len))
+        for r in config.ropes
+    )
+    return tuple(RopeTable(*jax.device_put(table)) for table in tables)
 
 
 def resolve_max_model_len(config: Decoder, max_model_len: Any) -> int:

@@ -23,7 +23,7 @@ from rooflax.nn.parts import Context, Layer, Moe, NormKind, Table
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
 from rooflax.ops.linear import unembed
-from rooflax.ops.rope import rope_rows
+from rooflax.ops.rope import rope_rows, rows_at
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,10 @@ class Decoder:
         """
         num_tokens = batch.num_tokens
         rows = {
-            kind: rope_rows(table.cos, table.sin, batch.positions)
+            kind: (
+                *rope_rows(table.cos, table.sin, batch.positions),
+                None if table.query_scale is None else rows_at(table.query_scale, batch.positions),
+            )
             for kind, table in zip(self.ropes, rope, strict=True)
         }
         context = Context(options, shards, num_tokens, rows)

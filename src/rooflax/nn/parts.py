@@ -48,13 +48,14 @@ class Context:
 
     Attributes:
         num_tokens: how many leading tokens are real; None is all.
-        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2].
+        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2], and the queries'
+            factor, [B, T, 1], or None.
     """
 
     options: ExecutionOptions
     shards: mesh.Shards | None
     num_tokens: Int[Array, ""] | None
-    rope: Mapping[Rope, tuple[Array, Array]]
+    rope: Mapping[Rope, tuple[Array, Array, Array | None]]
 
     def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
         """ops.linear of the real tokens, by the step's kernels."""
@@ -72,15 +73,18 @@ class Context:
 
 @dataclass(frozen=True)
 class NormKind:
-    """RMSNorm; with a bias LayerNorm.
+    """RMSNorm or LayerNorm.
 
     Attributes:
+        bias: of a LayerNorm.
+        centered: a LayerNorm.
         plus_one: checkpoints have the weight less one.
     """
 
     eps: float
     bias: bool = False
     plus_one: bool = False
+    centered: bool = False
 
     def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
         layout = PlusOne() if self.plus_one else Layout()
@@ -90,7 +94,10 @@ class NormKind:
         return lines
 
     def of(self, weights: Mapping[str, Any], key: str) -> Norm:
-        return Norm(weights[key], weights.get(f"{key}_bias"), self.eps)
+        bias = weights.get(f"{key}_bias")
+        if self.centered and bias is None:
+            bias = jax.tree.map(jnp.zeros_like, weights[key])
+        return Norm(weights[key], bias if self.centered else None, self.eps)
 
 
 @dataclass(frozen=True)
@@ -115,14 +122,21 @@ class Wiring:
         return lines
 
     def __call__(
-        self, branch: Callable[..., Hidden], norm: NormKind, key: str, w: LayerWeights, x: Hidden
+        self,
+        branch: Callable[..., Hidden],
+        norm: NormKind,
+        key: str,
+        w: LayerWeights,
+        x: Hidden,
+        prologue: Norm | None = None,
     ) -> Hidden:
-        """x + scale * branch(x).
+        """x + scale * branch's result.
 
         Args:
             branch: called with a norm or None, and with what it adds to its result or None.
+            prologue: the norm of what the branch reads if it has none of its own.
         """
-        prologue = norm.of(w, f"{key}.norm") if self.before else None
+        prologue = norm.of(w, f"{key}.norm") if self.before else prologue
         if not self.after and self.scale == 1.0:
             return branch(prologue, x)  # the matmul adds it
         h = branch(prologue, None)
@@ -223,8 +237,10 @@ class Attention:
             q = rms_norm(q, taken(w["attn.q_norm"]), eps=self.qk_norm)
             k = rms_norm(k, taken(w["attn.k_norm"]), eps=self.qk_norm)
         if self.rope is not None:
-            cos, sin = context.rope[self.rope]
+            cos, sin, factor = context.rope[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            if factor is not None:
+                q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
@@ -288,9 +304,18 @@ class Mlp:
             lines[f"{key}.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
+    def __call__(
+        self,
+        w: LayerWeights,
+        x: Hidden,
+        context: Context,
+        onto: Hidden | None = None,
+        prologue: Norm | None = None,
+    ) -> Hidden:
+        """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
         branch = partial(self._branch, w, x, context)
-        return self.wiring(branch, self.norm, self.key, w, x)
+        onto = x if onto is None else onto
+        return self.wiring(branch, self.norm, self.key, w, onto, prologue)
 
     def _branch(
         self,
@@ -393,15 +418,23 @@ class Moe:
 @dataclass(frozen=True)
 class Layer:
     """Attention, then a feed-forward network. Equal layers are one kind: traced once, stacked
-    together, with one line per weight."""
+    together, with one line per weight.
+
+    Attributes:
+        parallel: the network reads what attention reads, by attention's norm.
+    """
 
     attention: Attention
     mlp: Mlp | Moe
+    parallel: bool = False
 
     @cached_property
     def table(self) -> Table:
         return self.attention.table() | self.mlp.table()
 
     def __call__(self, w: LayerWeights, x: Hidden, *, attend: Attend, context: Context) -> Hidden:
-        x = self.attention(w, x, attend, context)
-        return self.mlp(w, x, context)
+        y = self.attention(w, x, attend, context)
+        if not self.parallel:
+            return self.mlp(w, y, context)
+        assert isinstance(self.mlp, Mlp)
+        return self.mlp(w, x, context, onto=y, prologue=self.attention.norm.of(w, "attn.norm"))

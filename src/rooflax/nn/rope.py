@@ -73,11 +73,14 @@ class Rope:
 
     Attributes:
         dim: how many of a head's dimensions are rotated, the first ones; None is all.
+        query_beta: queries are multiplied by 1 + query_beta ln(1 + floor(position / original
+            context)), which `scaling` has.
     """
 
     theta: float
     scaling: RopeScaling | None = None
     dim: int | None = None
+    query_beta: float = 0.0
 
     def order(self, head_dim: int, interleaved: bool) -> tuple[int, ...] | None:
         """Which of a checkpoint's dimensions each of ours is; None if they are the same.
@@ -97,16 +100,19 @@ class Rope:
     def to_hf(self) -> dict[str, Any]:
         """The `rope_parameters` object of config.json."""
         scaling = self.scaling.to_hf() if self.scaling else {"rope_type": "default"}
-        return scaling | {"rope_theta": self.theta}
+        beta = {"llama_4_scaling_beta": self.query_beta} if self.query_beta else {}
+        return scaling | beta | {"rope_theta": self.theta}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin of position x frequency, [max_len, head_dim / 2], float32."""
+    """cos and sin of position x frequency, [max_len, head_dim / 2], float32; the factor of queries
+    at a position, or None."""
 
     cos: Float[Array, "max_len half"]
     sin: Float[Array, "max_len half"]
+    query_scale: Float[Array, "max_len one"] | None = None
 
 
 def inverse_frequencies(
@@ -177,3 +183,11 @@ def rope_arrays(
         np.pad((np.cos(angles) * factor).astype(np.float32), still, constant_values=1),
         np.pad((np.sin(angles) * factor).astype(np.float32), still),
     )
+
+
+def query_scale(rope: Rope, max_len: int) -> np.ndarray | None:
+    """The factor of queries at positions 0 to max_len - 1, [max_len, 1] float32."""
+    if not rope.query_beta or rope.scaling is None:
+        return None
+    far = np.arange(max_len, dtype=np.float32) // rope.scaling.original_max_position
+    return (1 + np.float32(rope.query_beta) * np.log1p(far)).astype(np.float32)[:, None]

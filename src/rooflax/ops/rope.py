@@ -20,8 +20,15 @@ def rope_rows(
         cos, sin: the table, row p for position p.
         positions: absolute positions, not negative.
     """
+    return rows_at(cos, positions), rows_at(sin, positions)
+
+
+def rows_at(
+    table: Float[Array, "max_len width"], positions: Int[Array, "rows seq"]
+) -> Float[Array, "rows seq width"]:
+    """A table's rows of these positions; beyond it, its last row."""
     index = positions.astype(jnp.uint32)  # a signed one would be looked at for its sign
-    return cos.at[index].get(mode="clip"), sin.at[index].get(mode="clip")
+    return table.at[index].get(mode="clip")
 
 
 @parts.rope

@@ -1,0 +1,57 @@
+"""Command R7B and Command A (Cohere 2): attention and network side by side behind one LayerNorm.
+
+Three of four layers have a window and RoPE of neighbouring dimensions, the others neither.
+Rejected: q/k norms, other wirings.
+
+Source: transformers, models/cohere2/modeling_cohere2.py; Cohere, Command A, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.parts import Layer, NormKind, Wiring
+
+STATED = {
+    "use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False,
+    "use_parallel_embedding": False, "use_embedding_sharing": True, "rotary_pct": 1.0,
+    "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first",
+}  # fmt: skip
+"""Keys of files that transformers does not read, and what it computes."""
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.waive("cache_implementation")
+    for key, only in STATED.items():
+        reader.expect(key, only)
+    reader.expect("head_dim", reader.size("hidden_size") // reader.size("num_attention_heads"))
+    norm = NormKind(reader.number("layer_norm_eps", 1e-5), centered=True)
+    biases = common.read_biases(reader)
+    attention = common.read_attention(reader, norm=norm, interleaved=True, **biases)
+    mlp = replace(common.read_mlp(reader, norm), wiring=Wiring(before=False))
+    window = reader.size("sliding_window", 4096)
+    full = Layer(replace(attention, rope=None), mlp, parallel=True)
+    local = Layer(replace(attention, window=window), mlp, parallel=True)
+    count, pattern = common.num_layers(reader), reader.size("sliding_window_pattern", 4)
+    reader.expect("layer_switch", pattern)
+    default = common.layer_types(tuple(window if (i + 1) % pattern else None for i in range(count)))
+    kinds = {"full_attention": full, "sliding_attention": local}
+    layers = [kinds[kind] for kind in reader.layer_types(count, default)]
+    decoder = common.read_decoder(reader, layers, max_position=8192, tied_embeddings=True)
+    return replace(decoder, logit_scale=reader.number("logit_scale", 0.0625))
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    windows = common.windows_of(decoder)
+    written = common.write_decoder(decoder, "cohere2", "Cohere2ForCausalLM")
+    return written | {
+        "layer_norm_eps": written.pop("rms_norm_eps"),
+        "attention_bias": decoder.layers[0].attention.qkv_bias,
+        "sliding_window": next((window for window in windows if window), 4096),
+        "layer_types": common.layer_types(windows),
+        "logit_scale": decoder.logit_scale,
+    }

@@ -2,13 +2,15 @@
 
 A grammar of a kilobyte can ask for minutes, gigabytes or a deeper stack than there is, and nothing
 can end a thread. So `structured` has a process of its own try it first, and ends that. It knows no
-tokenizer: the process uses one of 256 bytes. Imports nothing of rooflax, so that it starts fast.
+tokenizer: the process uses one of 256 bytes and a special token. Imports nothing of rooflax, so
+that it starts fast.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -30,6 +32,10 @@ MAX_LEXER_STATES = 25_000
 """About 2 kB each."""
 MOST_KEPT_BYTES = 32 << 20
 """What a compiled grammar may take, its first mask included; most take 2 MB."""
+
+
+SPECIAL = 257
+_SPECIAL = re.compile(r"<\[\d+\]>")
 
 
 def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
@@ -75,11 +81,11 @@ def with_stack(size: int, work: Callable[[], Any]) -> Any:
 
 
 class _Bytes:
-    """A vocabulary of every byte, and an end."""
+    """A vocabulary of every byte, an end, and one token that stands for all special ones."""
 
     eos_token_id, bos_token_id = 256, None
-    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
-    special_token_ids = (256,)
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>", b"<special>")
+    special_token_ids = (256, SPECIAL)
     is_tokenizer_wrapper = True
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -114,7 +120,10 @@ def main() -> None:
     given = json.load(sys.stdin)
     before = _peak_bytes()
     tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
-    work = partial(compile_grammar, tokenizer, given["kind"], given["text"])
+    text = given["text"]
+    if given["kind"] == "grammar":
+        text = _SPECIAL.sub(f"<[{SPECIAL}]>", text)
+    work = partial(compile_grammar, tokenizer, given["kind"], text)
     try:
         matcher = with_stack(STACK_BYTES, work)
     except ValueError as error:  # JSON that Python reads and llguidance does not

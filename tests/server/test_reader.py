@@ -97,10 +97,38 @@ Oslo
 </parameter>
 </function>"""
 XML_ARGUMENTS = json.dumps({"city": "Oslo", "days": [1, 2], "note": "5"})
+NEWLINE = "\n"
+GLM = """<arg_key>city</arg_key>
+<arg_value>Oslo</arg_value>
+<arg_key>days</arg_key>
+<arg_value>[1, 2]</arg_value>
+<arg_key>note</arg_key>
+<arg_value>5</arg_value>
+"""
+DEEP_BEGIN, DEEP, DEEP_END = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+)
+DEEP_SEP, DEEP_LAST = "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"
+
+
+def deep_r1(name, arguments):
+    return f"{DEEP}function{DEEP_SEP}{name}\n```json\n{arguments}\n```{DEEP_END}"
+
+
+GEMMA = "{city:QOslo {1}, 日本Q,deep:{a:null,b:true,c:[QxQ,-2.5]},n:3}"
+GEMMA_ARGUMENTS = json.dumps(
+    {"city": "Oslo {1}, 日本", "deep": {"a": None, "b": True, "c": ["x", -2.5]}, "n": 3},
+    ensure_ascii=False,
+)
 MESSAGE, CHANNEL = "<|message|>", "<|channel|>"
 NO_CALL = "<tool_call>\nlook at this\n</tool_call>"
 NEXT = f"<|end|><|start|>assistant{CHANNEL}"
 TO_LOOK = f"commentary to=functions.look <|constrain|>json{MESSAGE}{HEAD}"
+GEMMA_TWO = "".join(
+    f"<start_function_call>call:{each}<end_function_call>" for each in ("look{}", "see{a:[1]}")
+)
 CASES = {
     "hermes": [
         ("Hello, world.\n", "Hello, world.\n", []),
@@ -137,6 +165,55 @@ CASES = {
          call("look") + call("see", "{}")),
         (f"[TOOL_CALLS][{BODY}, {BODY}]", "", call("look") * 2),
         ("[THINK]Hm.[/THINK]Yes.", "Yes.", thought("Hm.")),
+    ],
+    "mistral_list": [
+        (f"[TOOL_CALLS][{BODY}, {BODY}]", "", call("look") * 2),
+        (f"[TOOL_CALLS] [{BODY}]", "", call("look")),
+        ("[TOOL_CALLS]no", "[TOOL_CALLS]no", []),
+    ],
+    "glm": [
+        (f"<tool_call>look\n{GLM}</tool_call>", "", call("look", XML_ARGUMENTS)),
+        (f"<tool_call>look{GLM.replace(NEWLINE, '')}</tool_call>", "",
+         call("look", XML_ARGUMENTS)),
+        ("<tool_call>look\n</tool_call>\n<tool_call>see</tool_call>", "",
+         call("look", "{}") + call("see", "{}")),
+        ("\n<think>Hm.</think>\nYes.\n<tool_call>see\n</tool_call>", "Yes.",
+         thought("Hm.") + call("see", "{}")),
+        (NO_CALL, NO_CALL, []),
+    ],
+    "deepseek": [
+        (f"{DEEP_BEGIN}{DEEP}look{DEEP_SEP}{HEAD}{DEEP_END}{DEEP_LAST}", "", call("look")),
+        (f"So.{DEEP_BEGIN}{DEEP}look{DEEP_SEP}{HEAD}{DEEP_END}{DEEP}see{DEEP_SEP}{{}}{DEEP_END}",
+         "So.", call("look") + call("see", "{}")),
+        ("<think>Hm.</think>Yes.", "Yes.", thought("Hm.")),
+    ],
+    "deepseek_r1": [
+        (f"{DEEP_BEGIN}{deep_r1('look', HEAD)}\n{deep_r1('see', '{}')}{DEEP_LAST}", "",
+         call("look") + call("see", "{}")),
+        ("<think>\nHm.\n</think>\n\nYes.", "Yes.", thought("Hm.")),
+    ],
+    "gemma": [
+        (f"<start_function_call>call:look{GEMMA.replace('Q', '<escape>')}<end_function_call>", "",
+         call("look", GEMMA_ARGUMENTS)),
+        (GEMMA_TWO, "",
+         call("look", "{}") + call("see", '{"a": [1]}')),
+        ("<start_function_call>look<end_function_call>",
+         "<start_function_call>look<end_function_call>", []),
+    ],
+    "gemma4": [
+        ("<|tool_call>call:look" + GEMMA.replace("Q", '<|"|>') + "<tool_call|>", "",
+         call("look", GEMMA_ARGUMENTS)),
+        ("<|channel>thought\nHm.\n<channel|>Yes.", "Yes.", thought("Hm.")),
+    ],
+    "pythonic": [
+        ("[look(city='Oslo', days=[1, 2], deep={\"a\": None, 'b': True}), see()]", "",
+         call("look", '{"city": "Oslo", "days": [1, 2], "deep": {"a": null, "b": true}}')
+         + call("see", "{}")),
+        (r"<|python_tag|>[look(a='it\'s \u00e9\n', b=-1.5e3)]", "",
+         call("look", json.dumps({"a": "it's é\n", "b": -1500.0}, ensure_ascii=False))),
+        ("[1] is a reference", "[1] is a reference", []),
+        ("See [look(a=1)]", "See [look(a=1)]", []),
+        ("[look(a=open('x'))]", "[look(a=open('x'))]", []),
     ],
     "think": [("<think>\nHm.\n</think>\n\nYes.", "Yes.", thought("Hm."))],
     "harmony": [

@@ -241,18 +241,18 @@ def test_g1_g2_regexes_and_grammars(live, form, fits):
         assert found.json()["error"]["param"] == "structured_outputs"
 
 
-def test_channels_take_no_schema_and_no_beginning(live, scripted, monkeypatch):
+def test_channels_take_no_beginning(live, scripted, monkeypatch):
     template = "{{ messages[0].content }}<|start|>assistant{# <|channel|> <|message|> #}"
     monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": template})
     begun = [*MESSAGES, {"role": "assistant", "content": "Well"}]
-    for fields in (
-        {"response_format": {"type": "json_object"}},
-        {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
-        {"tools": [tool()], "tool_choice": "required"},
-    ):
-        found = live.post(CHAT, {"messages": MESSAGES} | fields)
-        assert found.status_code == 400
-        assert found.json()["error"]["code"] == "unsupported_value"
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "messages": begun}
+    found = live.post(CHAT, fields)
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "unsupported_value")
+    call = {"tools": [tool()], "tool_choice": "required"}
+    for fields in ({"response_format": {"type": "json_object"}}, call):
+        assert live.post(CHAT, {"messages": MESSAGES} | fields).status_code == 200
+        grammar = scripted.asked[-1][1].grammar
+        assert "final" in grammar if fields is not call else "to=functions.look" in grammar
 
 
 def test_reasoning_fields_are_named_as_was_chosen(llm):
@@ -284,7 +284,7 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
         {"tools": [tool("a"), tool("b")], "tool_choice": choice, "parallel_tool_calls": parallel},
         HERMES,
     )
-    grammar = found.grammar(opens_reasoning=False)
+    grammar = found.grammar({}, "not")
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
     content = "".join(map(reader.push, answer.tokens)) + reader.flush()
@@ -337,7 +337,7 @@ def test_strict_tools_leave_text_free_and_calls_valid():
 )
 def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
     choice = tool_choice({"tools": [tool(strict=True)]}, HERMES)
-    params = SamplingParams(grammar=choice.grammar(opens_reasoning=False))
+    params = SamplingParams(grammar=choice.grammar({}, "not"))
     assert lets_through(llm, params, text) == fits
 
 
@@ -347,7 +347,7 @@ def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
 )
 def test_forced_calls_come_after_the_reasoning(llm, text, fits):
     choice = tool_choice({"tools": [tool()], "tool_choice": "required"}, HERMES)
-    params = SamplingParams(grammar=choice.grammar(opens_reasoning=True))
+    params = SamplingParams(grammar=choice.grammar({}, "opened"))
     assert lets_through(llm, params, text) == fits
 
 

@@ -7,6 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rooflax.server.formats import Calls
+from rooflax.server.grammars import is_text
+from rooflax.server.notation import NoNotation, Scanner
+
 
 class Call(NamedTuple):
     """A call as clients are told it: arguments are the JSON of an object."""
@@ -18,6 +22,8 @@ class Call(NamedTuple):
 _HEAD = (
     r'\s*\{{\s*"name"\s*:\s*"(?P<name>[A-Za-z0-9_.-]{{1,64}})"\s*,\s*"{key}"\s*:\s*(?P<rest>[{{].*)'
 )
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SAYS_TYPE = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
 _NOTABLE = re.compile(r'["\\{}\[\]]')
 
 
@@ -95,34 +101,71 @@ def calls_of(body: str, arguments_key: str) -> list[Call]:
     return calls
 
 
-_FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.-]{1,64})>")
-_OPEN, _CLOSE = re.compile(r"<parameter=([^>\s]{1,64})>\n?"), "</parameter>"
-
-
-def xml_calls(body: str, schemas: Mapping[str, Any]) -> list[Call]:
-    """The call of `<function=N><parameter=K>V</parameter></function>`; none where it is none."""
-    head = _FUNCTION.match(body)
-    if head is None or "</function>" not in body:
+def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[Call]:
+    """The call of a name and parameters between tags; none where it is none."""
+    tags = calls.tags
+    assert tags is not None
+    head = body.strip()
+    if not head.startswith(calls.name_open) or tags.body_end not in head:
         return []
-    schema = schemas.get(head[1])
+    head = head.removeprefix(calls.name_open)
+    sizes = [head.find(end) for end in (calls.name_close.strip() or "\n", tags.key_open)]
+    end = min((size for size in sizes if size >= 0), default=len(head))
+    name = head[:end].strip()
+    if not _NAME.fullmatch(name):
+        return []
+    schema = schemas.get(name)
     known = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
-    arguments, at = {}, head.end()
-    while (opened := _OPEN.search(body, at)) is not None:
-        end = body.find(_CLOSE, opened.end())
-        if end < 0:
+    key_close, value_open = tags.key_close.strip(), tags.value_open.strip()
+    arguments, at = {}, end
+    while (opened := head.find(tags.key_open, at)) >= 0:
+        opened += len(tags.key_open)
+        closed = head.find(key_close, opened)
+        begun = head.find(value_open, closed + len(key_close)) if closed >= 0 else -1
+        ended = head.find(tags.value_close.strip(), begun + len(value_open)) if begun >= 0 else -1
+        if ended < 0:
             return []
-        value = body[opened.end() : end].removesuffix("\n")
-        arguments[opened[1]] = _typed(value, known.get(opened[1]))
-        at = end + len(_CLOSE)
-    return [Call(head[1], json.dumps(arguments, ensure_ascii=False))]
+        value = head[begun + len(value_open) : ended]
+        if tags.padding:
+            value = value.removeprefix(tags.padding).removesuffix(tags.padding)
+        key = head[opened:closed].strip()
+        arguments[key] = _typed(value, known.get(key))
+        at = ended
+    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
 
 
 def _typed(text: str, schema: Any) -> Any:
     """A plain text as its schema wants it; text where that is not said, or does not fit."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind in (None, "string"):
+    if not isinstance(schema, Mapping) or is_text(schema) or not set(schema) & _SAYS_TYPE:
+        return text
+    if "enum" in schema and text in schema["enum"]:
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def notation_calls(body: str, calls: Calls) -> list[Call]:
+    """The calls of a body in a notation of its own; none where it is something else."""
+    notation = calls.notation
+    assert notation is not None
+    scanner, found = Scanner(body, notation), []
+    is_list = calls.style == "python"
+
+    def one() -> None:
+        if calls.name_open:
+            scanner.want(calls.name_open)
+        name = scanner.name()
+        arguments = scanner.arguments()
+        found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+
+    try:
+        if is_list:
+            scanner.want("[")
+            scanner.several("]", one)
+        else:
+            one()
+    except NoNotation:
+        return []
+    return found if scanner.is_at_end else []

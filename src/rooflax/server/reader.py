@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.server.arguments import ArgumentStream, Call, calls_of, xml_calls
+from rooflax.server.arguments import (
+    ArgumentStream,
+    Call,
+    calls_of,
+    notation_calls,
+    tagged_calls,
+)
 from rooflax.server.formats import HARMONY, Calls, Format
 
 if TYPE_CHECKING:
@@ -24,6 +30,8 @@ _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<
 _LONGEST_HEAD = 512
 """Characters within which a call must have said its name to be streamed."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOKENS = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
+"""What a special token may look like within a text."""
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
 
 
@@ -63,8 +71,9 @@ class Reader:
         self._reasoning = format.reasoning if format is not None else None
         self._reads_calls, self._schemas = reads_calls, schemas or {}
         self._marks = self._texts()
-        special = {text: tokenizer.token_to_id(text) for text in self._marks}
-        kept = {number for number in special.values() if number is not None}
+        texts = (*self._marks, *(self._calls.texts if self._calls is not None else ()))
+        named = {name for text in texts for name in (text, *_TOKENS.findall(text))}
+        kept = {tokenizer.token_to_id(name) for name in named}
         self._skipped = tokenizer.special_token_ids - kept
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=False)
         self._longest = max(map(len, self._marks), default=0)
@@ -92,6 +101,7 @@ class Reader:
             found += [self._reasoning.open, self._reasoning.close]
         if self._calls is not None:
             found += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
+            found += self._calls.skipped
         return tuple(found)
 
     def take_events(self) -> list[Event]:
@@ -144,7 +154,7 @@ class Reader:
         found = [self._reasoning.open] if self._reasoning and not self._has_content else []
         calls = self._calls
         if calls is not None and not (calls.is_whole_message and self._has_content):
-            found += calls.open
+            found += [*calls.open, *calls.skipped]
         return tuple(found)
 
     def _next_mark(self, text: str) -> tuple[int, str | None]:
@@ -176,12 +186,13 @@ class Reader:
             return ""
         assert self._calls is not None
         raw = self._end_call(is_cut=False) if self._region == "call" else ""
-        if mark == self._calls.close:
+        if mark == self._calls.close or mark in self._calls.skipped:
+            self._trims = True
             return raw
         before, self._space = self._space, ""
         self._region = "call"
         self._call = _OpenCall(self._calls, mark, before)
-        return raw + (self._take(mark) if mark.startswith("{") else "")
+        return raw + (self._take(mark) if self._calls.is_body(mark) else "")
 
     def _take(self, text: str) -> str:
         """Text between marks, of the region that it is in."""
@@ -253,7 +264,7 @@ class _OpenCall:
 
     def __init__(self, calls: Calls, mark: str, before: str, name: str | None = None):
         self._calls, self._parts = calls, [before]
-        if not mark.startswith("{"):  # else it comes as text too
+        if not calls.is_body(mark):  # else it comes as text too
             self._parts.append(mark)
         self._num_before = len(self._parts)
         self._name, self._seeks = name, calls.style in ("json", "named")
@@ -288,8 +299,8 @@ class _OpenCall:
             return (self._name, body) if body.strip() else None
         calls = self._calls
         if calls.style == "named":
-            name, end, rest = body.partition(calls.name_end)
-            name = name.strip()
+            name, end, rest = body.partition(calls.name_close)
+            name = name.strip().removeprefix(calls.name_open)
             return (name, rest) if end and _NAME.fullmatch(name) else None
         return ArgumentStream.head(body, calls.arguments_key)
 
@@ -302,8 +313,10 @@ class _OpenCall:
         found: list[Call] = []
         if not is_cut and self._name is not None:  # of harmony, without a body
             found = [Call(self._name, "{}")]
-        elif not is_cut and self._calls.style == "xml":
-            found = xml_calls(self._body, schemas)
+        elif not is_cut and self._calls.tags is not None:
+            found = tagged_calls(self._body, self._calls, schemas)
+        elif not is_cut and self._calls.notation is not None:
+            found = notation_calls(self._body, self._calls)
         elif not is_cut:
             found = calls_of(self._body, self._calls.arguments_key)
         if not found:

@@ -10,7 +10,8 @@ from typing import Any
 
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
-from rooflax.server.formats import HARMONY, Format, format_of
+from rooflax.server.formats import Format, format_of
+from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
 from rooflax.server.tools import ToolChoice, tool_choice
 
@@ -29,24 +30,24 @@ class Prompt:
 
     Attributes:
         format: of reasoning and calls; None where the template has none.
+        may_think: the template knows the marks of reasoning.
     """
 
     ids: list[int]
     format: Format | None
     choice: ToolChoice
+    may_think: bool = False
 
-    @property
-    def is_harmony(self) -> bool:
-        """Whether answers have channels, each with a header."""
-        return self.format is not None and self.format.name == HARMONY
-
-    def opens_reasoning(self, decode: Any) -> bool:
-        """Whether the prompt's end has opened the reasoning."""
+    def thinks(self, decode: Any) -> Thinks:
+        """Whether the answer has reasoning, by what the prompt's end has opened and closed."""
         reasoning = self.format and self.format.reasoning
         if not reasoning:
-            return False
+            return "not"
         tail = decode(self.ids[-32:], skip_special_tokens=False)
-        return tail.rfind(reasoning.open) > tail.rfind(reasoning.close)
+        opened, closed = tail.rfind(reasoning.open), tail.rfind(reasoning.close)
+        if opened > closed:
+            return "opened"
+        return "may" if self.may_think and not tail.rstrip().endswith(reasoning.close) else "not"
 
 
 async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
@@ -67,7 +68,7 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     choice = tool_choice(found, format)
     variables = _variables(found, words)
     answer = _begun_answer(found, messages)
-    if answer and format is not None and format.name == HARMONY:
+    if answer and format is not None and format.channels is not None:
         raise ApiError(
             "This model's answers have channels, and cannot be begun for it.",
             code="unsupported_value",
@@ -78,7 +79,9 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     )
     if answer:
         ids += await service.in_thread(llm.tokenizer.encode_plain, answer)
-    return Prompt(ids, format, choice)
+    reasoning = format and format.reasoning
+    may_think = bool(reasoning) and reasoning.open.strip() in (template or "") and not answer
+    return Prompt(ids, format, choice, may_think)
 
 
 def _variables(found: Mapping[str, Any], words: frozenset[str]) -> dict[str, Any]:

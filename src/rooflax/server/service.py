@@ -124,6 +124,13 @@ class Service:
         """What the model's tokens spell."""
         return Spelling(self.ready().llm.tokenizer)
 
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """Ids of the tokenizer's special tokens by their texts."""
+        tokenizer = self.ready().llm.tokenizer
+        pairs = ((tokenizer.id_to_token(i), i) for i in tokenizer.special_token_ids)
+        return {text: number for text, number in pairs if text}
+
     @contextlib.contextmanager
     def reserved(self, num_sequences: int, owner: str) -> Iterator[None]:
         """A place for a request's sequences, taken before anything is computed for it.

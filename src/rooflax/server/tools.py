@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import CallGrammar, Format
+from rooflax.server.formats import Format
+from rooflax.server.grammars import Thinks, call_grammar
 from rooflax.server.tables import MAX_TOOLS
 
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -48,17 +48,29 @@ class ToolChoice:
         """Whether some function's arguments must be valid."""
         return any(tool["function"].get("strict") for tool in self.tools)
 
-    def grammar(self, *, opens_reasoning: bool) -> str | None:
+    def grammar(self, special: Mapping[str, int], thinks: Thinks) -> str | None:
         """The Lark grammar of the answer; None where it is free.
 
         Args:
-            opens_reasoning: the prompt's end has opened the reasoning, which comes first.
+            special: ids of the tokenizer's special tokens.
+            thinks: whether reasoning comes first.
+
+        Raises:
+            ApiError: the format has none, or not for such schemas.
         """
         if not (self.is_forced or self.is_strict or (self.tools and not self.is_parallel)):
             return None
         assert self.format is not None
-        written = self.format.calls and self.format.calls.grammar
-        if written is None:
+        named = [self.name] if self.name else list(self.schemas)
+        found = call_grammar(
+            self.format,
+            {name: self.schemas[name] for name in named},
+            special,
+            is_forced=self.is_forced,
+            is_parallel=self.is_parallel and self.name is None,
+            thinks=thinks,
+        )
+        if found is None:
             what = "tool_choice" if self.is_forced else "parallel_tool_calls"
             raise ApiError(
                 f"Calls cannot be forced in this model's format ({self.format.name}); leave "
@@ -66,7 +78,7 @@ class ToolChoice:
                 code="unsupported_value",
                 param=what,
             )
-        return _grammar(self, written, opens_reasoning)
+        return found
 
 
 def tool_choice(found: Mapping[str, Any], format: Format | None) -> ToolChoice:
@@ -138,53 +150,6 @@ def _named(choice: Mapping[str, Any], known: Sequence[str]) -> str:
             param="tool_choice",
         )
     return name
-
-
-def _grammar(choice: ToolChoice, written: CallGrammar, opens_reasoning: bool) -> str:
-    format = choice.format
-    assert format is not None
-    assert format.calls is not None
-    names = [choice.name] if choice.name else list(choice.schemas)
-    heads = [
-        f'{written.before}{{"name": {json.dumps(name)}, "{format.calls.arguments_key}": '
-        for name in names
-    ]
-    ends = [
-        f"%json {json.dumps(choice.schemas[name] or {'type': 'object'})} "
-        f"{_literal('}' + written.after)}"
-        for name in names
-    ]
-
-    def calls(skipped: str) -> str:
-        of_each = [
-            f"{_literal(head.removeprefix(skipped))} {end}"
-            for head, end in zip(heads, ends, strict=True)
-        ]
-        return " | ".join(of_each)
-
-    rules, more = [f"call: {calls('')}"], ""
-    if choice.is_parallel and choice.name is None and written.between is not None:
-        more = f" ({_literal(written.between)} call)*"
-    body = f"call{more}"
-    if not choice.is_forced:
-        # Text ends where a call begins, if one does: its mark is the text's last part.
-        mark = next(each for each in format.calls.open if heads[0].startswith(each))
-        pattern = re.escape(mark).replace("/", r"\/")
-        rules += [
-            f"called: {calls(mark)}",
-            f"lead[lazy]: /(?s:.*)({pattern})/",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*({pattern}).*)/",
-        ]
-        body = f"(TEXT | lead called{more})"
-    think = ""
-    if opens_reasoning and format.reasoning is not None:
-        rules.append(rf"thought[lazy]: /(?s:.*)/ {_literal(format.reasoning.close)}")
-        think = r"thought /\n*/ "
-    return "\n".join([f"start: {think}{body}", *rules])
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def call_id(length: int = 0, prefix: str = "call_") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from rooflax.completion import Delta
 from rooflax.server.call import Call, check_finished
 from rooflax.server.errors import ApiError
+from rooflax.server.grammars import Thinks, behind_reasoning
 from rooflax.server.reader import Event, Reader
 from rooflax.server.rendering import Prompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
@@ -82,11 +82,11 @@ class Turn:
             tokenizer = service.ready().llm.tokenizer
             max_tokens = self.found.get(self._most)
             service.check_length(len(prompt.ids), max_tokens, self._most)
-            opens = prompt.opens_reasoning(tokenizer.decode)
+            thinks = prompt.thinks(tokenizer.decode)
             params = sampling_params(
                 self.found,
                 call.seed,
-                self._grammars(prompt, opens),
+                self._grammars(prompt, thinks),
                 max_tokens=max_tokens,
                 logprobs=self._logprobs,
             )
@@ -126,8 +126,9 @@ class Turn:
             self.call.service.failed_calls += reader.num_failed
         return Piece(delta.index, reader.take_events(), delta.text, delta, reason)
 
-    def _grammars(self, prompt: Prompt, opens_reasoning: bool) -> dict[str, Any]:
-        forced = prompt.choice.grammar(opens_reasoning=opens_reasoning)
+    def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
+        special = self.call.service.special
+        forced = prompt.choice.grammar(special, thinks)
         if forced is not None and self._form:
             raise ApiError(
                 "response_format and structured_outputs do not go with calls that are forced or "
@@ -136,34 +137,4 @@ class Turn:
             )
         if forced is not None:
             return {"grammar": forced}
-        if self._form and prompt.is_harmony:
-            raise ApiError(
-                "This model's answers have channels, which no schema or grammar describes; ask "
-                "without response_format and structured_outputs.",
-                code="unsupported_value",
-                param="response_format",
-            )
-        if not (self._form and opens_reasoning):
-            return self._form
-        assert prompt.format is not None
-        assert prompt.format.reasoning is not None
-        return _behind_reasoning(self._form, prompt.format.reasoning.close)
-
-
-def _behind_reasoning(form: Mapping[str, Any], close: str) -> dict[str, Any]:
-    """A form whose text comes after the reasoning."""
-    ((kind, value),) = form.items()
-    if kind == "json_schema":
-        wanted = f"%json {value if isinstance(value, str) else json.dumps(value)}"
-    elif kind == "regex":
-        wanted = "/" + value.replace("/", r"\/") + "/"
-    else:
-        raise ApiError(
-            "A grammar does not go with reasoning; ask for a JSON schema or a regex, or turn the "
-            "reasoning off.",
-            param="structured_outputs",
-        )
-    return {
-        "grammar": f"start: thought /\\n*/ answer\nanswer: {wanted}\n"
-        f"thought[lazy]: /(?s:.*)/ {json.dumps(close)}"
-    }
+        return behind_reasoning(self._form, prompt.format, special, thinks=thinks)

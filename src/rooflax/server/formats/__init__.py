@@ -8,31 +8,56 @@ from importlib.resources import files
 
 import msgspec
 
+from rooflax.server.notation import PYTHON, Notation, gemma
+
 HARMONY = "harmony"
 """GPT-OSS's: an answer is a series of channels."""
 
 
 class CallGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The text around a call that a grammar forces.
+    """The text around calls that a grammar forces.
 
     Attributes:
+        before, after: each call.
         between: of two calls in one answer; None where an answer has one call.
+        first, last: around all calls.
     """
 
     before: str
     after: str
     between: str | None
+    first: str = ""
+    last: str = ""
+
+
+class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Texts around each parameter's name and value, and behind all of them.
+
+    Attributes:
+        padding: may stand around a value, once, and is no part of it.
+    """
+
+    key_open: str
+    key_close: str
+    value_open: str
+    value_close: str
+    body_end: str = ""
+    padding: str = ""
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a call is written.
 
     Attributes:
-        style: "json" is an object (or a list of them) with name and arguments; "named" has the
-            name before the arguments; "xml" is qwen3-coder's; "harmony" has headers.
+        style: "json" is an object (or a list of them) with name and arguments; in the others the
+            name comes before the arguments, which are JSON ("named"), parameters between tags
+            ("tagged"), or in a notation of their own ("python", "gemma"); "harmony" has headers.
         open, close: texts around a call; without `close` the end of the message.
-        is_whole_message: `open` counts at the very beginning only.
-        name_end: of "named": between name and arguments.
+        is_whole_message: `open` counts at the very beginning only, and is a part of the call where
+            it is no mark such as <|python_tag|>.
+        name_open, name_close: around the name.
+        quote: of "gemma": around texts.
+        skipped: texts that stand around calls and mean nothing.
         id_length: of the calls' ids; 0 is OpenAI's kind.
         grammar: None where calls cannot be forced.
     """
@@ -42,9 +67,51 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     close: str | None = None
     arguments_key: str = "arguments"
     is_whole_message: bool = False
-    name_end: str = ""
+    name_open: str = ""
+    name_close: str = ""
+    tags: Tags | None = None
+    quote: str = ""
+    skipped: tuple[str, ...] = ()
     id_length: int = 0
     grammar: CallGrammar | None = None
+
+    @property
+    def notation(self) -> Notation | None:
+        """Of the arguments, if it is one of their own."""
+        if self.style == "python":
+            return PYTHON
+        return gemma(self.quote) if self.style == "gemma" else None
+
+    def head(self, name: str) -> str:
+        """A forced call up to its arguments."""
+        assert self.grammar is not None
+        if self.style == "json":
+            return f'{self.grammar.before}{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+        return f"{self.grammar.before}{self.name_open}{name}{self.name_close}"
+
+    def is_body(self, mark: str) -> bool:
+        """Whether a mark of `open` is itself a part of the call."""
+        return self.is_whole_message and not mark.startswith("<")
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that may name a special token which has to be read."""
+        tags = () if self.tags is None else msgspec.structs.astuple(self.tags)
+        return (*self.open, self.close or "", self.name_open, self.name_close, self.quote,
+                *self.skipped, *tags)  # fmt: skip
+
+
+class Channels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Headers of an answer's parts, in grammars.
+
+    Attributes:
+        open, close: around what comes before the answer.
+        answer: opens it.
+    """
+
+    open: tuple[str, ...]
+    close: str
+    answer: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +133,7 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     template_lacks: tuple[str, ...]
     calls: Calls | None
     reasoning: Reasoning | None
+    channels: Channels | None = None
 
     def fits(self, template: str) -> bool:
         """Whether a chat template is written in it."""

@@ -1,0 +1,412 @@
+"""Lark grammars of answers: calls that are forced or strict, and forms that come behind reasoning.
+
+Special tokens stand in them as `<[id]>`: no text spells those, so free text ends where one comes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rooflax.server.errors import ApiError
+from rooflax.server.formats import Calls, Format
+from rooflax.server.notation import Notation
+
+Thinks = Literal["opened", "may", "not"]
+"""The prompt's end has opened the reasoning; the answer may begin with it, or does not."""
+ANY_TEXT = "/(?s:.*)/"
+_SCALARS = ("integer", "number")
+_OF_TEXT = {"type", "minLength", "maxLength"}
+_ANNOTATIONS = {
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema",
+    "$id", "$comment", "$defs", "definitions", "nullable",
+}  # fmt: skip
+_KNOWN = {
+    "string": {"minLength", "maxLength"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+
+
+class Grammar:
+    """Rules that are being written.
+
+    Args:
+        special: ids of special tokens by their texts.
+    """
+
+    def __init__(self, special: Mapping[str, int]):
+        self._special = special
+        texts = sorted(special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._rules: list[str] = []
+        self._refs: dict[str, str] = {}
+
+    def finish(self, start: str) -> str:
+        """All of it."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def rule(self, body: str, *, kind: str = "r", attribute: str = "") -> str:
+        """The name of a new rule."""
+        name = f"{kind}{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _parts(self, text: str) -> list[str]:
+        return [part for part in self._split.split(text) if part] if self._split else [text]
+
+    def text(self, text: str) -> str:
+        """A fixed text, with the special tokens that it names."""
+        return " ".join(self._term(part) for part in self._parts(text)) or '""'
+
+    def _term(self, part: str) -> str:
+        if part in self._special:
+            return f"<[{self._special[part]}]>"
+        return json.dumps(part, ensure_ascii=False)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text begins with a special token."""
+        return bool(text) and self._parts(text)[0] in self._special
+
+    def until(self, close: str, pattern: str = ANY_TEXT) -> str:
+        """Free text, and what ends it."""
+        if self.is_special(close):
+            return f"{pattern} {self.text(close)}"
+        first, *rest = self._parts(close)
+        body = f"{pattern} {json.dumps(first, ensure_ascii=False)}"
+        return " ".join([self.rule(body, attribute="[lazy]"), *(self._term(each) for each in rest)])
+
+    def json(self, schema: Any) -> str:
+        """JSON of a schema."""
+        return f"%json {json.dumps(schema or {'type': 'object'})}"
+
+    def choice(self, several: Sequence[str]) -> str:
+        return self.rule(" | ".join(several))
+
+
+def call_grammar(
+    format: Format,
+    schemas: Mapping[str, Any],
+    special: Mapping[str, int],
+    *,
+    is_forced: bool,
+    is_parallel: bool,
+    thinks: Thinks,
+) -> str | None:
+    """The grammar of an answer with valid calls; None where the format has none.
+
+    Args:
+        schemas: the parameters of each function that may be called.
+        is_forced: without a call there is no answer.
+        thinks: whether reasoning comes first.
+
+    Raises:
+        ApiError: a schema is beyond what the format's notation can force.
+    """
+    calls = format.calls
+    written = calls.grammar if calls is not None else None
+    if calls is None or written is None:
+        return None
+    grammar = Grammar(special)
+    call = grammar.choice([_call(grammar, calls, name, each) for name, each in schemas.items()])
+    more = ""
+    if is_parallel and written.between is not None:
+        more = f" ({grammar.text(written.between)} {call})*"
+    before, after = grammar.text(written.first), grammar.text(written.last)
+    body = f"{before} {call}{more} {after}"
+    if not is_forced:
+        text = "" if format.channels is None else grammar.text(format.channels.answer)
+        body = _with_text(grammar, calls, schemas, (call, f"{more} {after}"), text)
+    return grammar.finish(f"{_thought(grammar, format, thinks)}{body}")
+
+
+def _with_text(
+    grammar: Grammar,
+    calls: Calls,
+    schemas: Mapping[str, Any],
+    parts: tuple[str, str],
+    channel: str,
+) -> str:
+    """An answer of text, or with calls: free text ends where the mark of a call begins.
+
+    Args:
+        parts: the first call, and what comes behind it.
+        channel: what opens the text, in formats with channels.
+    """
+    assert calls.grammar is not None
+    call, behind = parts
+    opened = grammar.text(calls.grammar.first)
+    head = calls.grammar.first + calls.head(next(iter(schemas)))
+    if channel:
+        return f"({channel} {ANY_TEXT} | {call}{behind})"
+    if grammar.is_special(head):
+        return f"{ANY_TEXT} ({opened} {call}{behind})?"
+    marks = [each for each in (calls.grammar.first, *calls.open) if each and head.startswith(each)]
+    mark = max(marks, key=len)
+    pattern = re.escape(mark).replace("/", r"\/")
+    if calls.is_whole_message:
+        text = rf"{ANY_TEXT} & ~/\s*({pattern})(?s:.*)/"
+        return f"({grammar.rule(text, kind='T')} | {opened} {call}{behind})"
+    text = grammar.rule(f"{ANY_TEXT} & ~/(?s:.*({pattern}).*)/", kind="T")
+    lead = grammar.rule(f"/(?s:.*)({pattern})/", attribute="[lazy]")
+    heads = [
+        _call(grammar, calls, name, schema, skipped=mark, before=calls.grammar.first)
+        for name, schema in schemas.items()
+    ]
+    return f"({text} | {lead} {grammar.choice(heads)}{behind})"
+
+
+def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
+    """What may, or has to, come before the answer."""
+    if format.channels is not None:
+        ways = [
+            f"{grammar.text(each)} {grammar.until(format.channels.close)}"
+            for each in format.channels.open
+        ]
+        return f"{grammar.choice(ways)}* "
+    if thinks == "not" or format.reasoning is None:
+        return ""
+    thought = rf"{grammar.until(format.reasoning.close)} /\n*/ "
+    return thought if thinks == "opened" else f"({grammar.text(format.reasoning.open)} {thought})? "
+
+
+def behind_reasoning(
+    form: Mapping[str, Any],
+    format: Format | None,
+    special: Mapping[str, int],
+    *,
+    thinks: Thinks,
+) -> dict[str, Any]:
+    """A form of the answer alone, where reasoning or channels come before it.
+
+    Raises:
+        ApiError: it is a grammar, which cannot stand within another.
+    """
+    if format is None or not form or (thinks == "not" and format.channels is None):
+        return dict(form)
+    ((kind, value),) = form.items()
+    if kind == "json_schema":
+        wanted = f"%json {value if isinstance(value, str) else json.dumps(value)}"
+    elif kind == "regex":
+        wanted = "/" + value.replace("/", r"\/") + "/"
+    elif thinks == "may":
+        return dict(form)
+    else:
+        raise ApiError(
+            "A grammar or a choice does not go with reasoning; ask for a JSON schema or a regex, "
+            "or turn the reasoning off.",
+            param="structured_outputs",
+        )
+    grammar = Grammar(special)
+    answer = grammar.rule(wanted)
+    opened = f"{grammar.text(format.channels.answer)} " if format.channels else ""
+    thought = _thought(grammar, format, thinks)
+    return {"grammar": grammar.finish(f"{thought}{opened}{answer}")}
+
+
+def _call(
+    grammar: Grammar, calls: Calls, name: str, schema: Any, *, skipped: str = "", before: str = ""
+) -> str:
+    """One call, without the part of its head that was said already."""
+    assert calls.grammar is not None
+    head = (before + calls.head(name)).removeprefix(skipped)
+    opened, after = grammar.text(head), calls.grammar.after
+    if calls.style == "json":
+        return f"{opened} {grammar.json(schema)} {grammar.text('}' + after)}"
+    if calls.tags is not None:
+        body = _tagged(grammar, calls, schema or {})
+        return f"{opened} {body} {grammar.text(calls.tags.body_end + after)}"
+    notation = calls.notation
+    if notation is not None:
+        body = _Values(grammar, notation, schema or {}).arguments()
+        return f"{opened} {body} {grammar.text(after)}"
+    return f"{opened} {grammar.json(schema)} {grammar.text(after)}"
+
+
+def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
+    """Parameters one by one: texts as they are, everything else as JSON."""
+    tags, shared = calls.tags, {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+    assert tags is not None
+    found = []
+    for key, of_key in schema.get("properties", {}).items():
+        head = grammar.text(tags.key_open + key + tags.key_close + tags.value_open)
+        end = tags.value_close
+        if is_text(of_key):
+            _check(of_key, _OF_TEXT)
+            value = grammar.until(end, _text_pattern(of_key))
+        elif isinstance(of_key, Mapping) and "enum" in of_key and _texts(of_key["enum"]):
+            value = grammar.choice([grammar.text(item + end) for item in of_key["enum"]])
+        else:
+            json_schema = {**of_key, **shared} if isinstance(of_key, Mapping) else of_key
+            value = f"%json {json.dumps(json_schema)} {grammar.text(end)}"
+        optional = "" if key in schema.get("required", ()) else "?"
+        found.append(f"({head} {value}){optional}")
+    return " ".join(found) or '""'
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a schema means any text, which is then written without quotes."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+
+
+def _texts(items: Any) -> bool:
+    return isinstance(items, list) and bool(items) and all(isinstance(item, str) for item in items)
+
+
+def _text_pattern(schema: Mapping[str, Any]) -> str:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/(?s:.{{{least},{most}}})/" if least or most != "" else ANY_TEXT
+
+
+def _check(schema: Mapping[str, Any], known: set[str]) -> None:
+    """
+    Raises:
+        ApiError: a keyword that the notation cannot force.
+    """
+    for name in schema:
+        if name not in known | _ANNOTATIONS:
+            raise ApiError(
+                f"A tool's schema has {name!r:.40}, which cannot be forced in this model's format; "
+                f"leave it out, or strict and tool_choice.",
+                code="invalid_schema",
+                param="tools",
+            )
+
+
+class _Values:
+    """Values of a notation by their schemas."""
+
+    def __init__(self, grammar: Grammar, notation: Notation, root: Mapping[str, Any]):
+        self._grammar, self._notation, self._root = grammar, notation, root
+        self._refs: dict[str, str] = {}
+        self._any = ""
+
+    def arguments(self) -> str:
+        notation = self._notation
+        return self._pairs(self._root, notation.open, notation.close, notation.assign, is_bare=True)
+
+    def _pairs(
+        self, schema: Mapping[str, Any], open: str, close: str, assign: str, *, is_bare: bool
+    ) -> str:
+        """An object: properties in their order, those that need not be there perhaps left out."""
+        grammar, required = self._grammar, schema.get("required", ())
+        first = more = grammar.text(close)
+        for key, of_key in reversed(schema.get("properties", {}).items()):
+            name = key if is_bare else self._quoted(key)
+            pair = f"{grammar.text(name + assign)} {self.value(of_key)}"
+            behind = f"{grammar.text(self._notation.comma)} {pair} {more}"
+            if key in required:
+                first, more = grammar.rule(f"{pair} {more}"), grammar.rule(behind)
+            else:
+                first = grammar.rule(f"{pair} {more} | {first}")
+                more = grammar.rule(f"{behind} | {more}")
+        return f"{grammar.text(open)} {first}"
+
+    def _quoted(self, text: str) -> str:
+        quote = self._notation.quote
+        return f"{quote}{text}{quote}" if quote else json.dumps(text, ensure_ascii=False)
+
+    def value(self, schema: Any) -> str:
+        if not isinstance(schema, Mapping) or not set(schema) - _ANNOTATIONS:
+            return self.any()
+        if "$ref" in schema:
+            return self._ref(schema["$ref"])
+        if "enum" in schema or "const" in schema:
+            items = schema["enum"] if "enum" in schema else [schema["const"]]
+            return self._grammar.choice([self._grammar.text(self.literal(i)) for i in items])
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                _check(schema, {name, "type"})
+                return self._grammar.choice([self.value(each) for each in schema[name]])
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            ways = [self.value({**schema, "type": each}) for each in kind]
+            return self._grammar.choice(ways)
+        return self._of_kind(kind, schema)
+
+    def _of_kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
+        grammar, words = self._grammar, self._notation.words
+        if kind in _SCALARS:
+            return f"%json {json.dumps({**schema, 'type': kind})}"
+        if kind in ("boolean", "null"):
+            return grammar.choice([grammar.text(w) for w in words[:2]]) if kind == "boolean" else (
+                grammar.text(words[2])
+            )  # fmt: skip
+        _check(schema, {"type", *_KNOWN.get(kind, ())})
+        if kind == "string":
+            return self._string(schema)
+        if kind == "array":
+            return self._array(schema)
+        if kind == "object" and "properties" in schema:
+            return self._pairs(schema, "{", "}", self._notation.pair, is_bare=self._has_bare_keys)
+        return self.any()
+
+    @property
+    def _has_bare_keys(self) -> bool:
+        return bool(self._notation.quote)
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        quote = self._notation.quote
+        if not quote:
+            return f"%json {json.dumps({**schema, 'type': 'string'})}"
+        return f"{self._grammar.text(quote)} {self._grammar.until(quote, _text_pattern(schema))}"
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        grammar, item = self._grammar, self.value(schema.get("items"))
+        item = grammar.rule(item)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        behind = f"({grammar.text(self._notation.comma)} {item})"
+        times = f"{{{max(0, least - 1)},{'' if most is None else max(0, most - 1)}}}"
+        some = f"{item} {behind}{times}"
+        inner = some if least else f"({some})?"
+        return f'"[" {inner if most != 0 else ""} "]"'
+
+    def _ref(self, ref: Any) -> str:
+        if not isinstance(ref, str) or not ref.startswith("#/"):
+            _check({"$ref": ref}, set())
+        if ref in self._refs:
+            return self._refs[ref]
+        target: Any = self._root
+        for part in ref.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        if target is None:
+            _check({"$ref": ref}, set())
+        name = self._refs[ref] = f"ref{len(self._refs)}x{len(self._grammar._rules)}"
+        self._grammar._rules.append(f"{name}: {self.value(target)}")
+        return name
+
+    def any(self) -> str:
+        """Any value."""
+        if self._any:
+            return self._any
+        grammar, notation = self._grammar, self._notation
+        name = self._any = f"any{len(grammar._rules)}"
+        comma, quote = grammar.text(notation.comma), notation.quote
+        text = self._string({})
+        key = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/" if quote else text
+        pair = f"{key} {grammar.text(notation.pair)} {name}"
+        words = " | ".join(grammar.text(word) for word in notation.words)
+        several = [f'"[" ({name} ({comma} {name})*)? "]"', f'"{{" ({pair} ({comma} {pair})*)? "}}"']
+        body = f'{text} | %json {{"type": "number"}} | {words} | {" | ".join(several)}'
+        grammar._rules.append(f"{name}: {body}")
+        return name
+
+    def literal(self, value: Any) -> str:
+        """A value as it is written."""
+        notation = self._notation
+        if isinstance(value, str):
+            return self._quoted(value)
+        if isinstance(value, bool) or value is None:
+            return notation.words[{True: 0, False: 1, None: 2}[value]]
+        if isinstance(value, list):
+            return f"[{notation.comma.join(map(self.literal, value))}]"
+        if isinstance(value, Mapping):
+            pairs = [
+                f"{key if self._has_bare_keys else self._quoted(key)}{notation.pair}"
+                f"{self.literal(item)}"
+                for key, item in value.items()
+            ]
+            return f"{{{notation.comma.join(pairs)}}}"
+        return json.dumps(value)

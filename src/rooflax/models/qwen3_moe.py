@@ -18,8 +18,8 @@ from rooflax.ops.activation import ACTIVATIONS
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    parts = common.read_biases(reader) | {"kv_heads": 4}
-    attention = common.read_attention(reader, norm_eps=1e-6, **parts)
+    biases = common.read_biases(reader)
+    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **biases)
     window = reader.size("sliding_window", 4096)
     window = window if reader.flag("use_sliding_window", False) else None
     reader.get("max_window_layers", None)  # written, and read by nobody

@@ -14,10 +14,14 @@ from rooflax.nn.decoder import Decoder
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    sizes = {"kv_heads": 8, "head_dim": None if reader.given("head_dim") else 128}
-    qkv, output = reader.flag("attention_bias", True), reader.flag("attention_out_bias", False)
-    biases = {"qkv_bias": qkv, "output_bias": output}
-    attention = common.read_attention(reader, norm_eps=1e-6, **sizes, **biases)
+    attention = common.read_attention(
+        reader,
+        norm_eps=1e-6,
+        kv_heads=8,
+        head_dim=None if reader.given("head_dim") else 128,
+        qkv_bias=reader.flag("attention_bias", True),
+        output_bias=reader.flag("attention_out_bias", False),
+    )
     mlp_bias = reader.flag("mlp_bias", False)
     return common.read_dense(reader, attention, mlp_bias=mlp_bias, max_position=524_288)
 

@@ -1,4 +1,4 @@
-"""Draws docs/images/architecture.svg: the layers of the package, and the way of a token.
+"""Draws docs/images/architecture.svg: the layers of the package, and the path of a token.
 
     python tools/draw_architecture.py > docs/images/architecture.svg
 
@@ -101,7 +101,7 @@ def drawing() -> str:
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' {FONT}>",
         TIP,
         f"<rect width='{WIDTH}' height='{height}' fill='white'/>",
-        heading(LEFT, "Layers", "an import points down"),
+        heading(LEFT, "Layers", "a layer imports from those below"),
     ]
     for i, rank in enumerate(ranks):
         y, width = TOP + i * step, (LAYERS_WIDTH - GAP * (len(rank) - 1)) / len(rank)
@@ -111,7 +111,7 @@ def drawing() -> str:
         if i:
             parts.append(arrow(LEFT + LAYERS_WIDTH / 2, y - 14, LEFT + LAYERS_WIDTH / 2, y - 2))
     x, width = LEFT + LAYERS_WIDTH + 90, 370
-    parts.append(heading(x, "The way of a token", "colours are those of the layers"))
+    parts.append(heading(x, "The path of a token", "colours are those of the layers"))
     for i, (title, about, layer) in enumerate(WAY):
         y = TOP + i * step
         parts.append(box(x, y, width, title, about, colour[layer]))

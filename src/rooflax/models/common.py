@@ -59,7 +59,7 @@ def read_attention(
     return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
 
 
-def read_biases(reader: ConfigReader, absent: bool = False) -> dict[str, bool]:
+def read_biases(reader: ConfigReader, absent: bool = False) -> dict[str, Any]:
     """`attention_bias`, of all four matmuls."""
     bias = reader.flag("attention_bias", absent)
     return {"qkv_bias": bias, "output_bias": bias}

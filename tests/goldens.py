@@ -150,6 +150,17 @@ _MINISTRAL3 = _LLAMA | {
     },
 }  # fmt: skip
 
+_HUNYUAN = _LLAMA | {
+    "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "rope_theta": 100.0, "pad_token_id": 0,
+}  # fmt: skip
+_GRANITE4 = _GRANITE | {
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_local_experts": 0, "shared_intermediate_size": 104, "intermediate_size": 20,
+    "layer_types": ["attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 4,
+    "mamba_d_head": 30, "pad_token_id": 0,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -263,6 +274,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "ministral3": _MINISTRAL3,
     "ministral3_tied": _MINISTRAL3 | {"tie_word_embeddings": True, "num_key_value_heads": 3},
+    "hunyuan_v1_dense": _HUNYUAN
+    | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}},
+    "hunyuan_bias": _HUNYUAN | {"attention_bias": True, "tie_word_embeddings": True},
+    "granitemoehybrid": _GRANITE4,
+    "granitemoehybrid_nope": _GRANITE4
+    | {"position_embedding_type": None, "attention_bias": True, "attention_multiplier": 0.3},
 }  # fmt: skip
 
 MAX_MODEL_LEN = {"phi3_short": 131}

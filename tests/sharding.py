@@ -58,6 +58,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7},
     "cohere2": _LLAMA | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
     "ministral3": _LLAMA | {"model_type": "ministral3"},
+    "hunyuan_v1_dense": _LLAMA | {"model_type": "hunyuan_v1_dense"},
+    "granitemoehybrid": _LLAMA | {
+        "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 128,
+        "layer_types": ["attention"] * 4, "attention_multiplier": 0.2,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

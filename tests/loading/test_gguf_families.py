@@ -14,7 +14,8 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
-    "mistral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2", "phi3": "phi3_long",
+    "hunyuan-dense": "hunyuan_bias", "mistral3": "ministral3", "exaone4": "exaone4",
+    "cohere2": "cohere2", "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
 """gguf's architecture to the checkpoint that is written as one."""

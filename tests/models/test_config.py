@@ -37,6 +37,8 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "hunyuan_v1_dense": "hunyuan_v1_dense",
+    "granitemoehybrid": "granitemoehybrid",
     "ministral3": "ministral3",
     "exaone4": "exaone4",
     "cohere2": "cohere2",
@@ -98,6 +100,8 @@ def is_without_meaning(config, path):
     return (
         path[-1] == "rope"  # changed below
         or (path[-1] == "interleaved" and not config.ropes)
+        or (path[-1] == "norm_after_rope" and layer.attention.flat_norm)
+        or (path[-1] == "norm_after_rope" and not (config.ropes and layer.attention.qk_norm))
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
         or (path[:2] == ("mlp", "norm") and layer.parallel)
     )

@@ -28,7 +28,8 @@ FAMILIES = {
     "gpt-oss": "gpt_oss", "seed_oss": "seed_oss",
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
     "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
-    "exaone4": "exaone4", "cohere2": "cohere2", "mistral3": "ministral3",
+    "hunyuan-dense": "hunyuan_v1_dense", "exaone4": "exaone4", "cohere2": "cohere2",
+    "mistral3": "ministral3",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -101,7 +102,8 @@ _KEYS = {
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
     "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
-    "ministral3": _COMMON, "mistral": _COMMON, "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
+    "hunyuan_v1_dense": _COMMON, "ministral3": _COMMON, "mistral": _COMMON,
+    "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
     "exaone4": _COMMON | {"attention.sliding_window": "sliding_window"},
 }  # fmt: skip
 _YARN = {
@@ -262,6 +264,10 @@ class _Metadata:
                     f"{self.file.path} scales RoPE both by {ROPE_FACTORS} and by its metadata."
                 )
             return self._recovered(head_dim, theta)
+        if self.family == "granite":
+            self.expect("rope.scaling.finetuned", True)  # false is no RoPE at all
+        if self.family == "hunyuan_v1_dense":
+            self.get("rope.scaling.original_context_length")  # its scaling is in theta already
         if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
             return {"rope_type": "default"}
         if kind == "linear":

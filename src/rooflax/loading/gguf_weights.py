@@ -11,6 +11,7 @@ Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and convers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -345,8 +346,13 @@ _GPT2 = _renamed(
     *_PRODUCTS.items(),
 ) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}
 
+_HUNYUAN = {"q": "query", "k": "key"}
 _OTHERS = {
     "gpt2": _GPT2,
+    "hunyuan_v1_dense": {
+        re.sub(r"\.(q|k)_norm\.", lambda m: f".{_HUNYUAN[m[1]]}_layernorm.", name): entry
+        for name, entry in (_LAYERS | _DENSE).items()
+    },
     "exaone4": _LAYERS | _DENSE | _SANDWICH,
     "glm4": _LAYERS | _FUSED,
     "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),

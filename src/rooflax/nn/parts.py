@@ -158,6 +158,7 @@ class Attention:
         qk_norm: epsilon of an RMSNorm of every query and key head before RoPE; None is none.
         flat_norm: `qk_norm` is of all query heads together, and of all key heads.
         scale: of the scores; None is head_dim^-1/2.
+        norm_after_rope: `qk_norm` is after it.
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
     """
 
@@ -175,6 +176,7 @@ class Attention:
     wiring: Wiring = PRE
     flat_norm: bool = False
     interleaved: bool = False
+    norm_after_rope: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -233,14 +235,15 @@ class Attention:
         if self.qk_norm is not None and self.flat_norm:
             q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
             k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
-        elif self.qk_norm is not None:
-            q = rms_norm(q, taken(w["attn.q_norm"]), eps=self.qk_norm)
-            k = rms_norm(k, taken(w["attn.k_norm"]), eps=self.qk_norm)
+        elif self.qk_norm is not None and not self.norm_after_rope:
+            q, k = self._normed(q, k, w)
         if self.rope is not None:
             cos, sin, factor = context.rope[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             if factor is not None:
                 q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
+        if self.qk_norm is not None and self.norm_after_rope:
+            q, k = self._normed(q, k, w)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
@@ -250,6 +253,12 @@ class Attention:
         )
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
+
+    def _normed(self, q: Array, k: Array, w: LayerWeights) -> tuple[Array, Array]:
+        """RMSNorm of every head."""
+        weights = (taken(w["attn.q_norm"]), taken(w["attn.k_norm"]))
+        eps = self.qk_norm or 0.0
+        return rms_norm(q, weights[0], eps=eps), rms_norm(k, weights[1], eps=eps)
 
     def _flat(self, x: Array, weight: Any, heads: int, context: Context) -> Array:
         """RMSNorm over all heads; those of all tensor shards count."""

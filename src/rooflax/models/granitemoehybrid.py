@@ -1,0 +1,68 @@
+"""Granite 4 without Mamba layers and experts (350M, 1B, micro): Granite, with or without RoPE.
+
+Rejected: Mamba layers, experts.
+
+Source: transformers, models/granitemoehybrid/modeling_granitemoehybrid.py; IBM, Granite 4.0, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.errors import UnsupportedModelError
+from rooflax.models import common, granite
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import Mlp
+from rooflax.nn.weights import Stored
+
+SHARED = "model.layers.{i}.shared_mlp"
+NAMES = Names(
+    (
+        ("layers.{i}.mlp.gate_up", Stored(f"{SHARED}.input_linear.weight")),
+        ("layers.{i}.mlp.down", Stored(f"{SHARED}.output_linear.weight")),
+    )
+)
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.assume(intermediate_size=11_008)
+    reader.waive("mamba_*", "time_step_*", "num_experts_per_tok", "init_method")
+    for key, only in (("normalization_function", "rmsnorm"), ("mlp_bias", False)):
+        reader.expect(key, only)
+    has_rope = reader.get("position_embedding_type", None)
+    reader.expect("position_embedding_type", "rope", None)
+    if experts := reader.size("num_local_experts", 8, least=0):
+        raise UnsupportedModelError(
+            f"config.json has num_local_experts = {experts}; of granitemoehybrid rooflax computes "
+            f"models without experts."
+        )
+    key = "layers_block_type" if reader.given("layers_block_type") else "layer_types"
+    types = reader.get(key, ["mamba"])
+    if types != ["attention"] * common.num_layers(reader):
+        raise UnsupportedModelError(
+            f"config.json has {key} = {types!r:.80}; of granitemoehybrid rooflax computes models "
+            f"whose layers are all attention."
+        )
+    decoder = granite.config_from_hf(reader)
+    attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+    layer = replace(
+        decoder.layers[0],
+        attention=attention if has_rope else replace(attention, rope=None),
+        mlp=replace(mlp, width=reader.size("shared_intermediate_size", 1024)),
+    )
+    return replace(decoder, layers=(layer,) * len(decoder.layers), ropes=(), names=NAMES)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, Mlp)
+    return granite.config_to_hf(decoder) | {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "shared_intermediate_size": mlp.width,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope" if decoder.ropes else None,
+        "layer_types": ["attention"] * decoder.num_layers,
+    }

@@ -1,0 +1,56 @@
+"""Hunyuan 0.5B to 7B and Hunyuan-MT, dense: LLaMA with norms of every head after RoPE.
+
+"dynamic" scaling with an alpha is a larger theta. Rejected: "dynamic" without one.
+
+Source: transformers, models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py; Tencent, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import ATTENTION
+from rooflax.nn.rope import Rope
+from rooflax.nn.weights import Stored
+
+NAMES = Names(
+    tuple(
+        (f"layers.{{i}}.attn.{part[0]}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
+        for part in ("query", "key")
+    )
+)
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.waive("eod_token_id")
+    for key, only in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False)):
+        reader.expect(key, only)
+    biases = common.read_biases(reader)
+    attention = common.read_attention(reader, norm_eps=1e-5, theta=None, **biases)
+    rope = _read_rope(reader, attention.head_dim)
+    eps = attention.norm.eps
+    attention = replace(attention, rope=rope, qk_norm=eps, norm_after_rope=True)
+    return replace(common.read_dense(reader, attention, max_position=2048), names=NAMES)
+
+
+def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
+    found = reader.get("rope_parameters", None) or reader.get("rope_scaling", None)
+    if not isinstance(found, dict) or not found.get("alpha"):
+        return common.read_rope(reader, head_dim)
+    scaling = ConfigReader(found)
+    scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
+    for key in ("type", "rope_type"):
+        scaling.expect(key, "dynamic")
+    theta = scaling.number("rope_theta", reader.number("rope_theta", 10_000.0))
+    theta *= scaling.number("alpha") ** (head_dim / (head_dim - 2))
+    scaling.finish()
+    return Rope(theta)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    written = common.write_decoder(decoder, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+    return written | {"attention_bias": decoder.layers[0].attention.qkv_bias}

@@ -212,6 +212,7 @@ def _loader(
             )
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
+            engine.llm.tokenizer.response_template = None  # it is of the template before
         gc.collect()
         gc.freeze()  # what is there now stays; the collector need not look at it again
         return engine

@@ -58,6 +58,7 @@ class Tokenizer:
     Attributes:
         special_tokens: the named ones as text, such as `{"bos_token": "<s>"}`.
         chat_templates: template by name; a lone one is called `"default"`.
+        response_template: how answers are written, as transformers describes it; None if unstated.
         vocab_size: the highest id plus one, added tokens included.
 
     Args:
@@ -77,6 +78,10 @@ class Tokenizer:
         else:
             self.folder = Path(folder)
             found = _read_folder(self.folder)
+        self.response_template: Any = None
+        if self.folder.is_dir():
+            config = read_json_object(self.folder / "tokenizer_config.json")
+            self.response_template = config.get("response_template")
         self._tokenizer, self.special_tokens, self.chat_templates = found
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -126,6 +131,8 @@ class Tokenizer:
         }
         if set(self.chat_templates) <= {"default"}:
             config["chat_template"] = self.chat_template
+        if self.response_template is not None:
+            config["response_template"] = self.response_template
         return {
             "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
             "tokenizer_config.json": json.dumps(config, indent=2).encode(),

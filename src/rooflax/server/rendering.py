@@ -10,7 +10,7 @@ from typing import Any
 
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
-from rooflax.server.formats import Format, format_of
+from rooflax.server.formats import Format
 from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
 from rooflax.server.tools import ToolChoice, tool_choice
@@ -64,7 +64,7 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     words = frozenset(_WORD.findall(template or ""))
     messages = plain_messages(found["messages"], keeps_developer="developer" in words)
     service.check_size(sum(len(message.get("content", "")) for message in messages))
-    format = format_of(template)
+    format = service.format
     choice = tool_choice(found, format)
     variables = _variables(found, words)
     answer = _begun_answer(found, messages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
@@ -22,12 +23,15 @@ from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
 from rooflax.server.errors import ApiError
+from rooflax.server.formats import Format, format_of
+from rooflax.server.formats.response_template import Unreadable, read_response_template
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
 
+log = logging.getLogger("rooflax.server")
 State = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
@@ -123,6 +127,23 @@ class Service:
     def spelling(self) -> Spelling:
         """What the model's tokens spell."""
         return Spelling(self.ready().llm.tokenizer)
+
+    @cached_property
+    def _own_format(self) -> Format | None:
+        """What the checkpoint itself says of its answers."""
+        stated = self.ready().llm.tokenizer.response_template
+        if stated is None:
+            return None
+        try:
+            return read_response_template(stated)
+        except Unreadable as why:
+            log.warning("the model's response_template is not followed: %s", why)
+            return None
+
+    @property
+    def format(self) -> Format | None:
+        """How the model writes calls and reasoning; None where that is not known."""
+        return self._own_format or format_of(self.ready().llm.tokenizer.chat_template)
 
     @cached_property
     def special(self) -> dict[str, int]:

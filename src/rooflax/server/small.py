@@ -11,7 +11,7 @@ from rooflax import __version__
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
-from rooflax.server.formats import HARMONY, format_of
+from rooflax.server.formats import HARMONY
 from rooflax.server.rendering import render
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
@@ -118,7 +118,7 @@ async def props(service: Service, request: Request) -> Response:
     """GET /props: what a chat page wants to know."""
     llm = service.ready().llm
     template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
-    format = format_of(template)
+    format = service.format
     settings = {
         name: getattr(defaults, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

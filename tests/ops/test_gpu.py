@@ -21,7 +21,7 @@ from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import gpu as linear_gpu
-from rooflax.ops.linear import linear, unembed
+from rooflax.ops.linear import gpu_codes, gpu_rows, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
@@ -122,7 +122,7 @@ def test_formats_that_round_their_rows(format, interpreted):
 
 
 def test_more_rows_than_share_an_unpacking(interpreted):
-    w, x = weights("w8a16", 96, 200), jnp.asarray(normal(linear_gpu.ROWS_AT_ONCE + 1, 96))
+    w, x = weights("w8a16", 96, 200), jnp.asarray(normal(gpu_rows.ROWS_AT_ONCE + 1, 96))
     close(kernel(x, w), exact(x, w))
 
 
@@ -130,12 +130,12 @@ def test_a_panel_split_over_programs(interpreted, monkeypatch):
     w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
     wanted = exact(x, w)
     for programs in (1, 3, 99):
-        monkeypatch.setattr(linear_gpu, "ENOUGH_PROGRAMS", programs)
+        monkeypatch.setattr(gpu_rows, "ENOUGH_PROGRAMS", programs)
         close(kernel(x, w), wanted)
 
 
 @pytest.mark.parametrize(
-    "rows", [1, pytest.param(linear_gpu.ROWS_AT_ONCE + 1, marks=pytest.mark.slow)]
+    "rows", [1, pytest.param(gpu_rows.ROWS_AT_ONCE + 1, marks=pytest.mark.slow)]
 )
 def test_products_split_in_any_way(rows, interpreted):
     w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(rows, 4 * 1120))
@@ -148,27 +148,70 @@ def test_products_split_in_any_way(rows, interpreted):
     assert tried == every  # the rule splits into all five steps
 
 
-@pytest.mark.parametrize("name", linear_gpu.UNPACK)
-def test_every_code_is_unpacked_exactly(name):
-    """Each place of a word, each code: numbers of this format, and the power of two they carry."""
-    format = next(f for f, kind in FORMATS.items() if kind.code == name)
-    code, bits = linear_gpu.CODES[name], 4 if name in ("int4", "mxfp4") else 8
-    codes = np.arange(2**bits, dtype=np.uint8)
+def codes_of(name):
+    """Every code as it is stored."""
+    codes = np.arange(16 if name in ("int4", "mxfp4") else 256, dtype=np.uint8)
     if name == "fp8":
         codes = codes[(codes & 0x7F) != 0x7F]  # NaN
-    as_stored = codes.view(np.int8) if "int8" in name else codes
-    ones = {"mxfp4": np.full((len(codes), 1), 127, np.uint8)}.get(name, np.ones((len(codes), 1)))
+    return codes.view(np.int8) if "int8" in name else codes
+
+
+def a_row_of_words(name, codes, x, dtype):
+    """Codes [outputs, inputs] of one row of words times x [inputs], as the kernel multiplies."""
+    kinds = FORMATS.items()
+    format = next(f for f, k in kinds if k.code == name and not k.quantizes_activations)
+    code, (outputs, inputs) = linear_gpu.CODES[name], codes.shape
+    ones = np.full((outputs, 1), 127, np.uint8) if name == "mxfp4" else np.ones((outputs, 1))
     ones = ones if class_of(format).grouped else ones[:, 0].astype(np.float32)
-    stored = pack(format, np.repeat(as_stored[:, None], 32, 1), ones, (32,), (len(codes),))
-    values = np.asarray(stored.numbers())[0]
-    for place in range(code.slots // code.words):
-        shift = linear_gpu._shift(place)
-        others = np.arange(len(codes), dtype=np.uint32) * 0x01000193
-        others &= ~np.uint32((2**bits - 1) << shift)
-        words = jnp.asarray((others | codes.astype(np.uint32) << shift).view(np.int32))
-        found = np.asarray(linear_gpu.UNPACK[name](words, place), np.float64)
-        carried = 2.0 ** (shift % 16) if code.in_place else 1 / code.scale
-        np.testing.assert_array_equal(found, values * carried)
+    stored = pack(format, codes, ones, (inputs,), (outputs,))
+    words = gpu_rows._words(stored, code.words)[0, :, 0].swapaxes(0, 1).reshape(code.words, -1)
+    values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype)[0, :, 0]
+    found = code.dot(code.numbers(list(words)), lambda at: values[at], len(values))
+    return np.asarray(found, np.float64)[:outputs] * code.scale, np.asarray(stored.numbers())
+
+
+@pytest.mark.parametrize("name", linear_gpu.CODES)
+def test_every_code_is_multiplied_exactly(name):
+    """Each code at each place of a row of words, beside others, with each size of activations."""
+    slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
+    mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for place in range(slots):
+            one = np.zeros(slots)
+            one[place] = -3.0
+            found, numbers = a_row_of_words(name, mixed, one, dtype)
+            np.testing.assert_array_equal(found, numbers[place] * -3.0)
+
+
+@pytest.mark.parametrize("name", [n for n in linear_gpu.CODES if n != "fp8"])
+def test_whole_numbers_are_summed_exactly(name):
+    """Activations of the most bits that a type may have: every partial sum is a whole number."""
+    slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
+    mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
+    for bits, dtype in ((15, jnp.bfloat16), (23, jnp.float32)):
+        x = np.random.default_rng(bits).integers(-(2**bits) + 1, 2**bits, slots)
+        x[0] = 2**bits - 1
+        found, numbers = a_row_of_words(name, mixed, x, dtype)
+        wanted = numbers.astype(np.float64).T @ x
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2.0**-23 * np.abs(wanted).max())
+        if dtype == jnp.bfloat16:
+            np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
+def test_activations_as_whole_numbers_keep_their_digits():
+    """To half a step of their group; what is not finite spoils its group alone."""
+    x = normal(4, 3 * 32, seed=3) * np.float32(2.0) ** normal(4, 3 * 32, seed=4).round()
+    groups = jnp.asarray(x.reshape(4, 3, 32), jnp.float32)
+    groups = groups.at[1, 1, 5].set(jnp.nan).at[2, 0, 0].set(jnp.inf).at[3, 2].set(0)
+    for bits in (16, 24):
+        whole, step = gpu_codes.whole_numbers(groups, bits)
+        lost = np.isnan(np.asarray(step))
+        assert np.argwhere(lost).tolist() == [[1, 1], [2, 0]]
+        assert np.all(np.asarray(step)[~lost] > 0)
+        assert np.abs(np.asarray(whole)).max() < 2 ** (bits - 1)
+        error = np.abs(np.asarray(whole) * np.asarray(step)[..., None] - np.asarray(groups))
+        most = np.abs(np.asarray(groups)).max(axis=2)
+        assert np.all(error[~lost] <= (most * 2.0 ** (2 - bits))[~lost][:, None])
 
 
 @pytest.mark.every_jax

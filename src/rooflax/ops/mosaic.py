@@ -58,6 +58,11 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
+def spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+    """A vector along an axis of a matrix, in registers: the layout is said, and so not searched."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (axis,)), layout)
+
+
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     """A float32 constant in registers."""
     return plgpu.layout_cast(jax.numpy.full(shape, value, jax.numpy.float32), layout)
@@ -69,6 +74,7 @@ def launch(
     grid: dict[str, int],
     *,
     scratch_bytes: int = 2048,
+    by_lane: bool = False,
     **how: Any,
 ) -> Callable[..., Any]:
     """A kernel of one warpgroup per program, unless `how` says more.
@@ -77,14 +83,17 @@ def launch(
         out: shapes and types of what it writes.
         grid: names and sizes of its axes.
         scratch_bytes: shared memory for sums over rows.
+        by_lane: the body says every layout, which lowers in a fraction of the time that it takes
+            Mosaic to infer them.
     """
+    semantics = plgpu.LoweringSemantics.Lane if by_lane else plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(
         body,
         out_type=out,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            lowering_semantics=semantics,
             reduction_scratch_bytes=scratch_bytes,
         ),
         **how,
@@ -100,6 +109,7 @@ __all__ = [
     "load",
     "pl",
     "plgpu",
+    "spread",
     "store",
     "swizzled",
     "values_layout",

@@ -11,7 +11,7 @@ sm_90a show that they compile. No GPU has run them yet.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
+from rooflax.ops.linear import gpu_rows
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
 from rooflax.ops.weights import Quantized, Stored
@@ -57,7 +58,8 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     def through(rows: jax.Array, e: Experts) -> Float[Array, "tiles tile outer"]:
         members = tile_expert if e.index is None else tile_expert + e.index * num_experts
         w = e.w if e.index is None else e.w.joined()
-        y = multiply(rows.reshape(-1, tile, rows.shape[-1]), w, members, num_tiles.reshape(1))
+        tiles = rows.reshape(-1, tile, rows.shape[-1])
+        y = multiply(tiles, w, members, num_tiles.reshape(1), x.dtype)
         if e.biases is None:
             return y
         return y + e.biases.astype(jnp.float32)[tile_expert][:, None, :]
@@ -71,7 +73,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
 
 def _is_few(args: MoeArgs) -> bool:
     """Whether the rows of an expert share one reading of its weights."""
-    return args.expert_ids.size <= linear.ROWS_AT_ONCE * args.num_experts
+    return args.expert_ids.size <= gpu_rows.ROWS_AT_ONCE * args.num_experts
 
 
 def unsupported(args: MoeArgs) -> str | None:
@@ -109,7 +111,7 @@ def _many_unsupported(w: Stored) -> str | None:
 
 def _rows_each(pairs: int, num_experts: int) -> int:
     """A power of two near the rows an expert can expect, at most what shares an unpacking."""
-    return min(linear.ROWS_AT_ONCE, 1 << ((pairs - 1) // num_experts).bit_length())
+    return min(gpu_rows.ROWS_AT_ONCE, 1 << ((pairs - 1) // num_experts).bit_length())
 
 
 def _few(
@@ -117,12 +119,12 @@ def _few(
     w: Stored,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
+    dtype: Any,
 ) -> Float[Array, "tiles tile outer"]:
     """Matmuls of tiles of few rows, by reading the weights once at their width."""
-    x = x.astype(jnp.float32)
     if w.code == "matrix":
-        return _unpacked_matmuls(x, w.arrays[0], members, num_tiles)
-    return linear.tiled_matmul(x, cast(Quantized, w), members, num_tiles)
+        return _unpacked_matmuls(x.astype(jnp.float32), w.arrays[0], members, num_tiles)
+    return gpu_rows.tiled_matmul(x, cast(Quantized, w), members, num_tiles, dtype)
 
 
 def _unpacked_matmuls(
@@ -142,7 +144,7 @@ def _unpacked_matmuls(
     (splits,) = block_sizes.of(
         "experts.gpu",
         (rounded_up(count), rounded_up(few), inner, outer, w.dtype.name),
-        (max(1, min(steps, -(-linear.ENOUGH_PROGRAMS // (count * panels)))),),
+        (max(1, min(steps, -(-gpu_rows.ENOUGH_PROGRAMS // (count * panels)))),),
         [(number,) for number in powers_of_two(steps)],
     )
     per_split = -(-steps // splits)
@@ -184,8 +186,10 @@ def _many(
     w: Stored,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
+    dtype: Any,
 ) -> Float[Array, "tiles tile outer"]:
     """Matmuls of whole tiles, on the tensor cores."""
+    del dtype  # bfloat16
     wide = w.arrays[0] if w.code == "matrix" else w.numbers().astype(jnp.bfloat16)
     wide = wide.reshape(-1, *wide.shape[-2:])
     return _tile_matmuls(x.astype(jnp.bfloat16), wide, members, num_tiles)

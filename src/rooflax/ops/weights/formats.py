@@ -14,7 +14,7 @@ row and group of 32 for the others.
 
 To add one: a class here and its names in ops.formats; XLA computes it then. A kernel is one more
 step for each platform: `Code` in csrc/kernels.h with `kLayouts` in csrc/matmul_ffi.cc and LAYOUTS
-in ops/native.py; `CODES` and `UNPACK` in linear/gpu.py; `_weights` in linear/tpu.py.
+in ops/native.py; `CODES` in linear/gpu_codes.py; `_weights` in linear/tpu.py.
 """
 
 from __future__ import annotations

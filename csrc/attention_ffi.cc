@@ -13,7 +13,7 @@ namespace {
 using S32 = ffi::Buffer<ffi::S32>;
 
 // A list of tokens: sequence r's queries are `query_lens[r]` of them from `query_starts[r]` on, the first
-// at position `positions[r]`.
+// at position `positions[r]`. A query sees `ahead` tokens behind itself; 0 is causal.
 struct Inputs {
   F32 q;  // [T, N, H]
   ffi::AnyBuffer k, v;  // pools [blocks, K, block_size, H]
@@ -25,7 +25,7 @@ struct Inputs {
 
 struct Sizes {
   int64_t tokens, heads, head_dim, rows, kv_heads, block_size, blocks_per_row, num_blocks, group,
-      window;
+      window, ahead;
   Width width;
 
   int64_t slots() const { return blocks_per_row * block_size; }
@@ -38,16 +38,18 @@ bool ScalesFit(const F32& scale, const ffi::AnyBuffer& pool, Width width) {
          Dim(scale, 2) == Dim(pool, 2);
 }
 
-bool Fits(const Inputs& in, const F32& out, int64_t window, Sizes& s) {
+constexpr int64_t kFarthest = int64_t{1} << 31;
+
+bool Fits(const Inputs& in, const F32& out, int64_t window, int64_t ahead, Sizes& s) {
   if (Rank(in.q) != 3 || Rank(in.k) != 4 || Rank(in.tables) != 2 || Rank(in.sinks) != 1 ||
       !SameShape(in.k, in.v) || !SameShape(in.q, out)) {
     return false;
   }
   s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.tables, 0), Dim(in.k, 1), Dim(in.k, 2),
-       Dim(in.tables, 1), Dim(in.k, 0), 0, window, Width::kFloat32};
+       Dim(in.tables, 1), Dim(in.k, 0), 0, window, ahead, Width::kFloat32};
   if (Dim(in.k, 3) != s.head_dim || s.head_dim < 1 || s.kv_heads < 1 || s.block_size < 1 ||
       s.heads % s.kv_heads != 0 || !WidthOf(in.k.element_type(), s.width) ||
-      in.v.element_type() != in.k.element_type() || window < 0) {
+      in.v.element_type() != in.k.element_type() || window < 0 || ahead < 0 || ahead > kFarthest) {
     return false;
   }
   for (const S32* of_row : {&in.first_positions, &in.query_starts, &in.query_lens, &in.positions,
@@ -61,10 +63,10 @@ bool Fits(const Inputs& in, const F32& out, int64_t window, Sizes& s) {
 
 // One sequence's part of the list, and the slots of its table that its queries see.
 struct Row {
-  int64_t start, count, position, first_position, context;
+  int64_t start, count, position, first_position, context, ahead;
 
   int64_t Past(int64_t query) const {  // the position behind the last key that it sees
-    return std::min(position + query + 1, context);
+    return std::min(position + query + 1 + ahead, context);
   }
   int64_t Oldest(int64_t query, int64_t window) const {
     const int64_t here = position + query + 1;
@@ -72,15 +74,15 @@ struct Row {
   }
 };
 
-Row RowOf(const Inputs& in, int64_t r) {
+Row RowOf(const Inputs& in, const Sizes& s, int64_t r) {
   return {in.query_starts.typed_data()[r], in.query_lens.typed_data()[r],
           in.positions.typed_data()[r], in.first_positions.typed_data()[r],
-          in.context_lens.typed_data()[r]};
+          in.context_lens.typed_data()[r], s.ahead};
 }
 
 // What is wrong with a row's numbers, or null. A row without queries reads nothing.
 const char* Check(const Inputs& in, const Sizes& s, int64_t r) {
-  const Row row = RowOf(in, r);
+  const Row row = RowOf(in, s, r);
   if (row.count == 0) return nullptr;
   if (row.count < 0 || row.start < 0 || row.start + row.count > s.tokens) {
     return "queries outside the list of tokens";
@@ -100,7 +102,7 @@ const char* Check(const Inputs& in, const Sizes& s, int64_t r) {
 void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64_t r, int64_t kv_head,
                 int64_t begin, int64_t end) {
   static thread_local std::vector<float> scores;
-  const Row row = RowOf(in, r);
+  const Row row = RowOf(in, s, r);
   const float* sinks = OrNull(in.sinks);
   Query queries[kQueries];
   int64_t low = s.slots(), high = 0;
@@ -141,11 +143,11 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
 ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
                      F32 v_scale, S32 tables, S32 first_positions, S32 query_starts, S32 query_lens,
                      S32 positions, S32 context_lens, F32 sinks, ffi::Result<F32> out, float scale,
-                     int64_t window) {
+                     int64_t window, int64_t ahead) {
   const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
                   positions, context_lens, sinks};
   Sizes s;
-  if (!Fits(in, *out, window, s)) return Refuse("attention: shapes or types");
+  if (!Fits(in, *out, window, ahead, s)) return Refuse("attention: shapes or types");
   static thread_local std::vector<int64_t> first_tile;  // of each row
   first_tile.assign(1, 0);
   int64_t work = 0, queries = 0;
@@ -153,7 +155,7 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
     if (const char* why = Check(in, s, r)) {
       return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax attention: ") + why);
     }
-    const Row row = RowOf(in, r);
+    const Row row = RowOf(in, s, r);
     first_tile.push_back(first_tile.back() + (row.count * s.group + kQueries - 1) / kQueries);
     if (row.count > 0) {
       work += row.count * std::max<int64_t>(0, row.Past(row.count - 1) - row.first_position);
@@ -187,10 +189,11 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
                     .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Ret<F32>()
-                    .Attr<float>("scale").Attr<int64_t>("window"));
+                    .Attr<float>("scale").Attr<int64_t>("window")
+                    .Attr<int64_t>("ahead"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 8; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 9; }
 
 Computed& TheComputed() {
   static Computed computed;

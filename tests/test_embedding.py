@@ -125,6 +125,26 @@ def test_dense_layers_stand_behind_the_pooling(checkpoint):
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("window", [6, 7])
+def test_attention_both_ways_as_embedding_gemma_has_it(tmp_path, references, window):
+    config = {"use_bidirectional_attention": True, "sliding_window": window}
+    reference = references("gemma3_text")
+    folder = goldens.write_checkpoint(tmp_path / "x", "gemma3_text", reference, config=config)
+    size = reference.config["hidden_size"]
+    add_modules(folder, pooling("mean_tokens", size), NORMALIZE)
+    llm, wanted = LLM(folder), oracle(folder, TEXTS)
+    np.testing.assert_allclose(llm.embed(TEXTS), wanted, atol=1e-5)
+    scanned = LLM(folder, options=ExecutionOptions(kernels="xla", layers="unrolled"))
+    np.testing.assert_allclose(scanned.embed(TEXTS), wanted, atol=1e-5)
+    np.testing.assert_allclose(llm.embed(TEXTS * 9), np.tile(wanted, (9, 1)), atol=1e-5)
+    with pytest.raises(RequestError, match="attends both ways"):
+        llm.generate("x")
+    with pytest.raises(RequestError, match="attends both ways"):
+        llm.score("x y")
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
 def test_a_base_models_names_and_no_head(last, tmp_path):
     folder = shutil.copytree(last, tmp_path / "base")
     source = model_info(last).weights()

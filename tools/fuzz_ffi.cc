@@ -473,7 +473,8 @@ struct Sequence {
   int64_t first_position, start, count, position, context;
 };
 
-void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t window, float scale) {
+void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t window, int64_t ahead,
+                    float scale) {
   const Array &q = call.args[0], &k = call.args[1], &v = call.args[2], &tables = call.args[5];
   const Array &sinks = call.args[11], &out = call.rets[0];
   const int64_t tokens = q.dims[0], heads = q.dims[1], dim = q.dims[2], kv = k.dims[1], size = k.dims[2];
@@ -496,7 +497,7 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
       double total = sinks.Count() == 0 ? 0 : std::exp(static_cast<double>(sinks.At<float>(head)));
       for (int64_t slot = 0; slot < slots; ++slot) {
         const int64_t position = row.first_position + slot;
-        if (position >= row.context || position > here) continue;
+        if (position >= row.context || position > here + ahead) continue;
         if (window > 0 && position <= here - window) continue;
         const int64_t block = tables.At<int32_t>(static_cast<int64_t>(r) * tables.dims[1] + slot / size);
         const int64_t at = (block * kv + head / (heads / kv)) * size + slot % size;
@@ -526,10 +527,12 @@ void FuzzAttention() {
   const int64_t blocks = draw.In(0, 5), num_rows = draw.In(0, 3), tokens = large ? 30 : draw.In(0, 5);
   const int64_t window = draw.OneIn(40) ? draw.Of<int64_t>({-1, INT64_MIN, INT64_MAX})
                                         : draw.OneIn(2) ? 0 : draw.In(1, 6);
+  const int64_t ahead = draw.OneIn(40) ? draw.Of<int64_t>({-1, INT64_MIN, INT64_MAX})
+                                       : draw.OneIn(2) ? 0 : draw.Of<int64_t>({1, 3, INT32_MAX});
   const Type type = draw.Of({kF32, kBf16, kF16, kS8, kFp8});
   const bool bytes = type == kS8 || type == kFp8;
   const float scale = 0.25f;
-  Call call{rooflax_attention, {}, {}, {Real("scale", scale), Whole("window", window)}};
+  Call call{rooflax_attention, {}, {}, {Real("scale", scale), Whole("window", window), Whole("ahead", ahead)}};
   const std::vector<int64_t> pool{blocks, kv, size, dim};
   call.args.emplace_back(kF32, std::vector<int64_t>{tokens, heads, dim});
   for (int i = 0; i < 2; ++i) call.args.emplace_back(type, pool);
@@ -564,7 +567,7 @@ void FuzzAttention() {
     call.args[static_cast<size_t>(draw.In(6, 10))].At<int32_t>(draw.Below(num_rows)) =
         draw.OneIn(2) ? draw.Strange(tokens) : static_cast<int32_t>(draw.In(-2, 120));
   }
-  bool valid = dim > 0 && window >= 0;
+  bool valid = dim > 0 && window >= 0 && ahead >= 0 && ahead <= INT32_MAX;
   std::vector<Sequence> rows;
   for (int64_t r = 0; r < num_rows; ++r) {
     const auto of = [&](size_t i) -> int64_t { return call.args[i].At<int32_t>(r); };
@@ -574,7 +577,7 @@ void FuzzAttention() {
     valid &= row.count > 0 && row.start >= 0 && row.start + row.count <= tokens;
     valid &= row.first_position >= 0 && row.position >= row.first_position;
     if (!valid) continue;
-    const int64_t past = std::min(row.position + row.count, row.context) - row.first_position;
+    const int64_t past = std::min(row.position + row.count + ahead, row.context) - row.first_position;
     valid &= past <= slots;
     const int64_t oldest = window > 0 ? row.position + 1 - window - row.first_position : 0;
     for (int64_t block = 0; block < per_row && past <= slots; ++block) {
@@ -583,7 +586,7 @@ void FuzzAttention() {
       valid &= number >= 0 && number < blocks;
     }
   }
-  if (call.RunExpecting(valid)) CheckAttention(call, rows, window, scale);
+  if (call.RunExpecting(valid)) CheckAttention(call, rows, window, ahead, scale);
 }
 
 // SamplingRow of any kind: the ids need not be tokens.

@@ -43,6 +43,8 @@ def check_generates(info: ModelInfo) -> None:
     """
     if not (info.config.has_head or info.config.tied_embeddings):
         raise RequestError(f"{info.name} embeds texts and has no head to generate with.")
+    if not info.config.is_causal:
+        raise RequestError(f"{info.name} attends both ways, to embed texts; it generates none.")
 
 
 class Embedder:

@@ -440,6 +440,7 @@ class LLM:
             Per prompt an array of natural logarithms: one per token but the first, or one per
             token of the continuation.
         """
+        check_generates(self.info)
         prompt_list = as_prompts(prompts)
         if continuations is None:
             return [self._score(self.encode(prompt), 1) for prompt in prompt_list]

@@ -78,7 +78,6 @@ def test_files_that_leave_out_defaults_have_those_of_transformers():
         ({"text_config": TEXT | {"model_type": "llama"}}, "model_type = 'llama'"),
         ({"text_config": TEXT | {"new_trick": 1}}, "'new_trick'"),
         ({"text_config": TEXT | {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
-        ({"text_config": TEXT | {"use_bidirectional_attention": True}}, "bidirectional"),
         ({"audio_config": {}}, "'audio_config'"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings = True"),
     ],

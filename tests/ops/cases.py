@@ -60,6 +60,7 @@ class Attention:
     window: int | None = None
     sinks: bool = False
     segments: bool = False
+    causal: bool = True
 
     def arrays(self):
         """q, k, v, and what else `attention` takes."""
@@ -77,7 +78,10 @@ class Attention:
             normal(rows, self.kv_heads, keys, self.head_dim, seed=3),
             Dense(positions.astype(np.int32), key_positions, context, segment_ids),
             AttentionArgs(
-                0.37, self.window, normal(self.heads, seed=4) * 2 if self.sinks else None
+                0.37,
+                self.window,
+                normal(self.heads, seed=4) * 2 if self.sinks else None,
+                causal=self.causal,
             ),
         )
 
@@ -103,6 +107,9 @@ ATTENTION = [
     Attention("a row of padding and sinks", context_lens=(11, 0, 5), sinks=True),
     Attention("whole sequences", **WHOLE),
     Attention("whole sequences, window and sinks", window=4, sinks=True, **WHOLE),
+    Attention("both ways", causal=False, **WHOLE),
+    Attention("both ways in a window, with sinks", causal=False, window=3, sinks=True, **WHOLE),
+    Attention("both ways, decode", causal=False, query_len=1),
     Attention("packed documents", segments=True, **WHOLE),
     Attention("packed documents and window", segments=True, window=2, **WHOLE),
     Attention(

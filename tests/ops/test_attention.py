@@ -32,9 +32,9 @@ def by_hand(q, k, v, dense, args):
         seen = [
             s
             for s, there in enumerate(dense.key_positions[b])
-            if there <= here
+            if (there <= here or not args.causal)
             and there < dense.context_lens[b]
-            and (window is None or here - there < window)
+            and (window is None or abs(here - there) < window)
             and (segments is None or segments[b, s] == segments[b, t])
         ]
         scores = [float(q[b, t, n] @ k[b, kv_head, s]) for s in seen]

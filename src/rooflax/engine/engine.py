@@ -100,6 +100,11 @@ class Engine:
         self.isolates_faults = isolates_faults
         draft_tokens = self.speculation.longest
         self.num_slots, self.max_tokens = num_slots, max_tokens
+        runs_whole = not model.config.is_causal  # a token sees those behind it too
+        assert pooler is not None or not runs_whole
+        if runs_whole:
+            prefill_chunk, step_s = max_tokens, None
+            token_budget = max(token_budget or 0, max_tokens)
         chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
         steps = steps if pooler is None else 1
@@ -120,12 +125,14 @@ class Engine:
             mesh=mesh,
             pooler=pooler,
         )
-        needs_all = pooler is not None and pooler.kind == "mean"  # a cached prefix has no states
+        # a cached prefix has no hidden states, and has not seen what follows
+        needs_all = runs_whole or (pooler is not None and pooler.kind == "mean")
         self._prefix_caching = prefix_caching and options.use_cache and not needs_all
         self._limits = {
             "prefill_chunk": chunk,
             "decode_steps": steps,
             "lookahead_tokens": draft_tokens,
+            "runs_whole": runs_whole,
         }
         self._step_s = step_s
         self._token_s: float | None = None  # of a prompt, in a step of many

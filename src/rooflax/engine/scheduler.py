@@ -55,6 +55,7 @@ class Scheduler:
         prefill_chunk: the most tokens of one sequence in a step.
         decode_steps: the most decode steps of a dispatch.
         lookahead_tokens: the most tokens that a step writes behind a decoding sequence's last one.
+        runs_whole: a prompt runs in one step, as tokens need that see those behind them.
         limit_steps: of decoding sequences and of the most steps, how many a dispatch should run.
         worth_running: of so many decoding sequences and tokens in all, how many tokens a step
             should run now; see `Buckets.worth_running`.
@@ -72,12 +73,13 @@ class Scheduler:
         prefill_chunk: int,
         decode_steps: int,
         lookahead_tokens: int = 0,
+        runs_whole: bool = False,
         limit_steps: Callable[[list[Sequence], int], int] = lambda decodes, most: most,
         worth_running: Callable[[int, int], int] = lambda decodes, tokens: tokens,
     ):
         self.blocks, self._worth_running = blocks, worth_running
         self._limit_steps = limit_steps
-        self.num_slots, self.token_budget = num_slots, token_budget
+        self.num_slots, self.token_budget, self.runs_whole = num_slots, token_budget, runs_whole
         self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
         self.steps_per_dispatch, self.lookahead_tokens = decode_steps, lookahead_tokens
         self.waiting: deque[Sequence] = deque()
@@ -160,7 +162,7 @@ class Scheduler:
                 budget -= count
         if self.num_preemptions == preempted_before:
             self._admit(budget, decodes, prefills, only)
-        if prefills:
+        if prefills and not self.runs_whole:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
             waits = (len(s.siblings) > 1 or s.is_suspect for s in (*self.running, *self.waiting))
@@ -232,6 +234,8 @@ class Scheduler:
                 return
             num_cached = 0 if sequence.awaits_fork else self.blocks.num_cached(sequence)
             if not sequence.awaits_fork and not self._may_enter(sequence, num_cached):
+                return
+            if self.runs_whole and sequence.num_tokens > budget:
                 return
             self.waiting.remove(sequence)
             self.blocks.admit(sequence, num_cached)

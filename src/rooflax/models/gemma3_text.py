@@ -1,7 +1,7 @@
 """Gemma 3's text model: norms around each branch, five layers with a window to one without.
 
-Layers with a window have a RoPE of their own, which scaling leaves alone. Rejected: soft-caps and
-bidirectional attention.
+Layers with a window have a RoPE of their own, which scaling leaves alone. EmbeddingGemma attends
+both ways, in windows of half the size. Rejected: soft-caps.
 
 Source: transformers, models/gemma3/modeling_gemma3.py; Gemma Team, Gemma 3 Technical Report, 2025.
 """
@@ -29,8 +29,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.assume(**DEFAULTS)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         reader.expect(key, None)
-    reader.expect("use_bidirectional_attention", False)
-    parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None}
+    causal = not reader.flag("use_bidirectional_attention", False)
+    parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None, "causal": causal}
     attention = common.read_attention(reader, norm_eps=1e-6, **parts)
     norm = replace(attention.norm, plus_one=True)
     scale = reader.number("query_pre_attn_scalar", 256) ** -0.5
@@ -39,6 +39,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     mlp = Mlp(reader.size("intermediate_size"), norm, activation, wiring=SANDWICH)
     full, local = _read_ropes(reader, attention.head_dim)
     window = reader.size("sliding_window", 4096)
+    window = window if causal else window // 2 + 1  # to each side, the token itself included
     kinds = {
         "full_attention": Layer(replace(attention, rope=full), mlp),
         "sliding_attention": Layer(replace(attention, rope=local, window=window), mlp),
@@ -64,13 +65,15 @@ def _read_ropes(reader: ConfigReader, head_dim: int) -> tuple[Rope, Rope]:
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     attention, windows = decoder.layers[0].attention, common.windows_of(decoder)
+    window = next((window for window in windows if window), 4096)
     written = common.write_decoder(decoder, "gemma3_text", "Gemma3ForCausalLM")
     del written["rope_theta"], written["rope_scaling"]
     return written | {
         "hidden_activation": written.pop("hidden_act"),
         "query_pre_attn_scalar": (attention.scale or 1.0) ** -2,
         "attention_bias": attention.qkv_bias,
-        "sliding_window": next((window for window in windows if window), 4096),
+        "sliding_window": window if attention.causal else 2 * (window - 1),
+        "use_bidirectional_attention": not attention.causal,
         "layer_types": common.layer_types(windows),
         "rope_parameters": common.nested_ropes(decoder),
     }

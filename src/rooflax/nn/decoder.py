@@ -128,6 +128,11 @@ class Decoder:
         windows = tuple(layer.attention.window for layer in self.layers)
         return LayerGroups.from_windows(windows, shortest_period(self.layers))
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see none behind them; else sequences run whole, and nothing generates."""
+        return all(layer.attention.causal for layer in self.layers)
+
     def first(self, count: int) -> Decoder:
         """The same model cut off after its first layers."""
         return replace(self, layers=self.layers[:count])

@@ -201,9 +201,11 @@ class _Attend:
         *,
         scale: float,
         sinks: Float[Array, " N"] | Stacked | None = None,
+        causal: bool = True,
     ) -> Float[Array, "B T N H"]:
         batch, kernels = self.batch, self.options.kernels
-        args = AttentionArgs(scale, self.window, taken(sinks), self.options.gqa == "repeat")
+        repeats = self.options.gqa == "repeat"
+        args = AttentionArgs(scale, self.window, taken(sinks), repeats, causal=causal)
         if self.pools is None:
             k, v, keys = (
                 mesh.gather_tokens(a, batch, (mesh.SEQUENCE,)) for a in (k, v, batch.positions)

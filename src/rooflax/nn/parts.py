@@ -160,6 +160,7 @@ class Attention:
         scale: of the scores; None is head_dim^-1/2.
         norm_after_rope: `qk_norm` is after it.
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
+        causal: queries see no token behind their own; otherwise a window reaches both ways.
     """
 
     num_heads: int
@@ -177,6 +178,7 @@ class Attention:
     flat_norm: bool = False
     interleaved: bool = False
     norm_after_rope: bool = False
+    causal: bool = True
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -246,7 +248,8 @@ class Attention:
             q, k = self._normed(q, k, w)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
-        h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
+        how = {"scale": scale, "sinks": sinks, "causal": self.causal}
+        h = attend(q, k[:, :, :, 0], v[:, :, :, 0], **how)
         o_bias, residual = (
             context.on_one_shard(w.get("attn.o_bias")),
             context.on_one_shard(residual),

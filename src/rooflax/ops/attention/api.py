@@ -37,14 +37,15 @@ def attention(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal grouped-query attention.
+    """Grouped-query attention.
 
         p = softmax over s of (scale * q[t] . k[s], and the sink as one more logit)
         out[t] = sum over s of p[t, s] * v[s]
 
-    Query t sees key s if s's position is not above t's, is below `context_lens`, is less than
-    `window` behind t's, is in the pattern, and both are in the same segment. A query that sees no
-    key gives zeros. Scores, softmax and sums are float32; returns q's dtype.
+    Query t sees key s if s's position is not above t's (unless `causal` is False), is below
+    `context_lens`, is less than `window` from t's, is in the pattern, and both are in the same
+    segment. A query that sees no key gives zeros. Scores, softmax and sums are float32; returns
+    q's dtype.
 
     Args:
         q: query head n belongs to K/V head n // (N // K).

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.ops.attention.pattern import Pattern
 
 STATIC = {"static": True}
+FARTHEST = 2**31 - 1
 ALL = slice(None)
 
 
@@ -29,6 +31,7 @@ class AttentionArgs:
         sinks: one logit per query head that takes part in the softmax and has no value.
         repeat_kv: copy each K/V head for its query heads first (the slow way).
         pattern: leaves more keys out, for long contexts; None leaves out none.
+        causal: a query sees no key behind itself; otherwise the window reaches both ways.
     """
 
     scale: float = field(metadata=STATIC)
@@ -36,6 +39,12 @@ class AttentionArgs:
     sinks: Float[Array, " N"] | None = None
     repeat_kv: bool = field(default=False, metadata=STATIC)
     pattern: Pattern | None = field(default=None, metadata=STATIC)
+    causal: bool = field(default=True, metadata=STATIC)
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens behind itself a query sees."""
+        return 0 if self.causal else FARTHEST if self.window is None else self.window - 1
 
     def sees(self, query: Any, key: Any, context: Any) -> Any:
         """Whether a query sees a key, by positions; of any shapes that broadcast together.
@@ -43,7 +52,9 @@ class AttentionArgs:
         Args:
             context: keys at this position and above are padding.
         """
-        seen = (key <= query) & (key < context)
+        seen = key < context
+        if self.causal or self.window is not None:
+            seen &= key <= query + self.ahead
         if self.window is not None:
             seen &= key > query - self.window
         if self.pattern is not None:
@@ -76,6 +87,7 @@ class Dense:
         """Which query sees which key, for those queries and keys."""
         query, key = self.positions[:, queries, None], self.key_positions[:, None, keys]
         mask = args.sees(query, key, self.context_lens[:, None, None])
+        mask = jnp.broadcast_to(mask, (key.shape[0], query.shape[1], key.shape[2]))
         if self.segment_ids is not None:
             mask &= self.segment_ids[:, queries, None] == self.segment_ids[:, None, keys]
         return mask

@@ -58,6 +58,7 @@ def ragged_attention(
         none if args.sinks is None else args.sinks.astype(jnp.float32),
         scale=np.float32(args.scale),
         window=np.int64(args.window or 0),
+        ahead=np.int64(args.ahead),
     ).astype(q.dtype)
 
 

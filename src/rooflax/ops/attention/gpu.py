@@ -50,6 +50,8 @@ def unsupported(
     _, kv_heads, block_size, head_dim = k_pool.values.shape
     if args.repeat_kv:
         return "attention's GPU kernel never copies K/V heads (gqa=repeat)"
+    if not args.causal:
+        return "attention's GPU kernel is causal"
     if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
         return "attention's GPU kernel reads no fp8 KV cache"
     if k_pool.values.dtype == jnp.float16:

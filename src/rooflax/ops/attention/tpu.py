@@ -246,6 +246,8 @@ def unsupported(
     del q, v_pool, where
     if args.repeat_kv:
         return "attention's TPU kernel never copies K/V heads (gqa=repeat)"
+    if not args.causal:
+        return "attention's TPU kernel is causal"
     if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
         return "attention's TPU kernel reads no fp8 KV cache"
     if k_pool.values.dtype == jnp.float16:

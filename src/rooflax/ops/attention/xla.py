@@ -41,7 +41,7 @@ def attention(
         return _attend(q[:, queries], k[:, :, keys], v[:, :, keys], mask, sinks, args.scale)
 
     seq, num_keys = q.shape[1], k.shape[2]
-    if not dense.causal_order:
+    if not dense.causal_order or not args.causal:
         return rows_of(0, seq, num_keys)
     chunks = [(first, min(first + QUERY_CHUNK, seq)) for first in range(0, seq, QUERY_CHUNK)]
     return jnp.concatenate([rows_of(first, end, end) for first, end in chunks], axis=1)

@@ -63,6 +63,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 128,
         "layer_types": ["attention"] * 4, "attention_multiplier": 0.2,
     },
+    "qwen2_moe": _LLAMA | {
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128,
+    },
+    "glm4_moe": _LLAMA | {
+        "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 2,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral")
+EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {

@@ -37,6 +37,8 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "qwen2_moe": "qwen2_moe",
+    "glm4_moe": "glm4_moe_plain",
     "hunyuan_v1_dense": "hunyuan_v1_dense",
     "granitemoehybrid": "granitemoehybrid",
     "ministral3": "ministral3",
@@ -102,6 +104,7 @@ def is_without_meaning(config, path):
         or (path[-1] == "interleaved" and not config.ropes)
         or (path[-1] == "norm_after_rope" and layer.attention.flat_norm)
         or (path[-1] == "norm_after_rope" and not (config.ropes and layer.attention.qk_norm))
+        or (path[-1] == "shared_gated" and not (config.moe and config.moe.shared))
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
         or (path[:2] == ("mlp", "norm") and layer.parallel)
     )

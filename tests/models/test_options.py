@@ -38,6 +38,7 @@ FAMILIES = {
     "olmo3": "olmo3",
     "ministral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2_bias",
     "hunyuan_v1_dense": "hunyuan_bias", "granitemoehybrid": "granitemoehybrid_nope",
+    "qwen2_moe": "qwen2_moe", "glm4_moe": "glm4_moe",
     "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Layer, NormKind, Wiring
+from rooflax.nn.parts import Layer
+from rooflax.nn.wiring import NormKind, Wiring
 
 STATED = {
     "use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False,

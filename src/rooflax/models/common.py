@@ -9,8 +9,9 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Attention, Layer, Mlp, NormKind
+from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.rope import Rope
+from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 Windows = tuple[int | None, ...]
@@ -107,9 +108,11 @@ def nested_ropes(decoder: Decoder) -> dict[str, Any]:
     return {kind: rope.to_hf() for kind, rope in ropes.items() if rope is not None}
 
 
-def read_mlp(reader: ConfigReader, norm: NormKind, *, bias: bool = False) -> Mlp:
-    """A gated feed-forward network."""
-    width = reader.size("intermediate_size")
+def read_mlp(
+    reader: ConfigReader, norm: NormKind, absent: int | None = None, *, bias: bool = False
+) -> Mlp:
+    """A gated feed-forward network; `absent` is the family's width."""
+    width = reader.size("intermediate_size", *([absent] if absent else []))
     return Mlp(width, norm, reader.choice("hidden_act", tuple(ACTIVATIONS), "silu"), bias=bias)
 
 
@@ -197,7 +200,13 @@ def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
         "tie_word_embeddings": decoder.tied_embeddings,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling.to_hf() if rope.scaling else None,
-    } | ({"partial_rotary_factor": rope.dim / attention.head_dim} if rope.dim else {})
+    } | (rotary_share(decoder) if rope.dim else {})
+
+
+def rotary_share(decoder: Decoder) -> dict[str, float]:
+    """What part of a head RoPE turns, also where that is all."""
+    rope = decoder.ropes[0] if decoder.ropes else Rope(10_000.0)
+    return {"partial_rotary_factor": (rope.dim or decoder.head_dim) / decoder.head_dim}
 
 
 def windows_of(decoder: Decoder) -> Windows:

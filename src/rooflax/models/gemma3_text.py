@@ -14,8 +14,9 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import SANDWICH, Layer, Mlp
+from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.rope import Rope
+from rooflax.nn.wiring import SANDWICH
 from rooflax.ops.activation import ACTIVATIONS
 
 DEFAULTS = {

@@ -11,8 +11,9 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import POST, Layer
+from rooflax.nn.parts import Layer
 from rooflax.nn.rope import Rope
+from rooflax.nn.wiring import POST
 
 THETA = 500_000.0
 

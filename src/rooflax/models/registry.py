@@ -17,6 +17,7 @@ FAMILIES = (
     "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
     "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
     "ministral3", "hunyuan_v1_dense", "granitemoehybrid",
+    "qwen2_moe", "glm4_moe",
 )  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax",

@@ -56,7 +56,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": _LLAMA | {"model_type": "glm4"},
     "ernie4_5": _LLAMA | {"model_type": "ernie4_5", "use_bias": True},
     "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7},
-    "cohere2": _LLAMA | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
+    "cohere2": {k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"}
+    | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
     "ministral3": _LLAMA | {"model_type": "ministral3"},
     "hunyuan_v1_dense": _LLAMA | {"model_type": "hunyuan_v1_dense"},
     "granitemoehybrid": _LLAMA | {

@@ -213,6 +213,28 @@ def windows_of(decoder: Decoder) -> Windows:
     return tuple(layer.attention.window for layer in decoder.layers)
 
 
+def read_kinds(reader: ConfigReader, full: Layer, local: Layer, period: int) -> list[Layer]:
+    """Layers without a window and with one, by `layer_types`; else each `period`-th has none."""
+    count = num_layers(reader)
+    default = layer_types(tuple(1 if (i + 1) % period else None for i in range(count)))
+    kinds = {"full_attention": full, "sliding_attention": local}
+    return [kinds[kind] for kind in reader.layer_types(count, default)]
+
+
+def write_kinds(decoder: Decoder) -> dict[str, Any]:
+    windows = windows_of(decoder)
+    window = next((window for window in windows if window), 4096)
+    return {"sliding_window": window, "layer_types": layer_types(windows)}
+
+
+def write_nested(decoder: Decoder, model_type: str, architecture: str) -> dict[str, Any]:
+    """config.json of layers without a window and with one, whose RoPEs differ."""
+    written = write_decoder(decoder, model_type, architecture)
+    del written["rope_theta"], written["rope_scaling"]
+    biases = {"attention_bias": decoder.layers[0].attention.qkv_bias}
+    return written | biases | write_kinds(decoder) | {"rope_parameters": nested_ropes(decoder)}
+
+
 def layer_types(windows: Windows) -> list[str]:
     """As config.json names layers with a window and without."""
     return ["sliding_attention" if window else "full_attention" for window in windows]

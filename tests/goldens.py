@@ -161,6 +161,17 @@ _GRANITE4 = _GRANITE | {
     "mamba_d_head": 30, "pad_token_id": 0,
 }  # fmt: skip
 
+_QWEN2_MOE = _QWEN3_MOE | {
+    "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+_GLM4_MOE = _LLAMA | {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "rope_theta": 1000.0,
+    "head_dim": 24, "hidden_size": 56, "n_routed_experts": 5, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -280,6 +291,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _GRANITE4,
     "granitemoehybrid_nope": _GRANITE4
     | {"position_embedding_type": None, "attention_bias": True, "attention_multiplier": 0.3},
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen2_moe_dense": _QWEN2_MOE
+    | {
+        "num_hidden_layers": 4, "norm_topk_prob": True, "decoder_sparse_step": 2,
+        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3, "qkv_bias": False,
+    },
+    "glm4_moe": _GLM4_MOE | {"tie_word_embeddings": True},
+    "glm4_moe_plain": _GLM4_MOE
+    | {
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": False,
+        "use_qk_norm": False, "n_shared_experts": 1, "partial_rotary_factor": 0.25,
+    },
 }  # fmt: skip
 
 MAX_MODEL_LEN = {"phi3_short": 131}
@@ -450,6 +473,8 @@ def stored_shapes(variant: str, reference: Reference) -> dict[str, tuple[int, ..
 
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "qwen2_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "glm4_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
 """Where checkpoints keep experts that transformers has fused in memory."""
@@ -537,9 +562,17 @@ def reference_model(variant: str) -> Any:
             config, dtype=torch.float32, attn_implementation="eager"
         )
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in stored_values(model):
                 parameter.copy_(torch.from_numpy(values(variant, name, tuple(parameter.shape))))
         return model.eval()
+
+
+def stored_values(model: Any) -> list[tuple[str, Any]]:
+    """What a checkpoint holds: parameters, and the bias by which experts are chosen."""
+    buffers = [
+        pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")
+    ]
+    return [*model.named_parameters(), *buffers]
 
 
 def greedy(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
@@ -612,7 +645,7 @@ def live(variant: str) -> Reference:
         warnings.simplefilter("ignore")
         logits = model(torch.tensor(tokens()).long()).logits.numpy()
         generated = np.array([greedy(model, prompt) for prompt in prompts()], np.int32)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in stored_values(model)}
     return Reference(VARIANTS[variant], shapes, tuple(range(SEQ)), logits, generated)
 
 

@@ -56,12 +56,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": _LLAMA | {"model_type": "glm4"},
     "ernie4_5": _LLAMA | {"model_type": "ernie4_5", "use_bias": True},
     "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7},
-    "cohere2": _LLAMA | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
+    "cohere2": {k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"}
+    | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
     "ministral3": _LLAMA | {"model_type": "ministral3"},
     "hunyuan_v1_dense": _LLAMA | {"model_type": "hunyuan_v1_dense"},
     "granitemoehybrid": _LLAMA | {
         "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 128,
         "layer_types": ["attention"] * 4, "attention_multiplier": 0.2,
+    },
+    "qwen2_moe": _LLAMA | {
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128,
+    },
+    "glm4_moe": _LLAMA | {
+        "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 2,
     },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral")
+EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {
@@ -84,8 +84,8 @@ def check_bytes(model, mesh, one, many):
     assert many["bytes"] == [wanted] * shards.num_devices
     how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
     counted = estimate(read_config(CONFIGS[model])[1], **how, shards=shards).weights
-    tables = len(config.ropes)
-    assert counted == wanted + tables * 4 * config.max_position * config.head_dim
+    columns = sum(config.head_dim + bool(rope.query_beta) for rope in config.ropes)
+    assert counted == wanted + columns * 4 * config.max_position
     copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
     assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies
 

@@ -14,6 +14,7 @@ FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",
     "gemma3": "gemma3_text", "granite": "granite_bias", "olmo2": "olmo2_bias",
+    "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe",
     "hunyuan-dense": "hunyuan_bias", "mistral3": "ministral3", "exaone4": "exaone4",
     "cohere2": "cohere2", "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
@@ -74,7 +75,7 @@ def write_gguf(path, arch, variant, reference):
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(
-        int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch == "glm4" else 1))
+        int(head_dim * raw.get("partial_rotary_factor", 0.5 if arch in ("glm4", "glm4moe") else 1))
     )
     rope = raw.get("rope_parameters", raw)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -104,14 +105,24 @@ def write_gguf(path, arch, variant, reference):
             factors = np.float32(LONGROPE[f"{kind}_factor"])
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     if "num_experts_per_tok" in raw:
-        writer.add_expert_count(raw.get("num_experts") or raw["num_local_experts"])
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        writer.add_expert_count(next(raw[key] for key in keys if key in raw))
         writer.add_expert_used_count(raw["num_experts_per_tok"])
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
+    if arch == "glm4moe":
+        writer.add_expert_shared_count(raw["n_shared_experts"])
+        writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
     if "moe_intermediate_size" in raw:
         writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
     code = next(code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(code, raw["num_hidden_layers"])
     for name, array in tensors.items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        hf = name.replace("correction_bias", "correction.bias")  # as the converter does first
+        stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, np.ascontiguousarray(array, np.float32))
     writer.write_header_to_file()

@@ -37,6 +37,8 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "phi3": "phi3",
+    "qwen2_moe": "qwen2_moe",
+    "glm4_moe": "glm4_moe_plain",
     "hunyuan_v1_dense": "hunyuan_v1_dense",
     "granitemoehybrid": "granitemoehybrid",
     "ministral3": "ministral3",
@@ -102,6 +104,7 @@ def is_without_meaning(config, path):
         or (path[-1] == "interleaved" and not config.ropes)
         or (path[-1] == "norm_after_rope" and layer.attention.flat_norm)
         or (path[-1] == "norm_after_rope" and not (config.ropes and layer.attention.qk_norm))
+        or (path[-1] == "shared_gated" and not (config.moe and config.moe.shared))
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
         or (path[:2] == ("mlp", "norm") and layer.parallel)
     )
@@ -244,6 +247,13 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("llama_gqa", {"swiglu_limit_comment": "seven"}),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}),
         ("gpt_oss", {"hidden_act": "relu"}),
+        ("glm4_moe", {"n_group": 2}),
+        ("cohere2", {"use_qk_norm": True}),
+        ("cohere2", {"head_dim": 12}),
+        ("granitemoehybrid", {"num_local_experts": 4}),
+        ("granitemoehybrid", {"layer_types": ["attention", "mamba", "attention"]}),
+        ("hunyuan_v1_dense", {"use_cla": True}),
+        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
 def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, change):
@@ -253,7 +263,7 @@ def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, c
         read_config(goldens.VARIANTS[variant] | change)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "fp8", None])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
 def test_quantised_checkpoints_of_other_kinds_are_refused_by_name(method):
     raw = goldens.VARIANTS["llama_gqa"] | {"quantization_config": {"quant_method": method}}
     with pytest.raises(UnsupportedModelError, match=str(method)):
@@ -313,6 +323,24 @@ def test_absurd_numbers_are_refused(key):
         ("gpt_oss", {"num_experts_per_tok": 6}, "6.*5"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
         ("llama_gqa", {"attention_bias": 1}, "attention_bias.*true or false"),
+        ("exaone4", {"layer_types": ["full_attention"] * 5}, "5 layer_types for 4 layers"),
+        ("exaone4", {"sliding_window_pattern": "LXG"}, "pattern = 'LXG'.*number or a text of L"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "layer_types with a window, and no sliding_window",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers = .*each of the 4 layers"),
+        ("smollm3", {"no_rope_layers": [1] * 5}, "no_rope_layers = .*each of the 4 layers"),
+        ("phi3_long", {"partial_rotary_factor": 0.5}, "0.5 of head_dim = 10; .*, 5, must be even"),
+        ("phi3_long", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        (
+            "phi3_long",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor = .*each of 4 frequencies",
+        ),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        ("glm4_moe", {"num_experts_per_tok": 6}, "6.*5"),
         ("qwen2", {"max_window_layers": "2"}, "max_window_layers"),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": "8"}}, "factor"),
         (
@@ -366,6 +394,12 @@ def test_config_json_that_is_not_there(tmp_path):
         read_config_json(tmp_path)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match="cannot read .*config.json"):
+        read_config_json(tmp_path)
+
+
+def test_an_adapter_in_place_of_a_model_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
         read_config_json(tmp_path)
 
 

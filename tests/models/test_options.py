@@ -38,6 +38,7 @@ FAMILIES = {
     "olmo3": "olmo3",
     "ministral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2_bias",
     "hunyuan_v1_dense": "hunyuan_bias", "granitemoehybrid": "granitemoehybrid_nope",
+    "qwen2_moe": "qwen2_moe", "glm4_moe": "glm4_moe",
     "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
 }  # fmt: skip
@@ -263,6 +264,8 @@ def test_other_families_on_two_devices(case, mesh, variant):
 def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, mesh):
     with pytest.raises(RequestError, match=r"3 kv_heads.*3 = 2 x 1 \+ 1"):
         LLM(case("qwen2").folder, mesh=mesh)
+    with pytest.raises(RequestError, match=r"5 experts do not divide .*5 = 2 x 2 \+ 1"):
+        check_split({"experts": 5}, Shards(expert=2))
     with pytest.raises(RequestError, match=r"104 mlp.*104 = 3 x 34 \+ 2"):
         check_split({"kv_heads": 6, "mlp": 104}, Shards(tensor=3))
 

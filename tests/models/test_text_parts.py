@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rooflax import load
+from rooflax import load, model_info
+from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.registry import read_config
 from tests import goldens
@@ -54,6 +55,22 @@ def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_
     assert whole.config == text.config
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), whole.weights, text.weights)
     assert all(jax.tree.leaves(same))
+
+
+def test_what_is_left_out_is_said_once(tmp_path, capsys):
+    reference = goldens.committed("gemma3_text")
+    folder = goldens.write_checkpoint(tmp_path / "m", "gemma3_text", reference)
+    assert model_info(folder).left_out == ()
+    run = ["generate", str(folder), "--prompt", "a", "--max-tokens", "1"]
+    assert main([*run, "--offline"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(WHOLE))
+    assert model_info(folder).left_out == ("vision",)
+    assert main(run) == 0
+    sentence = f"{folder}: its text model is used, its vision tower is left out."
+    assert capsys.readouterr().err.count(sentence) == 1
+    assert main([*run, "--quiet"]) == 0
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_files_that_leave_out_defaults_have_those_of_transformers():

@@ -64,6 +64,7 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
         "model": info.name,
         "family": info.family,
         "folder": str(info.folder) if info.folder else None,
+        "left_out": list(info.left_out),
         "architecture": architecture(info.config),
         "weights": weights(info),
         "memory": memory(info, args, shards),
@@ -140,7 +141,9 @@ def _part(key: str) -> str:
 
 def formats(info: ModelInfo) -> list[dict[str, Any]]:
     """Tensors and bytes in the files by format, from their headers."""
-    checkpoint = info.gguf or info.weights()
+    from rooflax.loading.checkpoint import Checkpoint
+
+    checkpoint = info.gguf or Checkpoint(info.folder or "")  # as the files have them
     names = set(checkpoint.names())
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -98,6 +98,9 @@ def _loaded(
     asked = {name: given.pop(name) for name in PLANNED & given.keys()}
     plan = make_plan(args.model, options=options, **asked, **where)
     name, is_random = plan.info.name, plan.info.folder is None
+    if plan.info.left_out and not args.quiet:
+        towers = " and ".join(plan.info.left_out)
+        terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
     with (
         terminal.status(f"loading {name}", args.quiet or not is_random),
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,

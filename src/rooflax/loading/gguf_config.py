@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
     "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
     "hunyuan-dense": "hunyuan_v1_dense", "exaone4": "exaone4", "cohere2": "cohere2",
-    "mistral3": "ministral3",
+    "mistral3": "ministral3", "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe",
 }  # fmt: skip
 """A file's architecture to our family."""
 
@@ -38,9 +38,10 @@ LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
 }  # fmt: skip
 _NO_BIAS_KEY = (
-    "gpt2", "qwen2", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3", "mistral",
+    "gpt2", "qwen2", "qwen2_moe", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3",
+    "mistral",
 )  # fmt: skip
-PARTIAL = ("phi3", "glm4")
+PARTIAL = ("phi3", "glm4", "glm4_moe")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
 
@@ -73,6 +74,19 @@ _GPT2 = {
 }
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN3_MOE = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_QWEN2_MOE = _QWEN3_MOE | {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_GLM4_MOE = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
 _GPT_OSS = _EXPERTS | {
     "expert_feed_forward_length": "intermediate_size",
     "attention.sliding_window": "sliding_window",
@@ -102,6 +116,7 @@ _KEYS = {
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
     "gemma3_text": _COMMON | _GEMMA3, "granite": _COMMON | _GRANITE,
     "olmo2": _COMMON, "phi3": _COMMON | _PHI3, "glm4": _COMMON,
+    "qwen2_moe": _COMMON | _QWEN2_MOE, "glm4_moe": _COMMON | _GLM4_MOE,
     "hunyuan_v1_dense": _COMMON, "ministral3": _COMMON, "mistral": _COMMON,
     "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
     "exaone4": _COMMON | {"attention.sliding_window": "sliding_window"},
@@ -205,6 +220,10 @@ class _Metadata:
             raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
         if self.family == "seed_oss":
             raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+        if self.family == "qwen2_moe":
+            raw["qkv_bias"] = "blk.0.attn_q.bias" in names
+        if self.family == "glm4_moe":
+            raw |= self._glm4_moe(raw, names)
         if self.family == "mistral":
             raw["sliding_window"] = None
         if self.family == "exaone4":
@@ -218,6 +237,13 @@ class _Metadata:
         if any(self.file.info(n).dtype == "BF16" for n in names):
             raw["torch_dtype"] = "bfloat16"
         return raw | _end_tokens(self.file)
+
+    def _glm4_moe(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
+        """Without the layers that predict further tokens, which files count too."""
+        self.expect("expert_gating_func", 2)  # sigmoids
+        layers, more = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers", 0)
+        count = layers - more if type(layers) is int and type(more) is int else layers
+        return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
 
     def _window_layers(self) -> dict[str, Any]:
         """`layer_types`, which files have as a flag of each layer."""
@@ -242,7 +268,7 @@ class _Metadata:
             self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
         self.expect("pooling_type", 0, *GGUF_POOLING)
-        if self.family not in ("gpt_oss", "qwen3_moe", "mixtral"):
+        if "expert_count" not in _KEYS[self.family]:
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)
         theta = raw.get("rope_theta", 10_000.0)

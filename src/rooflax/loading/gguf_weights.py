@@ -85,6 +85,7 @@ def _interleave_bias(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 KEEP = Change(lambda parts: parts[0])
 LESS_ONE = Change(lambda parts: parts[0].astype(np.float32) - 1)
+ROW = Change(lambda parts: parts[0].reshape(1, -1), lambda s: (1, *s[-1:]))
 TRANSPOSE = Change(lambda parts: parts[0].swapaxes(-1, -2), lambda s: (*s[:-2], *s[:-3:-1]))
 INTERLEAVE = Change(_interleave, lambda s: (*s[:-2], s[-1], *(2 * n for n in s[-2:-1])))
 INTERLEAVE_BIAS = Change(_interleave_bias, lambda s: (*s[:-1], 2 * s[-1]))
@@ -321,6 +322,12 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
     }
 
 
+def _shared(name: str) -> Table:
+    """The network that all tokens pass."""
+    parts = ("gate", "up", "down")
+    return _renamed(*((f"{_MLP}.{name}.{p}_proj", f"blk.{{i}}.ffn_{p}_shexp") for p in parts))
+
+
 _GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
 _GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
     f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
@@ -363,6 +370,17 @@ _OTHERS = {
     "qwen3_moe": _LAYERS
     | _DENSE
     | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj"),
+    "qwen2_moe": _LAYERS
+    | _DENSE
+    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
+    | _shared("shared_expert")
+    | {f"{_MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), ROW)},
+    "glm4_moe": _LAYERS
+    | _DENSE
+    | _POST_NORM
+    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
+    | _shared("shared_experts")
+    | {f"{_MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)},
     "mixtral": _LAYERS | _DENSE | _experts(_SPARSE, f"{_SPARSE}.experts.{{e}}", "w1", "w3", "w2"),
 }
 """Tables of the families whose tensors are not those of LLaMA."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
+from rooflax.loading.fp8 import Fp8Weights, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
@@ -29,6 +30,8 @@ from rooflax.models.registry import read_config, read_config_json
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
+
+TOWERS = ("vision", "audio")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class ModelInfo:
     gguf: GGUFFile | None = None
     pooling: Pooling | None = None
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Parts of the checkpoint that the text model does without: "vision", "audio"."""
+        return tuple(part for part in TOWERS if self.raw_config.get(f"{part}_config"))
+
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
 
@@ -71,7 +79,8 @@ class ModelInfo:
         """The tensors of the checkpoint, memory-mapped; not for a preset."""
         if self.gguf is not None:
             return GGUFWeights(self.gguf, self.family, self.config)
-        return Checkpoint(self.folder or "")
+        checkpoint = Checkpoint(self.folder or "")
+        return Fp8Weights(checkpoint, self.raw_config) if is_fp8(self.raw_config) else checkpoint
 
     def prequantized(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""

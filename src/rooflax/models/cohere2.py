@@ -14,7 +14,8 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Layer, NormKind, Wiring
+from rooflax.nn.parts import Layer
+from rooflax.nn.wiring import NormKind, Wiring
 
 STATED = {
     "use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False,
@@ -36,22 +37,17 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     window = reader.size("sliding_window", 4096)
     full = Layer(replace(attention, rope=None), mlp, parallel=True)
     local = Layer(replace(attention, window=window), mlp, parallel=True)
-    count, pattern = common.num_layers(reader), reader.size("sliding_window_pattern", 4)
-    reader.expect("layer_switch", pattern)
-    default = common.layer_types(tuple(window if (i + 1) % pattern else None for i in range(count)))
-    kinds = {"full_attention": full, "sliding_attention": local}
-    layers = [kinds[kind] for kind in reader.layer_types(count, default)]
+    period = reader.size("sliding_window_pattern", 4)
+    reader.expect("layer_switch", period)
+    layers = common.read_kinds(reader, full, local, period)
     decoder = common.read_decoder(reader, layers, max_position=8192, tied_embeddings=True)
     return replace(decoder, logit_scale=reader.number("logit_scale", 0.0625))
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    windows = common.windows_of(decoder)
     written = common.write_decoder(decoder, "cohere2", "Cohere2ForCausalLM")
     return written | {
         "layer_norm_eps": written.pop("rms_norm_eps"),
         "attention_bias": decoder.layers[0].attention.qkv_bias,
-        "sliding_window": next((window for window in windows if window), 4096),
-        "layer_types": common.layer_types(windows),
         "logit_scale": decoder.logit_scale,
-    }
+    } | common.write_kinds(decoder)  # fmt: skip

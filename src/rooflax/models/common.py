@@ -9,8 +9,9 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Attention, Layer, Mlp, NormKind
+from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.rope import Rope
+from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 Windows = tuple[int | None, ...]
@@ -107,9 +108,11 @@ def nested_ropes(decoder: Decoder) -> dict[str, Any]:
     return {kind: rope.to_hf() for kind, rope in ropes.items() if rope is not None}
 
 
-def read_mlp(reader: ConfigReader, norm: NormKind, *, bias: bool = False) -> Mlp:
-    """A gated feed-forward network."""
-    width = reader.size("intermediate_size")
+def read_mlp(
+    reader: ConfigReader, norm: NormKind, absent: int | None = None, *, bias: bool = False
+) -> Mlp:
+    """A gated feed-forward network; `absent` is the family's width."""
+    width = reader.size("intermediate_size", *([absent] if absent else []))
     return Mlp(width, norm, reader.choice("hidden_act", tuple(ACTIVATIONS), "silu"), bias=bias)
 
 
@@ -197,11 +200,39 @@ def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
         "tie_word_embeddings": decoder.tied_embeddings,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling.to_hf() if rope.scaling else None,
-    } | ({"partial_rotary_factor": rope.dim / attention.head_dim} if rope.dim else {})
+    } | (rotary_share(decoder) if rope.dim else {})
+
+
+def rotary_share(decoder: Decoder) -> dict[str, float]:
+    """What part of a head RoPE turns, also where that is all."""
+    rope = decoder.ropes[0] if decoder.ropes else Rope(10_000.0)
+    return {"partial_rotary_factor": (rope.dim or decoder.head_dim) / decoder.head_dim}
 
 
 def windows_of(decoder: Decoder) -> Windows:
     return tuple(layer.attention.window for layer in decoder.layers)
+
+
+def read_kinds(reader: ConfigReader, full: Layer, local: Layer, period: int) -> list[Layer]:
+    """Layers without a window and with one, by `layer_types`; else each `period`-th has none."""
+    count = num_layers(reader)
+    default = layer_types(tuple(1 if (i + 1) % period else None for i in range(count)))
+    kinds = {"full_attention": full, "sliding_attention": local}
+    return [kinds[kind] for kind in reader.layer_types(count, default)]
+
+
+def write_kinds(decoder: Decoder) -> dict[str, Any]:
+    windows = windows_of(decoder)
+    window = next((window for window in windows if window), 4096)
+    return {"sliding_window": window, "layer_types": layer_types(windows)}
+
+
+def write_nested(decoder: Decoder, model_type: str, architecture: str) -> dict[str, Any]:
+    """config.json of layers without a window and with one, whose RoPEs differ."""
+    written = write_decoder(decoder, model_type, architecture)
+    del written["rope_theta"], written["rope_scaling"]
+    biases = {"attention_bias": decoder.layers[0].attention.qkv_bias}
+    return written | biases | write_kinds(decoder) | {"rope_parameters": nested_ropes(decoder)}
 
 
 def layer_types(windows: Windows) -> list[str]:

@@ -13,7 +13,8 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import POST, Layer
+from rooflax.nn.parts import Layer
+from rooflax.nn.wiring import POST
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -14,8 +14,8 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.phi3 import GATE_UP
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import SANDWICH
 from rooflax.nn.weights import Stored
+from rooflax.nn.wiring import SANDWICH
 
 LAYER = "model.layers.{i}"
 NAMES = Names(
@@ -38,6 +38,6 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     attention = decoder.layers[0].attention
-    share = {} if attention.rope and attention.rope.dim else {"partial_rotary_factor": 1.0}
     written = common.write_decoder(decoder, "glm4", "Glm4ForCausalLM")
-    return written | share | {"attention_bias": attention.qkv_bias}
+    biases = {"attention_bias": attention.qkv_bias}
+    return written | biases | common.rotary_share(decoder)

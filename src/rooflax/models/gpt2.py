@@ -12,8 +12,9 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import Attention, Layer, Mlp, NormKind
+from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, Layout, Stored
+from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 HF_PREFIXES = ("transformer.", "")

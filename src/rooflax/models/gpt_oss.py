@@ -23,9 +23,10 @@ from rooflax.models.common import (
 )
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import MLP, Layer, Moe, NormKind
+from rooflax.nn.parts import MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
 from rooflax.nn.weights import InterleavedGateUp, Layout, Linear, Stored
+from rooflax.nn.wiring import NormKind
 from rooflax.ops.linear import ClampedSwiglu
 
 NO_SCALING = {"rope_type": "default"}

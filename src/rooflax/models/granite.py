@@ -12,7 +12,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.llama import write_biases
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import Wiring
+from rooflax.nn.wiring import Wiring
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

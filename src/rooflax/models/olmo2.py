@@ -11,7 +11,7 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import POST
+from rooflax.nn.wiring import POST
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

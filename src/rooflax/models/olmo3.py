@@ -11,8 +11,9 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.parts import POST, Layer
+from rooflax.nn.parts import Layer
 from rooflax.nn.rope import Rope
+from rooflax.nn.wiring import POST
 
 THETA = 500_000.0
 
@@ -29,20 +30,9 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     mlp = replace(common.read_mlp(reader, attention.norm), wiring=POST)
     full = Layer(replace(attention, rope=ropes[0]), mlp)
     local = Layer(replace(attention, rope=ropes[1], window=window), mlp)
-    count = common.num_layers(reader)
-    default = common.layer_types(tuple(window if (i + 1) % 4 else None for i in range(count)))
-    kinds = {"full_attention": full, "sliding_attention": local}
-    layers = [kinds[kind] for kind in reader.layer_types(count, default)]
+    layers = common.read_kinds(reader, full, local, 4)
     return common.read_decoder(reader, layers, max_position=2048)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    windows = common.windows_of(decoder)
-    written = common.write_decoder(decoder, "olmo3", "Olmo3ForCausalLM")
-    del written["rope_theta"], written["rope_scaling"]
-    return written | {
-        "attention_bias": decoder.layers[0].attention.qkv_bias,
-        "sliding_window": next((window for window in windows if window), 4096),
-        "layer_types": common.layer_types(windows),
-        "rope_parameters": common.nested_ropes(decoder),
-    }
+    return common.write_nested(decoder, "olmo3", "Olmo3ForCausalLM")

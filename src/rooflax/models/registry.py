@@ -17,10 +17,13 @@ FAMILIES = (
     "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
     "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
     "ministral3", "hunyuan_v1_dense", "granitemoehybrid",
+    "qwen2_moe", "glm4_moe",
 )  # fmt: skip
+ADAPTER = "adapter_config.json"
 READ_QUANTIZATION = (
     "rooflax",
     "mxfp4",
+    "fp8",
 )
 
 
@@ -86,6 +89,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / ADAPTER).is_file():
+            raise UnsupportedModelError(
+                f"{folder} holds an adapter ({ADAPTER}), which rooflax does not read; merge it "
+                f"into its base model and name the result."
+            ) from None
         inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
         hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
         raise CheckpointError(f"{folder} has no config.json; {hint}.") from None

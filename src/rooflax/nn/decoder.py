@@ -19,9 +19,10 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
-from rooflax.nn.parts import Context, Layer, Moe, NormKind, Table
+from rooflax.nn.parts import Layer, Moe
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
+from rooflax.nn.wiring import Context, NormKind, Table
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
 

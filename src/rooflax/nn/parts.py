@@ -6,145 +6,43 @@ bear the names of LLaMA's checkpoints; a family with other names maps them (`Dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from rooflax.nn import mesh
-from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import Attend, LayerWeights
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import (
     QKV,
     Flat,
+    Float32,
     GateUp,
     InterleavedGateUp,
-    Layout,
     Linear,
     PerExpert,
-    PlusOne,
     Reordered,
     Weight,
 )
-from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
+from rooflax.nn.wiring import (
+    PRE,
+    Context,
+    Hidden,
+    NormKind,
+    Table,
+    Wiring,
+)
+from rooflax.ops.linear import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 from rooflax.ops.weights import taken
 
-Hidden = Float[Array, "B T D"]
-Table = dict[str, Weight]
 ATTENTION, MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the layers of a step share.
-
-    Attributes:
-        num_tokens: how many leading tokens are real; None is all.
-        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2], and the queries'
-            factor, [B, T, 1], or None.
-    """
-
-    options: ExecutionOptions
-    shards: mesh.Shards | None
-    num_tokens: Int[Array, ""] | None
-    rope: Mapping[Rope, tuple[Array, Array, Array | None]]
-
-    def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
-        """ops.linear of the real tokens, by the step's kernels."""
-        how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
-        return linear(x, weight, bias, **how)
-
-    def on_one_shard(self, x: Any) -> Any:
-        """What is added before `all_reduce`: on one tensor shard only."""
-        return mesh.on_one_shard(x, self.shards)
-
-    def all_reduce(self, x: Array, *axes: str) -> Array:
-        """The sum over the tensor shards, and over those of other axes."""
-        return mesh.all_reduce(x, self.shards, (mesh.TENSOR, *axes))
-
-
-@dataclass(frozen=True)
-class NormKind:
-    """RMSNorm or LayerNorm.
-
-    Attributes:
-        bias: of a LayerNorm.
-        centered: a LayerNorm.
-        plus_one: checkpoints have the weight less one.
-    """
-
-    eps: float
-    bias: bool = False
-    plus_one: bool = False
-    centered: bool = False
-
-    def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
-        layout = PlusOne() if self.plus_one else Layout()
-        lines = {key: Weight(axis, f"{hf}.weight", layout, "ones")}
-        if self.bias:
-            lines[f"{key}_bias"] = Weight("hidden", f"{hf}.bias", init="zeros")
-        return lines
-
-    def of(self, weights: Mapping[str, Any], key: str) -> Norm:
-        bias = weights.get(f"{key}_bias")
-        if self.centered and bias is None:
-            bias = jax.tree.map(jnp.zeros_like, weights[key])
-        return Norm(weights[key], bias if self.centered else None, self.eps)
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """How a branch (attention or feed-forward network) is added to the residual stream.
-
-    Attributes:
-        before: a norm of what the branch reads.
-        after: a norm of what it gives, after the sum over tensor shards.
-        scale: of what is added.
-    """
-
-    before: bool = True
-    after: bool = False
-    scale: float = 1.0
-
-    def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
-        """The norms' lines, by their names in a layer of the checkpoint."""
-        lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
-        if self.after:
-            lines |= norm.table(f"{key}.post_norm", f"model.layers.{{i}}.{after}")
-        return lines
-
-    def __call__(
-        self,
-        branch: Callable[..., Hidden],
-        norm: NormKind,
-        key: str,
-        w: LayerWeights,
-        x: Hidden,
-        prologue: Norm | None = None,
-    ) -> Hidden:
-        """x + scale * branch's result.
-
-        Args:
-            branch: called with a norm or None, and with what it adds to its result or None.
-            prologue: the norm of what the branch reads if it has none of its own.
-        """
-        prologue = norm.of(w, f"{key}.norm") if self.before else prologue
-        if not self.after and self.scale == 1.0:
-            return branch(prologue, x)  # the matmul adds it
-        h = branch(prologue, None)
-        h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
-        return x + h * self.scale
-
-
-PRE, POST, SANDWICH = Wiring(), Wiring(before=False, after=True), Wiring(after=True)
 
 
 @dataclass(frozen=True)
@@ -364,6 +262,10 @@ class Moe:
         activation: a name of ops.activation, of the gate; or GPT-OSS's.
         bias: of the router and of every expert's matmuls.
         renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
+        shared: width of a network that all tokens pass; 0 is none.
+        shared_gated: its result is multiplied by a gate of one number.
+        biased: shares are sigmoids; a bias of each expert has a say in which are chosen.
+        scale: of the shares.
     """
 
     num_experts: int
@@ -373,11 +275,16 @@ class Moe:
     activation: str | ClampedSwiglu
     bias: bool = False
     renormalise: bool = True
+    shared: int = 0
+    shared_gated: bool = True
+    biased: bool = False
+    scale: float = 1.0
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         count = self.num_experts
-        return {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
+        shared = {"shared_mlp": self.shared, "gates": 1} if self.shared else {}
+        return shared | {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
     def table(self) -> Table:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
@@ -386,6 +293,17 @@ class Moe:
         lines["mlp.gate_up"] = Weight(axes, stored, PerExpert(GateUp()))
         axes, stored = "experts | mlp -> hidden", self.stored("down_proj")
         lines["mlp.down"] = Weight(axes, stored, PerExpert(Linear()), "residual")
+        if self.shared:
+            both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
+            down = f"{MLP}.shared_expert.down_proj.weight"
+            gate = f"{MLP}.shared_expert_gate.weight"
+            lines["mlp.shared_gate_up"] = Weight("hidden -> gate_up shared_mlp", both, GateUp())
+            lines["mlp.shared_down"] = Weight("shared_mlp -> hidden", down, Linear(), "residual")
+            if self.shared_gated:
+                lines["mlp.shared_gate"] = Weight("gates hidden", gate)
+        if self.biased:
+            stored = f"{MLP}.gate.e_score_correction_bias"
+            lines["mlp.choice_bias"] = Weight("routes", stored, Float32(), "zeros")
         if self.bias:
             fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
             lines["mlp.router_bias"] = Weight("routes", f"{MLP}.router.bias", init="zeros")
@@ -402,7 +320,8 @@ class Moe:
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
-        how = {"renormalise": self.renormalise}
+        bias = taken(w["mlp.choice_bias"]) if self.biased else None
+        how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
         expert_ids, routing_weights = route(router, self.experts_per_token, **how)
         gate = self.activation
         gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
@@ -424,7 +343,20 @@ class Moe:
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,
         )
-        return x + context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
+        h = context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
+        return x + h + self._shared(w, x, norm, context) if self.shared else x + h
+
+    def _shared(self, w: LayerWeights, x: Hidden, norm: Norm, context: Context) -> Hidden:
+        """What the network gives that all tokens pass."""
+        assert isinstance(self.activation, str)
+        activation = Activation(self.activation, gated=True)
+        h = context.linear(x, w["mlp.shared_gate_up"], prologue=norm)
+        h = context.all_reduce(context.linear(h, w["mlp.shared_down"], prologue=activation))
+        if not self.shared_gated:
+            return h
+        weight = taken(w["mlp.shared_gate"]).astype(jnp.float32).reshape(1, 1, -1)
+        gate = jnp.sum(norm(x).astype(jnp.float32) * weight, axis=-1, keepdims=True)
+        return (jax.nn.sigmoid(gate) * h.astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ RULES = {
     "heads": TENSOR,
     "mlp": TENSOR,
     "dense_mlp": TENSOR,
+    "shared_mlp": TENSOR,
     "vocab": TENSOR,
     "experts": EXPERT,
     "layers": STAGE,
@@ -111,7 +112,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Refuses a split that leaves a remainder, with the arithmetic."""
-    for axis in ("kv_heads", "mlp", "dense_mlp", "experts"):
+    for axis in ("kv_heads", "mlp", "dense_mlp", "shared_mlp", "experts"):
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:
             _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)

@@ -332,6 +332,11 @@ def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndar
 
 
 @dataclass(frozen=True)
+class Float32(Flat):
+    """A vector that is float32 at any precision."""
+
+
+@dataclass(frozen=True)
 class Stored:
     """Where a checkpoint keeps a weight: fields of `Weight`; without a layout it has the line's."""
 

@@ -33,22 +33,48 @@ def route(
     experts_per_token: int,
     *,
     renormalise: bool = True,
+    bias: Float[Array, " experts"] | None = None,
+    scale: float = 1.0,
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """Each token's experts, those of the top logits, and their routing weights.
 
     Args:
         renormalise: routing weights are softmax over the chosen logits alone; else over all.
+        bias: weights are sigmoids instead, and the experts those of the top of them and the bias;
+            renormalised, their sum is 1.
+        scale: of the weights.
 
     A token's weights are the same bits among any number of tokens: XLA on CPU computes exp of an
     array's last few numbers otherwise than of the rest, so the rows are filled up.
 
     Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).
     """
+    if bias is not None:
+        return _route_biased(router_logits, experts_per_token, renormalise, bias, scale)
     top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
     among = top if renormalise else router_logits.astype(jnp.float32)
     full = jnp.pad(among, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
     weights = jax.nn.softmax(full, axis=-1)[: top.shape[0]]
-    return ids, weights if renormalise else jnp.take_along_axis(weights, ids, axis=-1)
+    weights = weights if renormalise else jnp.take_along_axis(weights, ids, axis=-1)
+    return ids, weights if scale == 1.0 else weights * scale
+
+
+def _route_biased(
+    router_logits: Float[Array, "tokens experts"],
+    experts_per_token: int,
+    renormalise: bool,
+    bias: Float[Array, " experts"],
+    scale: float,
+) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    """Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024; its groups are left out."""
+    tokens = router_logits.shape[0]
+    full = jnp.pad(router_logits.astype(jnp.float32), ((0, -tokens % WHOLE_ROWS), (0, 0)))
+    shares = jax.nn.sigmoid(full)
+    _, ids = jax.lax.top_k(shares + bias.astype(jnp.float32)[None], experts_per_token)
+    weights = jnp.take_along_axis(shares, ids, axis=-1)
+    if renormalise:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return ids[:tokens], (weights * scale)[:tokens]
 
 
 @parts.experts

@@ -1,0 +1,60 @@
+"""GLM-4.5 to 4.7: experts chosen by sigmoids and a bias, and a network that all tokens pass.
+
+The first layers have no experts; RoPE turns a part of each head. The layer that predicts further
+tokens is skipped. Rejected: groups of experts.
+
+Source: transformers, models/glm4_moe/modeling_glm4_moe.py; GLM-4.5 Team, GLM-4.5, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import MLP, Layer, Mlp, Moe
+from rooflax.nn.weights import Stored
+
+SKIPPED = r"(model\.layers|blk)\.(46|92)\..*"
+SHARED, KEY = f"{MLP}.shared_experts", "layers.{i}.mlp.shared_"
+BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
+NAMES = Names(
+    ((f"{KEY}gate_up", Stored(BOTH)), (f"{KEY}down", Stored(f"{SHARED}.down_proj.weight")))
+)
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.waive("num_nextn_predict_layers", "num_mtp_layers")
+    for key in ("n_group", "topk_group"):
+        reader.expect(key, 1)
+    how = {"norm_eps": 1e-5, "kv_heads": 8, "partial": 0.5}
+    attention = common.read_attention(reader, qkv_bias=reader.flag("attention_bias", False), **how)
+    if reader.flag("use_qk_norm", False):
+        attention = replace(attention, qk_norm=attention.norm.eps)
+    dense = replace(common.read_mlp(reader, attention.norm, 10_944), key="dense_mlp")
+    sizes = common.read_experts(reader, "n_routed_experts", 128, 8)
+    width = reader.size("moe_intermediate_size", 1408)
+    sparse = Moe(
+        *sizes, width, attention.norm, dense.activation, biased=True, shared_gated=False,
+        renormalise=reader.flag("norm_topk_prob", True),
+        shared=width * reader.size("n_shared_experts", 1),
+        scale=reader.number("routed_scaling_factor", 1.0),
+    )  # fmt: skip
+    first = reader.size("first_k_dense_replace", 1, least=0)
+    mlps = (dense if i < first else sparse for i in range(common.num_layers(reader)))
+    layers = [Layer(attention, mlp) for mlp in mlps]
+    return replace(common.read_decoder(reader, layers, max_position=131_072), names=NAMES)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    moe, attention = decoder.moe, decoder.layers[0].attention
+    assert moe is not None
+    return common.write_decoder(decoder, "glm4_moe", "Glm4MoeForCausalLM") | {
+        "n_routed_experts": moe.num_experts, "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.width, "n_shared_experts": moe.shared // moe.width,
+        "norm_topk_prob": moe.renormalise, "routed_scaling_factor": moe.scale,
+        "first_k_dense_replace": sum(isinstance(layer.mlp, Mlp) for layer in decoder.layers),
+        "attention_bias": attention.qkv_bias, "use_qk_norm": attention.qk_norm is not None,
+    } | common.rotary_share(decoder)  # fmt: skip

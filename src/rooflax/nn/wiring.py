@@ -1,0 +1,126 @@
+"""What the parts of a layer share: their context, norms, and how they join the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rooflax.nn import mesh
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.layers import LayerWeights
+from rooflax.nn.rope import Rope
+from rooflax.nn.weights import Layout, PlusOne, Weight
+from rooflax.ops.linear import Norm, linear
+
+Hidden = Float[Array, "B T D"]
+Table = dict[str, Weight]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the layers of a step share.
+
+    Attributes:
+        num_tokens: how many leading tokens are real; None is all.
+        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2], and the queries'
+            factor, [B, T, 1], or None.
+    """
+
+    options: ExecutionOptions
+    shards: mesh.Shards | None
+    num_tokens: Int[Array, ""] | None
+    rope: Mapping[Rope, tuple[Array, Array, Array | None]]
+
+    def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
+        """ops.linear of the real tokens, by the step's kernels."""
+        how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
+        return linear(x, weight, bias, **how)
+
+    def on_one_shard(self, x: Any) -> Any:
+        """What is added before `all_reduce`: on one tensor shard only."""
+        return mesh.on_one_shard(x, self.shards)
+
+    def all_reduce(self, x: Array, *axes: str) -> Array:
+        """The sum over the tensor shards, and over those of other axes."""
+        return mesh.all_reduce(x, self.shards, (mesh.TENSOR, *axes))
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """RMSNorm or LayerNorm.
+
+    Attributes:
+        bias: of a LayerNorm.
+        centered: a LayerNorm.
+        plus_one: checkpoints have the weight less one.
+    """
+
+    eps: float
+    bias: bool = False
+    plus_one: bool = False
+    centered: bool = False
+
+    def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
+        layout = PlusOne() if self.plus_one else Layout()
+        lines = {key: Weight(axis, f"{hf}.weight", layout, "ones")}
+        if self.bias:
+            lines[f"{key}_bias"] = Weight("hidden", f"{hf}.bias", init="zeros")
+        return lines
+
+    def of(self, weights: Mapping[str, Any], key: str) -> Norm:
+        bias = weights.get(f"{key}_bias")
+        if self.centered and bias is None:
+            bias = jax.tree.map(jnp.zeros_like, weights[key])
+        return Norm(weights[key], bias if self.centered else None, self.eps)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a branch (attention or feed-forward network) is added to the residual stream.
+
+    Attributes:
+        before: a norm of what the branch reads.
+        after: a norm of what it gives, after the sum over tensor shards.
+        scale: of what is added.
+    """
+
+    before: bool = True
+    after: bool = False
+    scale: float = 1.0
+
+    def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
+        """The norms' lines, by their names in a layer of the checkpoint."""
+        lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
+        if self.after:
+            lines |= norm.table(f"{key}.post_norm", f"model.layers.{{i}}.{after}")
+        return lines
+
+    def __call__(
+        self,
+        branch: Callable[..., Hidden],
+        norm: NormKind,
+        key: str,
+        w: LayerWeights,
+        x: Hidden,
+        prologue: Norm | None = None,
+    ) -> Hidden:
+        """x + scale * branch's result.
+
+        Args:
+            branch: called with a norm or None, and with what it adds to its result or None.
+            prologue: the norm of what the branch reads if it has none of its own.
+        """
+        prologue = norm.of(w, f"{key}.norm") if self.before else prologue
+        if not self.after and self.scale == 1.0:
+            return branch(prologue, x)  # the matmul adds it
+        h = branch(prologue, None)
+        h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
+        return x + h * self.scale
+
+
+PRE, POST, SANDWICH = Wiring(), Wiring(before=False, after=True), Wiring(after=True)

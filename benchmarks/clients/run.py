@@ -36,7 +36,7 @@ CLIENTS = {
     "pydantic-ai": ["pydantic-ai-slim[openai]"],
     "instructor": ["instructor"],
     "llm": ["llm"],
-    "lm-eval": ["lm-eval[api]"],
+    "lm-eval": ["lm-eval[api]", "transformers"],
     "schemathesis": ["schemathesis"],
     "node": ["openai", "ai", "@ai-sdk/openai-compatible", "zod"],
 }
@@ -66,7 +66,11 @@ def servers() -> Iterator[dict[str, str]]:
         serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=4)) as model,
         serving(lambda _: scripted) as other,
     ):
-        yield {"MODEL_URL": model.url, "SCRIPTED_URL": other.url, "MODEL_NAME": CHAT_NAME}
+        folder = str(scripted.llm.tokenizer.folder)
+        yield {
+            "MODEL_URL": model.url, "SCRIPTED_URL": other.url, "MODEL_NAME": CHAT_NAME,
+            "MODEL_FOLDER": folder,
+        }  # fmt: skip
 
 
 def install(name: str, folder: Path) -> list[str]:

@@ -30,7 +30,10 @@ doc_to_text: "{{{{q}}}}"
 
 def evaluate(kind, path, task):
     args = f"model={check.NAME},base_url={check.URL}/v1/{path},num_concurrent=2,max_retries=1"
-    args += ",tokenizer_backend=None,tokenized_requests=False"
+    if task == "pick":  # lm-eval measures the lengths of continuations by itself
+        args += f",tokenizer={os.environ['MODEL_FOLDER']},tokenizer_backend=huggingface"
+    else:
+        args += ",tokenizer_backend=None,tokenized_requests=False"
     found = lm_eval.simple_evaluate(
         kind,
         model_args=args,
@@ -42,7 +45,7 @@ def evaluate(kind, path, task):
 
 
 def local_completions():
-    assert evaluate("local-completions", "completions", "pick")["alias"] == "pick"
+    assert evaluate("local-completions", "completions", "pick")["acc,none"] in (0, 0.5, 1)
 
 
 def local_completions_generate():

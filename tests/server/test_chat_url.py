@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from rooflax.cli import terminal
 from rooflax.cli.chat_url import MEANT, body_of
 from rooflax.cli.main import main, parser_of
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, QueueFull
+from tests.server.live import wait_for
 
 
 @pytest.fixture
@@ -73,6 +75,24 @@ def test_failures_end_it(chat, scripted):
     assert code == 1 and "engine failed" in err
     code, _, err = chat("Hi\n", url="http://127.0.0.1:9")
     assert code == 1 and "does not answer" in err
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(chat, scripted, llm, monkeypatch):
+    scripted.script, scripted.pause_s = scripted.says("One two three four five."), 0.02
+    write, cut = terminal.write, scripted.num_cut
+
+    def interrupted(text):
+        write(text)
+        if "two" in text and len(scripted.asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "write", interrupted)
+    code, out, _ = chat("Hi\nAgain\n")
+    first, second = out.splitlines()
+    assert code == 0 and second == "One two three four five." and first != second
+    wait_for(lambda: scripted.num_cut == cut + 1)
+    text = llm.tokenizer.decode(scripted.asked[1][0], skip_special_tokens=False)
+    assert first in text and second not in text
 
 
 def test_flags_of_a_model_that_is_loaded_here_are_rejected(chat):

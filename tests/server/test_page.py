@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +178,41 @@ def test_keys_and_narrow_screens(browser, llm):
         assert answers(page) == ["Hello, world. How are you?"]
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
         context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(page, scripted, scheme):
+    """axe-core finds nothing serious, with an answer, reasoning, a call and the settings shown."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page.emulate_media(color_scheme=scheme)
+    scripted.script = scripted.says("<think>Hm.</think>See `x`:\n\n```\ncode\n```\n\n- a\n- b")
+    ask(page, "Hi")
+    page.click("#show")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+    page.evaluate(f"() => {{ {script} }}")  # the page's policy loads no script of others
+    found = page.evaluate("() => axe.run()")
+    serious = [
+        (each["id"], each["nodes"][0]["html"][:120], each["nodes"][0]["failureSummary"])
+        for each in found["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+    assert serious == []
+    assert len(found["passes"]) > 10
+
+
+def test_a_keyboard_is_enough(page, scripted):
+    page.keyboard.press("Tab")
+    reached = set()
+    for _ in range(20):
+        reached.add(
+            page.evaluate("() => document.activeElement.id || document.activeElement.tagName")
+        )
+        page.keyboard.press("Tab")
+    assert {"input", "show"} <= reached
+    page.focus("#input")
+    page.keyboard.type("Hi")
+    page.keyboard.press("Enter")
+    page.get_by_text("Hello, world.").first.wait_for()
+    assert page.evaluate("() => document.activeElement.id") == "input"
+    page.keyboard.press("ArrowUp")
+    assert page.input_value("#input") == "Hi"

@@ -362,7 +362,7 @@ def test_c1_overload_is_429_at_once_and_others_finish(llm):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_c2_a_client_that_leaves_ends_its_request(live, scripted, stream):
+def test_c2_a_client_that_leaves_ends_its_request(live, scripted, stream, caplog):
     scripted.script = lambda prompt, params, index: [65]
     scripted.pause_s = 0.01
     cut = scripted.num_cut
@@ -378,6 +378,8 @@ def test_c2_a_client_that_leaves_ends_its_request(live, scripted, stream):
     connection.close()
     wait_for(lambda: scripted.num_open == 0, 5)
     assert scripted.num_cut == cut + 1
+    live.settle()
+    assert "a request failed" not in caplog.text
 
 
 def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):

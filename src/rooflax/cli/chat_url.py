@@ -14,7 +14,6 @@ from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
-from rooflax.signals import stop_asked
 
 if TYPE_CHECKING:
     from rooflax.http_client import Server
@@ -64,7 +63,10 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
             messages.pop()
             terminal.say(f"rooflax: {error}")
             continue
-        messages.append({"role": "assistant", "content": answer})
+        if answer:
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            messages.pop()
         terminal.write("\n")
     return 0
 
@@ -81,7 +83,7 @@ def body_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
-    """Writes an answer as it comes; what it is.
+    """Writes an answer as it comes, until Ctrl-C; what it is.
 
     Raises:
         RequestError: the server rejects the question.
@@ -91,31 +93,30 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
     connection = kind(server.host, server.port, timeout=SILENCE_S)
     answer, is_thinking = "", False
     try:
-        with stop_asked() as stopped:
-            path = f"{server.base}/v1/chat/completions"
-            connection.request("POST", path, json.dumps(body).encode(), server.headers())
-            reply = connection.getresponse()
-            if reply.status != 200:
-                _reject(reply.status, reply.read())
-            for chunk in _chunks(reply):
-                if "error" in chunk:
-                    raise EngineError(_message(chunk))
-                for choice in chunk.get("choices", ()):
-                    delta = choice.get("delta", {})
-                    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                    if thought and shows_thinking:
-                        shown = terminal.dim(terminal.harmless(thought), sys.stderr)
-                        print(shown, end="", file=sys.stderr, flush=True)
-                        is_thinking = True
-                    text = delta.get("content") or ""
-                    if text and is_thinking:
-                        terminal.say()
-                        is_thinking = False
-                    if text:
-                        terminal.write(text)
-                    answer += text
-                if stopped():
-                    break
+        path = f"{server.base}/v1/chat/completions"
+        connection.request("POST", path, json.dumps(body).encode(), server.headers())
+        reply = connection.getresponse()
+        if reply.status != 200:
+            _reject(reply.status, reply.read())
+        for chunk in _chunks(reply):
+            if "error" in chunk:
+                raise EngineError(_message(chunk))
+            for choice in chunk.get("choices", ()):
+                delta = choice.get("delta", {})
+                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                if thought and shows_thinking:
+                    shown = terminal.dim(terminal.harmless(thought), sys.stderr)
+                    print(shown, end="", file=sys.stderr, flush=True)
+                    is_thinking = True
+                text = delta.get("content") or ""
+                if text and is_thinking:
+                    terminal.say()
+                    is_thinking = False
+                answer += text
+                if text:
+                    terminal.write(text)
+    except KeyboardInterrupt:
+        pass  # the server ends its answer when the connection closes
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise EngineError(

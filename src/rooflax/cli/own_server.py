@@ -47,10 +47,11 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     said: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
     try:
         url = _url(process, said)
-        assert process.stderr is not None
-        threading.Thread(target=said.extend, args=(process.stderr,), daemon=True).start()
+        reader.start()
         while not _is_ready(url):
             if process.poll() is not None:
                 _failed(process.returncode, said)
@@ -63,6 +64,9 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if reader.ident is not None:
+            reader.join(END_S)
+        process.stderr.close()
 
 
 def _url(process: subprocess.Popen[str], said: list[str]) -> str:

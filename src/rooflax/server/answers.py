@@ -159,5 +159,7 @@ class Events(Response):
 
 def log_failure(error: Exception) -> None:
     """Our own faults go to the log, with where they come from; a client's do not."""
+    if isinstance(error, ClientLeft):
+        return
     if as_api_error(error).status >= 500 and not isinstance(error, ApiError):
         log.error("a request failed", exc_info=error)

@@ -77,6 +77,7 @@ class Reader:
         self._skipped = tokenizer.special_token_ids - kept
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=False)
         self._longest = max(map(len, self._marks), default=0)
+        self._firsts = frozenset(mark[0] for mark in self._marks)
         self._pending = ""  # text that may be the beginning of a mark
         self._region = "content"
         self._has_content = self._trims = False
@@ -127,6 +128,8 @@ class Reader:
 
     def _read(self, text: str, *, is_last: bool) -> str:
         """Goes from mark to mark; gives the content between them."""
+        if not self._pending and self._firsts.isdisjoint(text):
+            return self._take(text) if text else ""  # as most tokens: no mark begins in it
         text, content = self._pending + text, ""
         self._pending = ""
         while text:

@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
         arguments: shapes.
-        weights: that a thread multiplies in one turn of the kernel's loop; 0 where none are counted.
+        weights: that a thread multiplies in one turn of the kernel's loop; 0 where not counted.
         products: instructions that multiply in one turn.
     """
 

@@ -23,7 +23,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo test suite test-all lint sanitize fuzz goldens docs clean
+.PHONY: demo test suite test-all lint sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -60,6 +60,22 @@ build/sanitized: $(wildcard csrc/*)
 	@if command -v $(CXX) >/dev/null; then tools/sanitize.sh $(CXX) && touch $@; \
 	else echo "*** NOT TESTED under sanitizers: no $(CXX) ***"; fi
 
+# Every GPU kernel and whole engine steps compiled for an H200 that is not there, against the table in
+# tools/gpu_tables; in an environment of its own, because CUDA's compilers are half a gigabyte.
+GPU_PYTHON ?= python3.12
+GPU_VENV = .venv-gpu
+gpu-compile:
+	@mkdir -p build
+	@if $(MAKE) --no-print-directory $(GPU_VENV)/.installed >build/gpu-install.log 2>&1; then \
+	PYTHONPATH=src $(GPU_VENV)/bin/python tools/gpu_compile.py; \
+	else echo "*** NOT COMPILED for GPUs: see build/gpu-install.log ***"; fi
+
+$(GPU_VENV)/.installed:
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile "jax[cuda13]<0.13" \
+	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf
+	@touch $@
+
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens
 
@@ -85,4 +101,4 @@ $(VENV)/.installed-test: $(VENV)/bin/python $(BUILT_FROM)
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -21,8 +21,9 @@ from rooflax.ops.attention.plan import visible_tiles
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import gpu as linear_gpu
-from rooflax.ops.linear import gpu_codes, gpu_rows, linear, unembed
+from rooflax.ops.linear import gpu_rows, gpu_values, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.linear.prologue import Activation, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
 from rooflax.ops.moe.args import MoeArgs
@@ -165,13 +166,13 @@ def a_row_of_words(name, codes, x, dtype):
     ones = ones if class_of(format).grouped else ones[:, 0].astype(np.float32)
     stored = pack(format, codes, ones, (inputs,), (outputs,))
     words = gpu_rows._words(stored, code.words)[0, :, 0].swapaxes(0, 1).reshape(code.words, -1)
-    values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype)[0, :, 0]
+    values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype, None)[0, :, 0]
     found = code.dot(code.numbers(list(words)), lambda at: values[at], len(values))
     return np.asarray(found, np.float64)[:outputs] * code.scale, np.asarray(stored.numbers())
 
 
 @pytest.mark.parametrize("name", linear_gpu.CODES)
-def test_every_code_is_multiplied_exactly(name):
+def test_every_code_is_multiplied_exactly(name, interpreted):
     """Each code at each place of a row of words, beside others, with each size of activations."""
     slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
     mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
@@ -184,7 +185,7 @@ def test_every_code_is_multiplied_exactly(name):
 
 
 @pytest.mark.parametrize("name", [n for n in linear_gpu.CODES if n != "fp8"])
-def test_whole_numbers_are_summed_exactly(name):
+def test_whole_numbers_are_summed_exactly(name, interpreted):
     """Activations of the most bits that a type may have: every partial sum is a whole number."""
     slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
     mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
@@ -201,17 +202,56 @@ def test_whole_numbers_are_summed_exactly(name):
 def test_activations_as_whole_numbers_keep_their_digits():
     """To half a step of their group; what is not finite spoils its group alone."""
     x = normal(4, 3 * 32, seed=3) * np.float32(2.0) ** normal(4, 3 * 32, seed=4).round()
-    groups = jnp.asarray(x.reshape(4, 3, 32), jnp.float32)
-    groups = groups.at[1, 1, 5].set(jnp.nan).at[2, 0, 0].set(jnp.inf).at[3, 2].set(0)
+    x = x.reshape(12, 32)
+    x[4, 5], x[6, 0], x[11] = np.nan, np.inf, 0
     for bits in (16, 24):
-        whole, step = gpu_codes.whole_numbers(groups, bits)
-        lost = np.isnan(np.asarray(step))
-        assert np.argwhere(lost).tolist() == [[1, 1], [2, 0]]
-        assert np.all(np.asarray(step)[~lost] > 0)
-        assert np.abs(np.asarray(whole)).max() < 2 ** (bits - 1)
-        error = np.abs(np.asarray(whole) * np.asarray(step)[..., None] - np.asarray(groups))
-        most = np.abs(np.asarray(groups)).max(axis=2)
-        assert np.all(error[~lost] <= (most * 2.0 ** (2 - bits))[~lost][:, None])
+        step, inverse = map(
+            np.asarray, gpu_values.step_of(jnp.abs(jnp.asarray(x)).max(axis=1), bits)
+        )
+        lost = np.isnan(step)
+        assert np.flatnonzero(lost).tolist() == [4, 6] and np.all(step[~lost] > 0)
+        with np.errstate(invalid="ignore"):
+            scaled = x * inverse[:, None]
+        whole = np.asarray(gpu_values.rounded(jnp.asarray(scaled), bits))
+        assert np.abs(whole).max() < 2 ** (bits - 1) and not whole[4:7:2].any()
+        error = np.abs(whole * step[:, None] - x)[~lost]
+        assert np.all(error <= np.abs(x).max(axis=1)[~lost][:, None] * 2.0 ** (2 - bits))
+
+
+PROLOGUES = {
+    "norm": Norm(jnp.asarray(1 + normal(1120, seed=8)), eps=1e-5),
+    "norm with a bias": Norm(*(jnp.asarray(normal(1120, seed=s)) for s in (8, 9))),
+    "gate": Activation("silu", gated=True),
+    "another gate": Activation("gelu", gated=True),
+}
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+@pytest.mark.parametrize("format", ["w4a16", "w8a16"])
+def test_prologues_with_few_rows(format, name, interpreted):
+    prologue, w = PROLOGUES[name], weights(format, 1120, 53)
+    x = jnp.asarray(normal(3, 2, 1120) if getattr(prologue, "gated", False) else normal(3, 1120))
+    args = LinearArgs(x.reshape(3, -1), w, prologue=prologue)
+    wanted = linear(x, w, prologue=prologue, implementation="reference")
+    close(linear_gpu.matmul(args), wanted)
+
+
+@pytest.mark.parametrize("format", ["w4a16", "mxfp4-a16", "w8a16"])
+def test_a_row_that_is_not_finite_spoils_itself_alone(format, interpreted):
+    w, x = weights(format, 1120, 53), normal(3, 1120)
+    wanted = exact(jnp.asarray(x), w)
+    x[0, 7], x[2, 1119] = np.nan, np.inf
+    found = np.asarray(kernel(jnp.asarray(x), w))
+    assert not np.isfinite(found[[0, 2]]).any()
+    close(found[1], wanted[1])
+
+
+def test_scales_behind_the_last_group_are_not_used(interpreted):
+    """Members of a stack lie behind each other: a tile of one reads rows of the next."""
+    w, x = weights("mxfp4-a16", 1120, 53, members=3), jnp.asarray(normal(1, 1120))
+    others = jnp.arange(3).reshape(3, 1, 1, 1) != 1
+    spoilt = replace(w, scales=jnp.where(others, jnp.uint8(255), w.scales))  # NaN
+    close(kernel(x, Stacked(spoilt, jnp.int32(1))), exact(x, taken(Stacked(w, jnp.int32(1)))))
 
 
 @pytest.mark.every_jax

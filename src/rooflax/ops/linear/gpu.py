@@ -14,6 +14,8 @@ sm_90a show that it compiles. No GPU has run it yet.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -35,13 +37,13 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     """One of a stack is read where it lies by few rows."""
     w: Any = args.w
 
-    def multiply(x: jax.Array) -> jax.Array:
-        if len(x) > MOST_ROWS:
-            return wide_matmul(x, cast(Quantized, args.matrix)).astype(jnp.float32)
-        member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
-        return tiled_matmul(x[None], w, member, jnp.ones(1, jnp.int32), args.x.dtype)[0]
-
-    return args.unfused(multiply)
+    if len(args.x) > MOST_ROWS:
+        wide = partial(wide_matmul, w=cast(Quantized, args.matrix))
+        return args.unfused(lambda x: wide(x).astype(jnp.float32))
+    member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
+    one = jnp.ones(1, jnp.int32)
+    y = tiled_matmul(args.x[None], w, member, one, args.x.dtype, args.prologue)[0]
+    return replace(args, prologue=None).unfused(lambda _: y)
 
 
 def unsupported(args: LinearArgs) -> str | None:

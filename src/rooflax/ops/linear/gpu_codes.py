@@ -3,8 +3,9 @@ before it, and of the packed words in it.
 
 Codes that are whole numbers, or half ones, meet activations that are whole numbers too: of each row
 of words, whose inputs share a power of two, they have 16 bits for bfloat16 and 24 for float32, cut
-into bytes. Four products are then one instruction on a word of weights and one of activations, the
-sums are exact, and nothing is unpacked but nibbles to bytes. int8 activations are what they are.
+into bytes (gpu_values.py). Four products are then one instruction on a word of weights and one of
+activations, the sums are exact, and nothing is unpacked but nibbles to bytes. int8 activations are
+what they are.
 
 e4m3 has no such form: its numbers are put together as float32.
 """
@@ -20,23 +21,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops.linear.gpu_values import GROUPS, HALF, fuses, packed_values
+from rooflax.ops.linear.prologue import Prologue, applied
 from rooflax.ops.weights import Quantized, int8_codes
 
 Value = Callable[[int], jax.Array]
 """One of the values of a row of words, of one row of activations: each spread over the outputs."""
 
-LOWEST_TABLE = np.array([192, 193, 194, 195, 196, 198, 200, 204], np.uint8)
-"""2 e2m1 + 192, of the codes without a sign, and its like below: all have their highest bit set."""
-MXFP4_OFFSET = 192
+OFFSET = 64
+MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+"""2 e2m1, of the codes without a sign. Less the offset all are negative bytes, with either sign."""
 
 
 def _table(values: np.ndarray) -> tuple[int, int]:
-    low, high = np.frombuffer(values.astype(np.uint8).tobytes(), "<i4")
+    low, high = np.frombuffer(values.astype(np.int8).tobytes(), "<i4")
     return int(low), int(high)
 
 
-POSITIVE = _table(LOWEST_TABLE)
-NEGATIVE = _table(2 * MXFP4_OFFSET - LOWEST_TABLE.astype(np.int32))
+POSITIVE, NEGATIVE = _table(MAGNITUDES - OFFSET), _table(-MAGNITUDES - OFFSET)
 
 
 @dataclass(frozen=True)
@@ -46,48 +48,64 @@ class Bytes:
     Attributes:
         words: of one row of a panel's output.
         slots: inputs of one row.
-        order: axes of a row's inputs, and how they lie in its bytes.
         unpack: words of bytes, for the words of codes.
-        offset: what a byte is more than its code.
-        scale: what a code is more than its number.
-        signed: whether bytes are.
+        scale: what numbers are more than bytes.
+        offset: what bytes are less than their codes, as four of them.
+        halves: a word of codes gives one of each half of the inputs, one after the other.
+        paired: a word of bytes has two inputs of the first half, and the same two of the second.
     """
 
     words: int
     slots: int
-    order: tuple[tuple[int, ...], tuple[int, ...]]
     unpack: Callable[[list[jax.Array]], list[jax.Array]]
-    offset: int = 0
     scale: float = 1.0
-    signed: bool = False
+    offset: int = 0
+    halves: bool = False
+    paired: bool = False
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Of each word of bytes, in which half of the inputs its own are, and where there."""
+        if self.paired:
+            return [(0, word) for word in range(self.slots // 4)]
+        if self.halves:
+            return [(half, word) for word in range(self.words) for half in range(2)]
+        return [divmod(word, 4) for word in range(self.slots // 4)]
+
+    @property
+    def order(self) -> list[list[int]]:
+        """Of each word of bytes its inputs."""
+        if self.paired:
+            return [
+                [2 * w + i + half for i in (0, 1) for half in (0, HALF)] for _, w in self.places
+            ]
+        return [[HALF * half + 4 * w + i for i in range(4)] for half, w in self.places]
 
     def values(
-        self, x: Float[Array, "rows in"], w: Quantized, dtype: Any
-    ) -> Int[Array, "rows count groups"]:
-        """Of each row of words: per part its bytes and where its sum begins, and the size of 1."""
-        groups = x.reshape(len(x), -1, self.slots)
-        if w.quantizes_activations:
-            parts = 1
-            codes, step = int8_codes(groups if w.grouped else x)
-            whole = codes.reshape(groups.shape).astype(jnp.int32)
-            step = jnp.broadcast_to(step.reshape(len(x), -1), groups.shape[:2])
-            finite = jnp.isfinite(step)[..., None]
-            whole = jnp.where(finite, whole, 0)
-        else:
+        self, x: Float[Array, "rows width"], w: Quantized, dtype: Any, prologue: Prologue | None
+    ) -> Int[Array, "rows count padded"]:
+        """Of each row of words: per part its bytes, the highest first, and the size of 1.
+
+        Args:
+            dtype: of the model's activations, which says how exact they have to be.
+        """
+        if not w.quantizes_activations:
             parts = 3 if dtype == jnp.float32 else 2
-            whole, step = whole_numbers(groups, 8 * parts)
-        shape, axes = self.order
-        laid = whole.reshape(*groups.shape[:2], *shape)
-        laid = laid.transpose(0, 1, *(2 + axis for axis in axes)).reshape(*groups.shape[:2], -1, 4)
-        found = []
-        for part in reversed(range(parts)):
-            byte = laid >> 8 * part
-            byte = byte if part == parts - 1 else byte & 0xFF
-            packed = jax.lax.bitcast_convert_type(byte.astype(jnp.int8), jnp.int32)
-            begin = -self.offset * byte.sum(axis=(-2, -1), dtype=jnp.int32)
-            found += [packed, begin[..., None]]
-        found.append(jax.lax.bitcast_convert_type(step, jnp.int32)[..., None])
-        return jnp.concatenate(found, axis=-1).swapaxes(1, 2)
+            if not fuses(prologue):
+                x, prologue = applied(prologue, x), None
+            where = (self.slots, self.places, parts, prologue)
+            return packed_values(x, *where, paired=self.paired)
+        x = applied(prologue, x).astype(jnp.float32)
+        groups = x.reshape(len(x), -1, self.slots)
+        codes, step = int8_codes(groups if w.grouped else x)
+        codes = jnp.where(jnp.isfinite(step), codes, 0.0).reshape(groups.shape).astype(jnp.int8)
+        step = jnp.broadcast_to(step.reshape(len(x), -1, 1), (*groups.shape[:2], 1))
+        laid = jnp.stack([codes[..., inputs] for inputs in np.array(self.order)], axis=2)
+        both = (
+            jax.lax.bitcast_convert_type(laid, jnp.int32),
+            jax.lax.bitcast_convert_type(step, jnp.int32),
+        )
+        return padded(jnp.concatenate(both, axis=-1).swapaxes(1, 2))
 
     def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
         """What rows of activations share."""
@@ -101,37 +119,34 @@ class Bytes:
         """
         from rooflax.ops.mosaic_bytes import dot4
 
-        each, totals = len(numbers) + 1, []
+        each, totals = len(numbers), []
         for part in range(0, count - 1, each):
-            sums = value(part + len(numbers))
-            if part == each:  # two parts are a whole number still
-                sums = sums + (totals.pop() << 8)
-            for at, number in enumerate(numbers):
-                sums = dot4(number, value(part + at), sums, signed=(self.signed, part == 0))
+            signed = part == 0
+            inputs = [value(part + at) for at in range(each)]
+            sums = totals.pop() << 8 if part == each else None  # two parts are a whole number still
+            if self.offset:
+                ones = jnp.full_like(numbers[0], self.offset)
+                for bytes_ in inputs:
+                    begin = jnp.zeros_like(bytes_) if sums is None else sums
+                    sums = dot4(ones, bytes_, begin, signed=(True, signed))
+            for number, bytes_ in zip(numbers, inputs, strict=True):
+                begin = jnp.zeros_like(bytes_) if sums is None else sums
+                sums = dot4(number, bytes_, begin, signed=(True, signed))
+            assert sums is not None
             totals.append(sums)
         exact = [total.astype(jnp.float32) for total in totals]
         total = exact[0] if len(exact) == 1 else exact[0] * np.float32(256) + exact[1]
         return total * jax.lax.bitcast_convert_type(value(count - 1), jnp.float32)
 
 
-def whole_numbers(
-    x: Float[Array, "rows groups inputs"], bits: int
-) -> tuple[Int[Array, "rows groups inputs"], Float[Array, "rows groups"]]:
-    """x as whole numbers of so many bits, and the power of two that is one of them: a group shares
-    it. Where a group is not finite it is NaN."""
-    largest = jnp.max(jnp.abs(x), axis=2)
-    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23 & 0xFF
-    place = jnp.maximum(exponent, bits) - (bits - 2)
-    step, inverse = (_power(place) for place in (place, 254 - place))
-    finite = jnp.isfinite(largest)
-    inverse, x = jnp.where(finite, inverse, 0.0), jnp.where(finite[..., None], x, 0.0)
-    most = np.float32(2 ** (bits - 1) - 1)
-    whole = jnp.clip(jnp.round(x * inverse[..., None]), -most, most).astype(jnp.int32)
-    return whole, jnp.where(finite, step, jnp.nan)
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count padded"]:
+    """As `packed_values` gives them."""
+    behind = -values.shape[-1] % GROUPS
+    if not behind:
+        return values
+    none = ((0, 0),) * 2
+    last = jnp.pad(values[..., values.shape[-1] + behind - GROUPS :], (*none, (GROUPS, behind)))
+    return jnp.concatenate([jnp.pad(values, (*none, (0, behind))), last], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -143,12 +158,13 @@ class Floats:
     scale: float
 
     def values(
-        self, x: Float[Array, "rows in"], w: Quantized, dtype: Any
-    ) -> Int[Array, "rows count groups"]:
-        """Activations by their place in a row of words, and what is not 0 in front of none."""
+        self, x: Float[Array, "rows width"], w: Quantized, dtype: Any, prologue: Prologue | None
+    ) -> Int[Array, "rows count padded"]:
+        """Activations by their place in a row of words."""
         del w, dtype
+        x = applied(prologue, x).astype(jnp.float32)
         groups = x.reshape(len(x), -1, self.slots).swapaxes(1, 2)
-        return jax.lax.bitcast_convert_type(groups, jnp.int32)
+        return padded(jax.lax.bitcast_convert_type(groups, jnp.int32))
 
     def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
         return [e4m3(word, place) for word in loaded for place in range(self.slots // self.words)]
@@ -175,12 +191,13 @@ def e4m3(packed: jax.Array, place: int) -> jax.Array:
 
 
 def _nibbles(words: list[jax.Array]) -> list[jax.Array]:
-    """Low halves of the bytes, and high ones."""
-    return [half & 0x0F0F0F0F for packed in words for half in (packed, packed >> 4)]
+    """16 (q - 8), of low halves and of high ones: four bits with a sign, at the top of a byte."""
+    halves = [half for packed in words for half in (packed << 4, packed)]
+    return [half & -0x0F0F0F10 ^ -0x7F7F7F80 for half in halves]
 
 
 def _mxfp4(words: list[jax.Array]) -> list[jax.Array]:
-    """2 e2m1 + 192, of lower half words and of higher ones: each code is found in one of two
+    """2 e2m1 - 64, of lower half words and of higher ones: each code is found in one of two
     tables, and 255 in the other."""
     from rooflax.ops.mosaic_bytes import looked_up
 
@@ -197,10 +214,9 @@ def _as_they_are(words: list[jax.Array]) -> list[jax.Array]:
 
 
 CODES: dict[str, Bytes | Floats] = {
-    "int8": Bytes(4, 16, ((16,), (0,)), _as_they_are, signed=True),
-    "int8-g32": Bytes(8, 32, ((32,), (0,)), _as_they_are, signed=True),
-    "int4": Bytes(4, 32, ((2, 4, 4), (1, 0, 2)), _nibbles, offset=8),
-    # half, word, pair of bytes, byte -> word, pair, byte, half
-    "mxfp4": Bytes(4, 32, ((2, 4, 2, 2), (1, 2, 3, 0)), _mxfp4, offset=MXFP4_OFFSET, scale=0.5),
+    "int8": Bytes(4, 16, _as_they_are),
+    "int8-g32": Bytes(8, 32, _as_they_are),
+    "int4": Bytes(4, 32, _nibbles, scale=1 / 16, halves=True),
+    "mxfp4": Bytes(4, 32, _mxfp4, scale=0.5, offset=0x01010101 * OFFSET, paired=True),
     "fp8": Floats(4, 16, 256.0),
 }

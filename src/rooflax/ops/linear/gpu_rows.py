@@ -20,6 +20,7 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import PANEL
 from rooflax.ops.linear.gpu_codes import CODES
+from rooflax.ops.linear.prologue import Prologue
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
 
@@ -32,23 +33,24 @@ TILE = 32
 
 
 def tiled_matmul(
-    x: Float[Array, "tiles rows in"],
+    x: Float[Array, "tiles rows width"],
     w: Quantized,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
-    dtype: Any = jnp.float32,
+    dtype: Any,
+    prologue: Prologue | None = None,
 ) -> Float[Array, "tiles rows out"]:
-    """x[t] @ w[members[t]] for the first `num_tiles` tiles; what stands behind them is undefined.
+    """prologue(x)[t] @ w[members[t]] for the first `num_tiles` tiles; the others are undefined.
 
     Args:
         x: not rounded yet.
         w: one matrix, or a stack of which only the members asked for are read.
         dtype: of the model's activations, which says how exact x has to be.
     """
-    code, (count, rows, _) = CODES[w.code], x.shape
+    code, (count, rows, width) = CODES[w.code], x.shape
     words = _words(w, code.words)
-    values = code.values(x.astype(jnp.float32).reshape(count * rows, w.inner), w, dtype)
-    values = _padded(values.reshape(count, rows, *values.shape[1:]))
+    values = code.values(x.reshape(count * rows, width), w, dtype, prologue)
+    values = values.reshape(count, rows, *values.shape[1:])
     scales = w.scales.reshape(-1, PANEL) if w.grouped else jnp.zeros((1, PANEL), jnp.float32)
     sums = _sums(words, values, scales, members, num_tiles, w.code)
     if not w.grouped:
@@ -64,17 +66,6 @@ def _words(w: Quantized, each: int) -> Int[Array, "members panels rows words 16"
         values = values.reshape(*values.shape[:-3], values.shape[-3] // each, each, PANEL, 4)
     words = jax.lax.bitcast_convert_type(values, jnp.int32)
     return words.reshape(-1, *words.shape[-4:])
-
-
-def _padded(values: Int[Array, "tiles rows count groups"]) -> Int[Array, "tiles rows count padded"]:
-    """Whole tiles; behind them the last one once more with a tile of zeros before it, for who has
-    to begin earlier. Zeros are the values of no inputs.
-    """
-    groups = values.shape[-1]
-    behind = -groups % TILE
-    none = ((0, 0),) * 3
-    last = jnp.pad(values[..., groups + behind - TILE :], (*none, (TILE, behind)))
-    return jnp.concatenate([jnp.pad(values, (*none, (0, behind))), last], axis=-1)
 
 
 def _sums(
@@ -113,7 +104,7 @@ def _sums(
             def step(index: jax.Array, sums: list[jax.Array], rows: list[Any]) -> list[jax.Array]:
                 wanted = first_row + index * TILE
                 start = jnp.minimum(wanted, all_rows - TILE)  # the last panel has nothing behind it
-                again = (steps + 1) * TILE - (wanted - start)
+                again = (steps + 1) * TILE - (wanted - start)  # where there is a last tile twice
                 inputs = pl.ds(jnp.where(start < wanted, again, index * TILE), TILE)
                 loaded = [
                     load(words_ref.at[pl.ds(start, TILE), word], layout)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import accelerator
+from rooflax.ops.dot import dot_general
 from rooflax.ops.formats import FORMATS, GROUP, PANEL
 from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
@@ -182,7 +183,8 @@ class Quantized(Stored):
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """Matmuls of rounded activations are summed exactly."""
-        return self.activations(x.astype(jnp.float32)) @ self.numbers()
+        rows = self.activations(x.astype(jnp.float32))
+        return dot_general(rows, self.numbers(), (((1,), (0,)), ((), ())))
 
     def numbers(self) -> Float[Array, "*stack in out"]:
         lead = self.stack

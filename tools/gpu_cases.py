@@ -1,0 +1,126 @@
+"""The GPU kernels that `gpu_compile.py` compiles: sizes of published models, one row or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rooflax.ops.activation import clamped_swiglu
+from rooflax.ops.attention import AttentionArgs, Paging
+from rooflax.ops.attention import gpu as attention
+from rooflax.ops.attention.pattern import Pattern
+from rooflax.ops.kv_pool import QuantizedPool, as_pool
+from rooflax.ops.linear import gpu as linear
+from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.moe import gpu as moe
+from rooflax.ops.moe.args import MoeArgs
+from rooflax.ops.weights import class_of
+
+Struct = jax.ShapeDtypeStruct
+THREADS = 128
+"""Of a warpgroup."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of one or two kernels.
+
+    Attributes:
+        arguments: shapes.
+        weights: that a thread multiplies in one turn of the kernel's loop; 0 where not counted.
+        products: instructions that multiply in one turn.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    weights: int = 0
+    products: int = 1
+
+
+FORMATS = ("w8a16", "w8a8", "w8a16-g32", "w4a16", "w4a8", "mxfp4-a16", "fp8-a16")
+
+
+def products() -> Iterator[Case]:
+    """A LLaMA 3.1 8B's largest weight, in every code, for one row, for eight, and for the most."""
+    inner, outer = 4096, 14336
+    for format in FORMATS:
+        kind = class_of(format)
+        w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
+        code = linear.CODES[kind.code]
+        parts = 1 if w.quantizes_activations else 2
+        of_row = 4 * code.slots if kind.code == "fp8" else code.slots * parts
+        for rows in (1, 8, 16) if format == "w4a16" else (1, 8):
+            x = Struct((rows, inner), jnp.bfloat16)
+            yield Case(
+                f"linear {format}, rows {rows}",
+                lambda x, w: linear.matmul(LinearArgs(x, w)),
+                (x, w),
+                4 * code.slots,
+                of_row * min(rows, 8),
+            )
+
+
+def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
+    return attention.paged_attention(q, as_pool(k_pool), as_pool(v_pool), *where)
+
+
+def attentions() -> Iterator[Case]:
+    """LLaMA's and GPT-OSS's heads: a step of decoding, and a chunk of a prompt."""
+    strided = Pattern(1024, first=64, stride=8)
+    shapes = {
+        "llama": (32, 8, 128, None, None),
+        "gpt-oss": (64, 8, 64, 128, None),
+        "llama, pattern": (32, 8, 128, None, strided),
+        "gpt-oss, pattern": (64, 8, 64, None, strided),
+    }
+    for name, (heads, kv_heads, head_dim, window, pattern) in shapes.items():
+        for kind in ("bfloat16", "int8") if pattern else ("bfloat16", "float32", "int8"):
+            for length in (1, 512) if kind == "bfloat16" else (1,):
+                size = (257, kv_heads, 16, head_dim)
+                pool: Any = Struct(size, kind)
+                if kind == "int8":
+                    pool = QuantizedPool(pool, Struct(size[:3], jnp.float32))  # type: ignore
+                whole = [Struct(s, jnp.int32) for s in ((1, 256), (1,), (1, length), (1,))]
+                q, sinks = (
+                    Struct((1, length, heads, head_dim), jnp.bfloat16),
+                    Struct((heads,), "f4"),
+                )
+                args = AttentionArgs(0.1, window, sinks, pattern=pattern)  # type: ignore
+                given = (q, pool, pool, Paging(*whole), args)  # type: ignore[arg-type]
+                yield Case(f"attention {name} {kind}, queries {length}", attend, given)
+
+
+def mixtures() -> Iterator[Case]:
+    """GPT-OSS 20B's experts."""
+    count, size = 32, 2880
+    for kind in ("bfloat16", "mxfp4-a16"):
+        ups, downs = ((size,), (2, size)), ((size,), (size,))
+        up, down = (Struct((count, *a, *b), jnp.bfloat16) for a, b in (ups, downs))
+        if kind == "mxfp4-a16":
+            up, down = (
+                class_of(kind)(
+                    *class_of(kind).like(size, b[-1] * len(b), (count,)),
+                    kind,
+                    a,
+                    b,  # type: ignore
+                )
+                for a, b in (ups, downs)
+            )
+        biases = Struct((count, 2, size), jnp.bfloat16), Struct((count, size), jnp.bfloat16)
+        for tokens in (1, 8, 1024):
+            x = Struct((tokens, size), jnp.bfloat16)
+            chosen = Struct((tokens, 4), jnp.int32), Struct((tokens, 4), jnp.float32)
+
+            def run(*arrays):
+                return moe.experts(MoeArgs.of(*arrays, activation=clamped_swiglu))
+
+            given = (x, *chosen, up, biases[0], down, biases[1])
+            yield Case(f"experts {kind}, tokens {tokens}", run, given)
+
+
+GROUPS = (products, attentions, mixtures)

@@ -1,0 +1,247 @@
+"""Compiles the GPU kernels and whole engine steps for an H200 where there is none.
+
+    make gpu-compile                        everything, in an environment of its own
+    python tools/gpu_compile.py --only linear   some, by their names
+    python tools/gpu_compile.py --write     and keeps the table for this version of JAX
+
+XLA compiles for a described device, and Mosaic GPU's kernels on the way; ptxas assembles them for
+sm_90a and nvdisasm reads them back. XLA's autotuning is off: it would need the card, so that which
+of cuBLAS's algorithms runs is not known. This shows that they compile, what they take, and that
+they wait; not that they compute, nor how fast.
+
+The table is compared with the one that is committed for this version of JAX: what spills, does not
+wait, launches more or takes more instructions is an error, and so is a kernel that takes more than
+LOWERING_S seconds of processor time to lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+WHEELS = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
+os.environ |= {
+    "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1",
+}  # fmt: skip
+if "CUDA_ROOT" not in os.environ:  # JAX takes "None" for it where none is named
+    found = shutil.which("nvcc")
+    os.environ["CUDA_ROOT"] = str(WHEELS if WHEELS.exists() else Path(found or "").parents[1])
+os.environ["PATH"] += f":{os.environ['CUDA_ROOT']}/bin"
+
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+from rooflax.ops import accelerator  # noqa: E402
+
+accelerator.platform = lambda: "gpu"  # what dispatch believes while it traces
+
+import gpu_cases  # noqa: E402
+import gpu_steps  # noqa: E402
+import sass  # noqa: E402
+
+LOWERING_S = 4.0
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+"""
+Row = dict[str, Any]
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What C++ prints on stdout meanwhile."""
+    said: list[str] = []
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield said
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+
+
+def compiled(function: Callable[..., Any], arguments: Any, **how: Any) -> tuple[Any, str, Row]:
+    """A program for the described device, what its assembler said, and seconds of the processor."""
+    device = topologies.get_topology_desc(
+        "h200", platform="cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    jitted = jax.jit(function, in_shardings=place, out_shardings=place, **how)
+    begin = time.process_time()
+    lowered = jitted.lower(*arguments)
+    lowering = time.process_time() - begin
+    with heard() as said:
+        program = lowered.compile()
+    seconds = {
+        "lowering_s": round(lowering, 2),
+        "compiling_s": round(time.process_time() - begin - lowering, 2),
+    }
+    return program, said[0], seconds
+
+
+def assembled(said: str) -> list[Row]:
+    """Per kernel of what the assembler printed: registers, spilled bytes, and its code."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
+    codes = [sass.Code.parsed(part) for part in said.split("//--------------------- .text.")[1:]]
+    kernels = zip(registers, spilled, codes, strict=True)
+    return [{"registers": r, "spilled": s, "code": c} for r, s, c in kernels]
+
+
+def kernel_row(case: gpu_cases.Case) -> Row:
+    program, said, row = compiled(case.function, case.arguments)
+    kernels = assembled(said)
+    row["kernels"] = len(kernels)
+    row["registers"] = max((k["registers"] for k in kernels), default=0)
+    row["spilled"] = sum(k["spilled"] for k in kernels)
+    row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
+    row["launches"] = sum(gpu_steps.launches(program.as_text(), "kernel").values())
+    if case.weights and kernels:
+        code = max((k["code"] for k in kernels), key=lambda code: len(code.hot_loop()))
+        each = sass.per_weight(code, case.weights, case.products)
+        row["per_weight"] = round(each, 2) if each else None
+    return row
+
+
+def step_row(step: gpu_steps.Step) -> Row:
+    rows, counted = [], []
+    for layers in step.layers:
+        function, arguments = gpu_steps.program(step, layers)
+        program, said, row = compiled(function, arguments, donate_argnums=1)
+        kernels = assembled(said)
+        row["spilled"] = sum(k["spilled"] for k in kernels)
+        row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
+        row["temporary_mb"] = round(program.memory_analysis().temp_size_in_bytes / 1e6, 1)
+        rows.append(row)
+        counted.append(gpu_steps.launches(program.as_text(), step.kind))
+    each = step.layers[1] - step.layers[0]
+    total = [sum(c.values()) for c in counted]
+    row = {key: sum(r[key] for r in rows) for key in ("spilled", "unawaited")}
+    row |= {key: rows[-1][key] for key in ("lowering_s", "compiling_s", "temporary_mb")}
+    row["launches"] = (total[1] - total[0]) / each
+    row["besides"] = total[0] - row["launches"] * step.layers[0]
+    kinds = counted[1] - counted[0]
+    row["of_a_layer"] = {kind: n / each for kind, n in sorted(kinds.items())}
+    return row
+
+
+def control() -> list[str]:
+    """The experts' kernel without its wait must be found, or nothing that is found means much."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (case,) = (c for c in gpu_cases.mixtures() if c.name == "experts bfloat16, tokens 1024")
+    waits, plgpu.wgmma_wait = plgpu.wgmma_wait, lambda _: None
+    try:
+        row = kernel_row(case)
+    finally:
+        plgpu.wgmma_wait = waits
+    return [] if row["unawaited"] else ["a kernel that does not wait was not found"]
+
+
+EXACT = ("spilled", "unawaited", "launches", "kernels")
+"""What must not be more than in the committed table; instructions may vary by a twentieth."""
+
+
+def worse(name: str, row: Row, before: Row | None) -> list[str]:
+    """What is wrong with a row, beside the committed one."""
+    if "failed" in row:
+        return [f"{name}: {row['failed']}"]
+    found = []
+    if row["unawaited"]:
+        found.append(f"{name}: {row['unawaited']} copies overwrite what products may still read")
+    if "per_weight" in row and row["lowering_s"] > LOWERING_S:
+        found.append(f"{name}: lowering took {row['lowering_s']} s of processor time")
+    if before is None:
+        return [*found, f"{name}: not in the committed table; --write puts it there"]
+    for key in EXACT:
+        if row.get(key, 0) > before.get(key, 0):
+            found.append(f"{name}: {key} {row[key]}, before {before.get(key, 0)}")
+    if (row.get("per_weight") or 0) > 1.05 * (before.get("per_weight") or 1e9):
+        found.append(f"{name}: {row['per_weight']} instructions a weight")
+    return found
+
+
+def markdown(table: dict[str, Row]) -> str:
+    """Two tables: kernels, and steps."""
+    lines = [
+        "| kernel | registers | spilled | launches | instructions per weight | lowering |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in table["kernels"].items():
+        cells = [row[k] for k in ("registers", "spilled", "launches")]
+        cells += [row.get("per_weight", ""), f"{row['lowering_s']} s"]
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    lines += ["", "| step | launches a layer | besides | temporary | lowering | compiling |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for name, row in table["steps"].items():
+        cells = [f"{row['launches']:g}", f"{row['besides']:g}", f"{row['temporary_mb']} MB"]
+        cells += [f"{row[k]} s" for k in ("lowering_s", "compiling_s")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--write", action="store_true", help="keep the table for this JAX")
+    args = parser.parse_args()
+    kept = ROOT / "tools" / "gpu_tables" / f"jax-{jax.__version__}.json"
+    before = json.loads(kept.read_text()) if kept.exists() else {"kernels": {}, "steps": {}}
+    cases = [case for group in gpu_cases.GROUPS for case in group()]
+    rows = [("kernels", c.name, kernel_row, c) for c in cases]
+    rows += [("steps", s.name, step_row, s) for s in gpu_steps.every()]
+    table: dict[str, Row] = {"kernels": {}, "steps": {}}
+    wrong = [] if args.only else control()
+    for part, name, measure, what in rows:
+        if args.only and not any(asked in name for asked in args.only):
+            continue
+        try:
+            row = measure(what)  # type: ignore[operator]
+        except Exception as error:
+            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        sys.stderr.write(f"{name}: {json.dumps(row)}\n")
+        wrong += worse(name, row, before[part].get(name))
+        if "failed" not in row:
+            table[part][name] = row
+    if args.write:
+        kept.parent.mkdir(exist_ok=True)
+        before = json.loads(kept.read_text()) if kept.exists() else before
+        for part in table:
+            before[part] |= table[part]
+        kept.write_text(json.dumps(before, indent=1) + "\n")
+        wrong = [w for w in wrong if "not in the committed table" not in w]
+    sys.stdout.write(f"JAX {jax.__version__}, sm_90a, autotuning off\n\n{markdown(table)}\n")
+    sys.stdout.write("".join(f"WRONG {line}\n" for line in wrong))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -113,7 +113,8 @@ def is_without_meaning(config, path):
 def variations(config):
     """The config with each of its fields changed; those of a layer in every layer."""
     for path in fields_of(config):
-        yield path, changed(config, path)
+        if path != ("has_head",) or not config.tied_embeddings:
+            yield path, changed(config, path)
     for path in fields_of(config.layers[0]):
         if not is_without_meaning(config, path):
             layers = tuple(changed(layer, path) for layer in config.layers)

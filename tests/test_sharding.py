@@ -95,7 +95,8 @@ def check_gathers(many):
     weights: set[tuple[int, ...]] = set()
     for whole, own in (map(tuple, pair) for pair in many["weights"].values()):
         # what a device has already is not what a gather gives
-        weights |= {whole, whole[1:], (1, *whole[1:])} - {own, own[1:]}  # or one of a stack
+        stacked = {whole, whole[1:], (1, *whole[1:])}  # or one of a stack
+        weights |= stacked - {own, own[1:], (1, *own[1:])}
     for shape in many["gathered"]:
         assert shape[0] in (1, ROWS) and tuple(shape) not in weights, shape
 

@@ -21,10 +21,10 @@ def line(name, body, **more):
 def asked(live, tmp_path, capfd):
     """Runs a batch of lines; its exit code, what was said, and the output's lines by custom_id."""
 
-    def run(lines, *flags):
+    def run(lines, *flags, url=live.url):
         (tmp_path / "in").write_text("\n".join(lines) + "\n")
         out = tmp_path / "out"
-        words = ["-i", str(tmp_path / "in"), "-o", str(out), "--url", live.url, *flags]
+        words = ["-i", str(tmp_path / "in"), "-o", str(out), "--url", url, *flags]
         code = main(["batch", *words])
         rows = out.read_text().splitlines() if out.exists() else []
         return (
@@ -82,7 +82,7 @@ def test_failures_are_answers_too(asked, scripted):
     code, said, found = asked(GOOD[:1])
     assert (code, said) == (1, "0 answered, 1 failed\n")
     assert found["r0"]["response"]["body"]["error"]["code"] == "engine_error"
-    code, _, found = asked(GOOD[:1], "--url", "http://127.0.0.1:9", "--force")
+    code, _, found = asked(GOOD[:1], "--force", url="http://127.0.0.1:9")
     assert code == 1 and found["r0"]["error"]["code"] == "connection_error"
 
 

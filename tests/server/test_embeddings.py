@@ -1,6 +1,8 @@
 """/v1/embeddings and /v1/rerank, with real engines of tiny checkpoints."""
 
 import base64
+import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,8 +13,17 @@ from rooflax import LLM, AsyncLLM
 from rooflax.server import tables
 from tests import goldens
 from tests.server.live import serving
+from tests.server.test_apis import mutated
 from tests.test_embedding import NORMALIZE, SCORE, TEXTS, add_modules, pooling
 
+EMBED = {
+    "input": ["x", [5, 6]], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",
+    "cache_salt": "s", "user": "u",
+}  # fmt: skip
+SCORE_BODY = {
+    "query": "x", "documents": ["y", {"text": "z"}], "top_n": 1, "return_documents": True,
+    "instruction": "i",
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -148,6 +159,19 @@ def test_rerank_gives_the_best_first(scores, folders):
 def test_what_cannot_be_scored_is_rejected_with_its_field(scores, body, param):
     found = scores.post("/v1/rerank", body)
     assert found.status_code == 400 and found.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+def test_no_body_is_a_fault_of_ours(embeds, scores, path):
+    rng = random.Random(path)
+    server, whole = (embeds, EMBED) if path == "/v1/embeddings" else (scores, SCORE_BODY)
+    for _ in range(150):
+        body = whole
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            body = mutated(body, rng)
+        headers = {"content-type": "application/json"}
+        found = server.http.post(path, content=json.dumps(body), headers=headers)
+        assert found.status_code in (200, 400, 404), (body, found.text)
 
 
 def test_a_model_does_only_what_it_was_made_for(embeds, scores):

@@ -161,6 +161,14 @@ _GRANITE4 = _GRANITE | {
     "mamba_d_head": 30, "pad_token_id": 0,
 }  # fmt: skip
 
+_LFM2 = {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 5,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131,
+    "norm_eps": 1e-5, "rope_theta": 1000.0, "block_multiple_of": 8,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -240,6 +248,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "attention_factor": 1.2,
         },
     },
+    "lfm2": _LFM2,
+    "lfm2_bias": {k: v for k, v in _LFM2.items() if k != "layer_types"}
+    | {
+        "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
+        "tie_embedding": False, "full_attn_idxs": [0, 3],
+    },
     "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
     "phi3": _PHI3 | {"sliding_window": 7},
     "phi3_long": _PHI3
@@ -301,7 +315,7 @@ def each(variants: Iterable[str]) -> list[Any]:
     return cases(variants, slow=beyond_foundation(variants))
 
 
-BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
+BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2")
 BEAM_TOKENS = 24
 BEAM_SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_beams": 2, "length_penalty": 1.0, "early_stopping": False},

@@ -146,10 +146,14 @@ class ConfigReader:
             raise _not_computed(key, value, choices)
         return value
 
-    def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
-        """Per layer "full_attention" or "sliding_attention", or `default`."""
+    def layer_types(
+        self,
+        num_layers: int,
+        default: Sequence[str],
+        known: Sequence[str] = ("full_attention", "sliding_attention"),
+    ) -> list[str]:
+        """Per layer one of the known kinds, or `default`."""
         types = self.get("layer_types", list(default))
-        known = ("full_attention", "sliding_attention")
         if not isinstance(types, list) or any(kind not in known for kind in types):
             raise UnsupportedModelError(
                 f"config.json has layer_types = {types!r}; only {' and '.join(known)} are computed."

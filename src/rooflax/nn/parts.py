@@ -430,10 +430,11 @@ class Layer:
     together, with one line per weight.
 
     Attributes:
+        attention: or what stands in its place; see nn.recurrent.
         parallel: the network reads what attention reads, by attention's norm.
     """
 
-    attention: Attention
+    attention: Attention | Any
     mlp: Mlp | Moe
     parallel: bool = False
 

@@ -25,6 +25,7 @@ RULES = {
     "heads": TENSOR,
     "mlp": TENSOR,
     "dense_mlp": TENSOR,
+    "channels": TENSOR,
     "vocab": TENSOR,
     "experts": EXPERT,
     "layers": STAGE,
@@ -98,6 +99,11 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
             f"The mesh has tensor={shards.tensor} and the model {config.num_kv_heads} K/V heads, "
             f"whose norm is of all heads together; choose a tensor axis that divides them."
         )
+    if config.groups.state is not None and (split := shards.among(DATA, SEQUENCE)):
+        raise RequestError(
+            f"The mesh has {split[0]}={shards.sizes[split[0]]} and the model layers with state, "
+            f"which rooflax splits over tensor, expert and stage alone; leave that axis out."
+        )
     if kv_copies(config, shards) > 1:
         config = config.with_kv_heads(shards.tensor)
     check_split(config.axis_sizes, shards)
@@ -111,7 +117,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Refuses a split that leaves a remainder, with the arithmetic."""
-    for axis in ("kv_heads", "mlp", "dense_mlp", "experts"):
+    for axis in ("kv_heads", "mlp", "dense_mlp", "channels", "experts"):
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:
             _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)

@@ -279,6 +279,43 @@ class GateUp(Layout):
 
 
 @dataclass(frozen=True)
+class FusedRows(Layout):
+    """Linear layers whose rows lie in one tensor, one layer after the other, as [hidden, parts,
+    width]; with `bias` as [parts, width]."""
+
+    bias: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(out_shape), *in_shape)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        if self.bias:
+            out[...] = parts[0].reshape(out.shape)
+            return
+        rows = parts[0].reshape(*out.shape[-2:], parts[0].shape[-1])
+        for index, part in enumerate(rows):
+            _turn(part, out[:, index])
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array if self.bias else np.moveaxis(array, 0, -1)]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        (part,) = parts
+        rows = part.reshape(*shape[-2:], *part.shape[1:])
+        return [rows[:, where[-1]]]
+
+
+@dataclass(frozen=True)
+class Channels(Layout):
+    """The kernel of a convolution of each channel, [channels, 1, taps] in the checkpoint."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(out_shape[:-1]), 1, out_shape[-1])]
+
+
+@dataclass(frozen=True)
 class InterleavedGateUp(Layout):
     """GPT-OSS's experts: gate and up alternate on the last axis; ours is [..., 2, mlp]."""
 

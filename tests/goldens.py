@@ -161,6 +161,22 @@ _GRANITE4 = _GRANITE | {
     "mamba_d_head": 30, "pad_token_id": 0,
 }  # fmt: skip
 
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 56,
+    "num_hidden_layers": 3, "head_dim": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_QWEN3_5 = {
+    k: v for k, v in _QWEN3_NEXT.items()
+    if k not in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+                 "shared_expert_intermediate_size")
+} | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}  # fmt: skip
+_QWEN3_5_MOE = {
+    k: v for k, v in _QWEN3_NEXT.items() if k not in ("norm_topk_prob", "intermediate_size")
+} | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
 _LFM2 = {
     "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": VOCAB,
     "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 5,
@@ -248,6 +264,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "attention_factor": 1.2,
         },
     },
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next_dense": {k: v for k, v in _QWEN3_NEXT.items() if k != "layer_types"}
+    | {
+        "mlp_only_layers": [1], "full_attention_interval": 2, "norm_topk_prob": False,
+        "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,
+    },
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_text_plain": {k: v for k, v in _QWEN3_5.items() if k != "rope_theta"}
+    | {
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 1], "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "lfm2": _LFM2,
     "lfm2_bias": {k: v for k, v in _LFM2.items() if k != "layer_types"}
     | {
@@ -386,6 +418,10 @@ def prompts() -> list[list[int]]:
     return [state.randint(0, VOCAB, n).tolist() for n in (5, 17, 33)]
 
 
+LESS_ONE = ("gemma", "qwen3_next", "qwen3_5")
+"""Variants whose checkpoints have norms less one."""
+
+
 def is_packed(variant: str, name: str) -> bool:
     """Whether a tensor of the variant lies in the file as MXFP4."""
     return variant == "gpt_oss_mxfp4" and name.endswith(("gate_up_proj", "experts.down_proj"))
@@ -399,12 +435,18 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = state.standard_normal(shape).astype(np.float32)
     small = ("bias", "sinks", "embed_tokens.weight", "wte.weight", "lm_head.weight")
     if "norm" in name or ".ln_" in name:
-        less = name.endswith("bias") or variant.startswith("gemma")  # Gemma's are less one
+        less = name.endswith("bias") or variant.startswith(LESS_ONE)
+        less &= "linear_attn" not in name
         array = (0.0 if less else 1.0) + 0.1 * noise
-        if less and "layernorm" in name and "post_" in name:  # as large as the scaled embedding
+        if (
+            variant.startswith("gemma") and "layernorm" in name and "post_" in name
+        ):  # as large as the scaled embedding
             array = array + 4.0
     elif name.endswith(small):
         array = 0.3 * noise
+    elif "linear_attn" in name:  # large inputs of its norms, which divide by small ones
+        sizes = {"conv1d.weight": 0.6, "out_proj.weight": 0.05}
+        array = sizes.get(name.partition("linear_attn.")[2], 0.2) * noise
     else:  # large enough for varied text, small enough that rounding does not grow
         array = (0.35 if variant == "gpt2" else 0.2) * noise
     return array.astype(np.float32).astype(file_dtype(variant)).astype(np.float32)
@@ -464,6 +506,7 @@ def stored_shapes(variant: str, reference: Reference) -> dict[str, tuple[int, ..
 
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
 """Where checkpoints keep experts that transformers has fused in memory."""

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral")
+EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen3_next")
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {
@@ -37,7 +37,7 @@ PAIRS = [
     "data=2,stage=2", "sequence=2,stage=2", "expert=2,tensor=2", "expert=2,data=2",
     "expert=2,sequence=2", "expert=2,stage=2",
 ]  # fmt: skip
-STATEFUL = ("lfm2",)
+STATEFUL = ("lfm2", "qwen3_next")
 ALL = [
     (f, m)
     for m in (*SPLITS, *PAIRS)

@@ -17,7 +17,9 @@ from tests import goldens
 from tests.marks import cases
 from tests.models.test_parity import full_logits
 
-STATEFUL = ("lfm2",)
+STATEFUL = ("lfm2", "qwen3_5_text")
+BUDGETS = {"lfm2": 400_000, "qwen3_5_text": 650_000}
+"""Bytes that hold some of the layers."""
 CONTEXT = 1100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3).with_defaults({})
 
@@ -195,12 +197,15 @@ def test_states_are_float32_whatever_the_cache(engine, variant, kv_dtype):
 @pytest.mark.parametrize("settings", cases([
     {"options": ExecutionOptions(layers="scan")}, {"options": ExecutionOptions(use_cache=False)},
     {"options": ExecutionOptions(jit=False)}, {"options": ExecutionOptions(kernels="reference")},
-    {"kv_dtype": "float16"}, {"weights_budget": 400_000},
+    {"kv_dtype": "float16"}, {"weights_budget": "some"},
 ], slow=()))  # fmt: skip
 def test_settings_change_no_token(checkpoint, variant, settings):
     wanted = goldens.committed(variant).greedy[:, :12].tolist()
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    if "weights_budget" in settings:
+        settings = {"weights_budget": BUDGETS[variant]}
     llm = LLM(checkpoint(variant), **settings)
+    assert (llm.stream_plan is not None) == ("weights_budget" in settings)
     found = llm.generate(goldens.prompts(), greedy)
     assert [list(c.tokens) for c in found] == wanted
 

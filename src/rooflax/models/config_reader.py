@@ -244,6 +244,8 @@ class ConfigReader:
                     f"config.json has a RoPE scaling of type {name!r}; it must be a string."
                 )
         kind = "longrope" if kind == "su" else kind
+        for key in _IMAGE_ROPE_KEYS:
+            rope.pop(key, None)
         if kind not in _ROPE_KEYS:
             raise UnsupportedModelError(
                 f"config.json asks for RoPE scaling of type {kind!r}, which rooflax does not "
@@ -392,6 +394,8 @@ def _not_computed(key: str, value: Any, wanted: Sequence[Any]) -> UnsupportedMod
     )
 
 
+_IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Which frequencies belong to which axis of an image; a text's positions are the same on all."""
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),

@@ -24,13 +24,13 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     window = window if reader.flag("use_sliding_window", False) else None
     reader.get("max_window_layers", None)  # written, and read by nobody
     attention = replace(attention, qk_norm=attention.norm.eps, window=window)
-    dense, sparse = _read_mlps(reader, attention.norm)
-    mlps = (sparse if has else dense for has in _read_sparse_layers(reader))
+    dense, sparse = read_mlps(reader, attention.norm)
+    mlps = (sparse if has else dense for has in read_sparse_layers(reader))
     layers = (Layer(attention, mlp) for mlp in mlps)
     return common.read_decoder(reader, layers, max_position=32_768)
 
 
-def _read_sparse_layers(reader: ConfigReader) -> list[bool]:
+def read_sparse_layers(reader: ConfigReader) -> list[bool]:
     """Which layers have experts."""
     count, step = common.num_layers(reader), reader.size("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
@@ -47,7 +47,7 @@ def _read_sparse_layers(reader: ConfigReader) -> list[bool]:
     return found
 
 
-def _read_mlps(reader: ConfigReader, norm: NormKind) -> tuple[Mlp, Moe]:
+def read_mlps(reader: ConfigReader, norm: NormKind) -> tuple[Mlp, Moe]:
     """The feed-forward networks of layers without experts and with them."""
     activation = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
     dense = Mlp(reader.size("intermediate_size", 6144), norm, activation, key="dense_mlp")
@@ -60,7 +60,7 @@ def _read_mlps(reader: ConfigReader, norm: NormKind) -> tuple[Mlp, Moe]:
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    mlps, moe, attention = [x.mlp for x in decoder.layers], decoder.moe, decoder.layers[0].attention
+    mlps, moe, attention = [x.mlp for x in decoder.layers], decoder.moe, decoder.attention
     assert moe is not None
     dense = {i: mlp for i, mlp in enumerate(mlps) if isinstance(mlp, Mlp)}
     widths = [*(mlp.width for mlp in dense.values()), moe.width]

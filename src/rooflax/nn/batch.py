@@ -171,14 +171,17 @@ class Batch:
         targets = jnp.where(is_kept, rows + first_row, NO_ROW)
         own = rows[:, 0] + first_row
         is_new = begin == 0
-        return Runs(self.query_starts, lens, begin, own, is_new, targets, reached, *self.owners)
+        how = {"longest": self.longest, "grid": self.state_grid}
+        starts, owners = self.query_starts, self.owners
+        return Runs(starts, lens, begin, own, is_new, targets, reached, *owners, **how)
 
     def _whole_runs(self) -> Runs:
         rows, seq = self.tokens.shape
         own = jnp.arange(rows, dtype=jnp.int32)
         lens, index = jnp.full_like(own, seq), jnp.arange(rows * seq, dtype=jnp.int32)
         place = (lens[:, None], index // seq, index % seq)
-        return Runs(own * seq, lens, own * 0, own, own >= 0, own[:, None], *place)
+        how = {"longest": seq, "grid": 1}
+        return Runs(own * seq, lens, own * 0, own, own >= 0, own[:, None], *place, **how)
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
         """Where each token's K and V go in the pool of a layer group.

@@ -29,6 +29,8 @@ from rooflax.nn.weights import (
     PerExpert,
     PlusOne,
     Reordered,
+    Rows,
+    Stacked,
     Weight,
 )
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear
@@ -160,6 +162,7 @@ class Attention:
         scale: of the scores; None is head_dim^-1/2.
         norm_after_rope: `qk_norm` is after it.
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
+        gate: the query projection gives a gate of each head's output, too.
     """
 
     num_heads: int
@@ -177,6 +180,7 @@ class Attention:
     flat_norm: bool = False
     interleaved: bool = False
     norm_after_rope: bool = False
+    gate: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -184,7 +188,7 @@ class Attention:
         return group | {
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads,
-            "qkv_group": self.num_heads // self.num_kv_heads + 2,
+            "qkv_group": self.num_heads // self.num_kv_heads * (1 + self.gate) + 2,
             "head_dim": self.head_dim,
         }
 
@@ -195,15 +199,17 @@ class Attention:
         lines = self.wiring.table(self.norm, "attn", *norms)
         order = (self.rope or Rope(1.0)).order(self.head_dim, self.interleaved)
         axes = "kv_heads qkv_group head_dim"
-        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, QKV(order=order))
+        layout = QKV(order=order, gated=self.gate)
+        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, layout)
         if self.qkv_bias:
-            lines["attn.qkv_bias"] = Weight(axes, biases, QKV(bias=True, order=order), "zeros")
+            lines["attn.qkv_bias"] = Weight(axes, biases, replace(layout, bias=True), "zeros")
         if self.qk_norm is not None:
             for part in "qk":
                 key, hf = f"attn.{part}_norm", f"{ATTENTION}.{part}_norm"
                 lines |= self.norm.table(key, hf, "head_dim")
                 if order:
-                    lines[key] = replace(lines[key], layout=Reordered(order))
+                    layout = Reordered(order, lines[key].layout)
+                    lines[key] = replace(lines[key], layout=layout)
         if self.flat_norm:
             for part, axes in (("q", "kv_heads q_group head_dim"), ("k", "kv_heads head_dim")):
                 hf = f"{ATTENTION}.{part}_norm.weight"
@@ -232,6 +238,7 @@ class Attention:
     ) -> Hidden:
         qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+        q, gate = (q[:, :, :, ::2], q[:, :, :, 1::2]) if self.gate else (q, None)
         if self.qk_norm is not None and self.flat_norm:
             q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
             k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
@@ -247,6 +254,8 @@ class Attention:
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], scale=scale, sinks=sinks)
+        if gate is not None:
+            h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
         o_bias, residual = (
             context.on_one_shard(w.get("attn.o_bias")),
             context.on_one_shard(residual),
@@ -361,6 +370,8 @@ class Moe:
         activation: a name of ops.activation, of the gate; or GPT-OSS's.
         bias: of the router and of every expert's matmuls.
         renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
+        shared: width of a network that all tokens pass, times a gate of one number; 0 is none.
+        stacked: one tensor of a checkpoint holds all experts.
     """
 
     num_experts: int
@@ -370,19 +381,32 @@ class Moe:
     activation: str | ClampedSwiglu
     bias: bool = False
     renormalise: bool = True
+    shared: int = 0
+    stacked: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         count = self.num_experts
-        return {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
+        shared = {"shared_mlp": self.shared, "gates": 1} if self.shared else {}
+        return shared | {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
     def table(self) -> Table:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
         lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
-        axes, stored = "experts | hidden -> gate_up mlp", self.stored("gate_proj", "up_proj")
-        lines["mlp.gate_up"] = Weight(axes, stored, PerExpert(GateUp()))
-        axes, stored = "experts | mlp -> hidden", self.stored("down_proj")
-        lines["mlp.down"] = Weight(axes, stored, PerExpert(Linear()), "residual")
+        first, last = self.stored("gate_proj", "up_proj"), self.stored("down_proj")
+        layouts = PerExpert(GateUp()), PerExpert(Linear())
+        if self.stacked:
+            first, last = f"{MLP}.experts.gate_up_proj", f"{MLP}.experts.down_proj"
+            layouts = Stacked(Rows(GateUp())), Stacked(Linear())
+        lines["mlp.gate_up"] = Weight("experts | hidden -> gate_up mlp", first, layouts[0])
+        lines["mlp.down"] = Weight("experts | mlp -> hidden", last, layouts[1], "residual")
+        if self.shared:
+            both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
+            down = f"{MLP}.shared_expert.down_proj.weight"
+            gate = f"{MLP}.shared_expert_gate.weight"
+            lines["mlp.shared_gate_up"] = Weight("hidden -> gate_up shared_mlp", both, GateUp())
+            lines["mlp.shared_down"] = Weight("shared_mlp -> hidden", down, Linear(), "residual")
+            lines["mlp.shared_gate"] = Weight("gates hidden", gate)
         if self.bias:
             fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
             lines["mlp.router_bias"] = Weight("routes", f"{MLP}.router.bias", init="zeros")
@@ -421,7 +445,18 @@ class Moe:
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,
         )
-        return x + context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
+        h = context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
+        return x + h + self._shared(w, x, norm, context) if self.shared else x + h
+
+    def _shared(self, w: LayerWeights, x: Hidden, norm: Norm, context: Context) -> Hidden:
+        """What the network gives that all tokens pass."""
+        assert isinstance(self.activation, str)
+        activation = Activation(self.activation, gated=True)
+        h = context.linear(x, w["mlp.shared_gate_up"], prologue=norm)
+        h = context.all_reduce(context.linear(h, w["mlp.shared_down"], prologue=activation))
+        weight = taken(w["mlp.shared_gate"]).astype(jnp.float32).reshape(1, 1, -1)
+        gate = jnp.sum(norm(x).astype(jnp.float32) * weight, axis=-1, keepdims=True)
+        return (jax.nn.sigmoid(gate) * h.astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclass(frozen=True)

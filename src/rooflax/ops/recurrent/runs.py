@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ class Runs:
         reached: of each target, after how many of its tokens.
         owners, offsets: of each token its sequence, and its number there; see
             `ops.attention.sequences.owners`.
+        longest: the most tokens of a sequence.
+        grid: all targets but the first are reached at positions that are multiples of it.
     """
 
     starts: Int[Array, " R"]
@@ -39,6 +41,8 @@ class Runs:
     reached: Int[Array, "R targets"]
     owners: Int[Array, " T"]
     offsets: Int[Array, " T"]
+    longest: int = field(metadata={"static": True})
+    grid: int = field(metadata={"static": True})
 
     def states(self, pool: Float[Array, "rows ..."]) -> Float[Array, "R ..."]:
         """Of each sequence, before its tokens."""

@@ -190,7 +190,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                     .Attr<float>("scale").Attr<int64_t>("window"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 8; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 9; }
 
 Computed& TheComputed() {
   static Computed computed;

@@ -24,8 +24,6 @@ from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
 from rooflax.ops.weights import taken
 
 SHORT_CONV, DELTA = "model.layers.{i}.conv", "model.layers.{i}.linear_attn"
-LENGTH_EPS = 1e-6
-"""Added to the squared length of a query or key of the delta rule before it is divided by it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class GatedDelta:
     """The gated delta rule over a short convolution, with its norms and the residual.
 
         q, k, v = silu(conv(projection)), z, b, a = projections
-        o = delta_rule(q / |q| / sqrt(key_dim), k / |k|, v, g, beta)
+        o = delta_rule(q, k, v, g, beta)
         g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b)
         out = projection of RMSNorm(o) silu(z)
 
@@ -214,12 +212,8 @@ class GatedDelta:
         self, w: LayerWeights, mixed: Float[Array, "T heads width"], gates: Array
     ) -> DeltaInputs:
         q, k, v = jnp.split(mixed, (self.key_dim, 2 * self.key_dim), axis=-1)
-        q, k = (
-            part * jax.lax.rsqrt(jnp.sum(part * part, axis=-1, keepdims=True) + LENGTH_EPS)
-            for part in (q, k)
-        )
         rate = jnp.exp(taken(w["delta.a_log"]).astype(jnp.float32))[None]
         bias = taken(w["delta.dt_bias"]).astype(jnp.float32)[None]
         g = -rate * jax.nn.softplus(gates[:, :, 1] + bias)
         v = v.reshape(*v.shape[:2], self.group, self.value_dim)
-        return DeltaInputs(q * self.key_dim**-0.5, k, v, g, jax.nn.sigmoid(gates[:, :, 0]))
+        return DeltaInputs(q, k, v, g, jax.nn.sigmoid(gates[:, :, 0]))

@@ -17,11 +17,11 @@ import jax
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
-    "rooflax_cache_write",
+    "rooflax_cache_write", "rooflax_delta_rule",
 )  # fmt: skip
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 8
+KERNELS_VERSION = 9
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")

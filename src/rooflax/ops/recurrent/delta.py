@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.control import fori_loop, is_traced, while_loop
@@ -20,7 +21,7 @@ class DeltaInputs(NamedTuple):
     """Of each token, float32; `heads` are those of keys, `group` the values of each.
 
     Attributes:
-        q, k: of length one, q scaled.
+        q, k: of any length.
         v: what the matrix should give for k.
         g: logarithm of what the matrix keeps, at most 0.
         beta: how much of the correction is made, from 0 to 1.
@@ -38,12 +39,15 @@ def delta_rule(
     pool: Float[Array, "rows heads group dk dv"],
     runs: Runs,
     *,
+    eps: float = 1e-6,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T heads group dv"], Float[Array, "rows heads group dk dv"]]:
-    """o[t] = S[t]^T q[t], from a sequence's first token on, with
+    """o[t] = S[t]^T q[t] / sqrt(dk), from a sequence's first token on, with
 
         S = exp(g[t]) S[t - 1]
         S[t] = S + k[t] (beta[t] (v[t] - S^T k[t]))^T
+
+    where q and k are first divided by sqrt(|x|^2 + eps).
 
     Numerics: float32.
 
@@ -52,7 +56,16 @@ def delta_rule(
 
     Source: Yang et al., Gated Delta Networks, 2024; transformers, models/qwen3_next.
     """
-    return DELTA_RULE(implementation, inputs, pool, runs)
+    return DELTA_RULE(implementation, inputs, pool, runs, eps)
+
+
+def _unit(inputs: DeltaInputs, eps: float) -> DeltaInputs:
+    """With q and k of length one, and q scaled."""
+    q, k = (
+        x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+        for x in (inputs.q, inputs.k)
+    )
+    return inputs._replace(q=q * q.shape[-1] ** -0.5, k=k)
 
 
 def _update(state: Array, token: DeltaInputs) -> tuple[Array, Array]:
@@ -64,8 +77,9 @@ def _update(state: Array, token: DeltaInputs) -> tuple[Array, Array]:
     return jnp.sum(state * q, axis=-2), state
 
 
-def by_token(inputs: DeltaInputs, pool: Array, runs: Runs) -> tuple[Array, Array]:
+def by_token(inputs: DeltaInputs, pool: Array, runs: Runs, eps: float) -> tuple[Array, Array]:
     """One token after the other, each state in its row of the pool."""
+    inputs = _unit(inputs, eps)
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, pool = carry
@@ -100,7 +114,7 @@ def _kept(pool: Array, state: Array, row: Array, runs: Runs, owner: Array, reach
     return pool.at[jnp.where(jnp.any(is_here), target, row)].set(state)
 
 
-def by_piece(inputs: DeltaInputs, pool: Array, runs: Runs) -> tuple[Array, Array]:
+def by_piece(inputs: DeltaInputs, pool: Array, runs: Runs, eps: float) -> tuple[Array, Array]:
     """The tokens of a piece of a sequence together, by matmuls; pieces end at multiples of GRID.
 
     With c the sum of g from the piece's first token on, D[i, j] = exp(c[i] - c[j]) for j <= i, and
@@ -112,9 +126,10 @@ def by_piece(inputs: DeltaInputs, pool: Array, runs: Runs) -> tuple[Array, Array
     Source: Yang et al., Gated Delta Networks, 2024, section 3.3.
     """
     if runs.longest == 1:
-        return _one_each(inputs, pool, runs)
+        return _one_each(_unit(inputs, eps), pool, runs)
     if not is_traced(inputs, pool) or (runs.targets.shape[1] > 1 and runs.grid % GRID):
-        return by_token(inputs, pool, runs)
+        return by_token(inputs, pool, runs, eps)
+    inputs = _unit(inputs, eps)
     width, (begins, total) = min(GRID, runs.longest), _pieces(runs)
     padded = DeltaInputs(*(jnp.pad(x, ((0, width), *[(0, 0)] * (x.ndim - 1))) for x in inputs))
 
@@ -189,4 +204,16 @@ def _one_each(inputs: DeltaInputs, pool: Array, runs: Runs) -> tuple[Array, Arra
     return out, pool.at[targets.reshape(-1)].set(each, mode="drop")
 
 
-DELTA_RULE = Operation("delta_rule", {"reference": Backend(by_token), "xla": Backend(by_piece)})
+def _native(inputs: DeltaInputs, pool: Array, runs: Runs, eps: float) -> tuple[Array, Array]:
+    """As `by_token`, in place; a token's sums are in one order, whatever the list."""
+    out = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (inputs.v, pool)]
+    call = jax.ffi.ffi_call("rooflax_delta_rule", out, input_output_aliases={5: 1})
+    numbers = (runs.starts, runs.lens, runs.rows, runs.is_new, runs.targets, runs.reached)
+    o, pool = call(*inputs, pool, *(x.astype(jnp.int32) for x in numbers), eps=np.float32(eps))
+    return o, pool
+
+
+DELTA_RULE = Operation(
+    "delta_rule",
+    {"reference": Backend(by_token), "xla": Backend(by_piece), "native": Backend(_native)},
+)

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax import LLM, ExecutionOptions, SamplingParams, load
+from rooflax import LLM, ExecutionOptions, RequestError, SamplingParams, load
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
+from rooflax.ops.native import is_ready
+from rooflax.train.loop import check_trainable
 from tests import goldens
 from tests.marks import cases
 from tests.models.test_parity import full_logits
@@ -238,3 +240,30 @@ def test_scores_are_those_of_the_whole(checkpoint, variant):
         scores = [entry.logprob for entry in found.prompt_logprobs]
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4)
         np.testing.assert_allclose(llm.score(prompt)[0], wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", STATEFUL)
+def test_training_is_rejected_by_name(checkpoint, variant):
+    with pytest.raises(RequestError, match=f"{variant}, whose layers with state"):
+        check_trainable(load(checkpoint(variant)))
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("variant", STATEFUL)
+def test_log_probabilities_are_the_same_to_the_bit_on_cpu(engine, variant):
+    """Whatever the chunks, the batch, a hit, or drafts."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0).with_defaults({})
+    prompts = [ids(20, 150), ids(21, 33), ids(20, 131)]
+
+    def of(sequences):
+        return [[entry.logprob for entry in s.logprobs] for s in sequences]
+
+    cold = engine(variant, prefix_caching=False)
+    alone = [run(cold, [prompt], params)[0] for prompt in prompts]
+    wanted, known = of(alone), {i: s.output_tokens for i, s in enumerate(alone)}
+    drafted = engine(variant, speculation=Always(Knowing(known), 3))
+    chunked = engine(variant, prefix_caching=False, prefill_chunk=16)
+    assert of(run(chunked, prompts, params)) == wanted
+    for _ in range(2):  # the second time with hits
+        assert of(run(drafted, prompts, params)) == wanted
+    assert drafted.metrics.num_accepted_tokens > 0

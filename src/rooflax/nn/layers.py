@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.errors import RequestError
 from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
@@ -216,20 +215,13 @@ class _Recall:
         """
         pools = self.pools
         if pools is None:
-            if self.batch.segment_ids is not None:
-                raise RequestError(NO_SEGMENTS)
+            assert self.batch.segment_ids is None, "no layers with state are trained"
             rows = self.batch.tokens.shape[0]
             zeros = tuple(jnp.zeros((rows, *shape), jnp.float32) for shape in shapes)
             return run(self.batch.runs(None), zeros)[0]
         out, states = run(self.batch.runs(self.group, pools.first_block), pools.k)
         self.pools = _Pools(states, (), pools.block_size, pools.first_block)
         return out
-
-
-NO_SEGMENTS = (
-    "The model has layers with state, which rooflax does not train on packed documents; train a "
-    "model with attention alone."
-)
 
 
 class _Attend:

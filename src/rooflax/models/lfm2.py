@@ -1,5 +1,7 @@
 """LFM2: short convolutions in place of attention in most layers, RMSNorm of query and key heads.
 
+Longer than other families' files: all names of tensors and most keys are its own.
+
 Source: transformers, models/lfm2/modeling_lfm2.py; Liquid AI, LFM2 Technical Report, 2025.
 """
 
@@ -15,7 +17,7 @@ from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
 from rooflax.nn.weights import Stored
 
-FEED = "model.layers.{i}.feed_forward"
+KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
 NAMES = Names((
     ("final_norm", Stored("model.embedding_norm.weight")),
     *((f"layers.{{i}}.{part}.norm", Stored("model.layers.{i}.operator_norm.weight"))
@@ -46,11 +48,11 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     taps, bias = reader.size("conv_L_cache", 3, least=2), reader.flag("conv_bias", False)
     conv = ShortConv(reader.size("hidden_size"), taps, attention.norm, bias)
     mlp = Mlp(_read_width(reader), attention.norm, "silu")
-    kinds = {"full_attention": Layer(attention, mlp), "conv": Layer(conv, mlp)}
+    kinds = dict(zip(KINDS, (Layer(attention, mlp), Layer(conv, mlp)), strict=True))
     count = common.num_layers(reader)
     full = reader.get("full_attn_idxs", list(range(count)))
-    default = ["full_attention" if i in full else "conv" for i in range(count)]
-    layers = [kinds[kind] for kind in reader.layer_types(count, default, tuple(kinds))]
+    default = [KINDS[i not in full] for i in range(count)]
+    layers = [kinds[kind] for kind in reader.layer_types(count, default, KINDS)]
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
     decoder = common.read_decoder(reader, layers, max_position=128_000, tied_embeddings=tied)
     return replace(decoder, names=NAMES)
@@ -75,8 +77,5 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": convs[0].taps if convs else 3,
         "conv_bias": bool(convs) and convs[0].bias,
-        "layer_types": [
-            "conv" if isinstance(x.attention, ShortConv) else "full_attention"
-            for x in decoder.layers
-        ],
+        "layer_types": [KINDS[isinstance(x.attention, ShortConv)] for x in decoder.layers],
     }

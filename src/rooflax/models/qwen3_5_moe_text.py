@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.models import common, qwen3_moe, qwen3_next
+from rooflax.models import common, mixers, qwen3_moe, qwen3_next
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.qwen3_5_text import HF_PREFIXES, SKIPPED, SKIPPED_KEYS
 from rooflax.nn.decoder import Decoder
@@ -21,11 +21,11 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.expect("mlp_only_layers", [])
     reader.expect("norm_topk_prob", True)
     reader.assume(num_experts=256, moe_intermediate_size=512, norm_topk_prob=True)
-    attention, delta = qwen3_next.read_mixers(reader, kv_heads=2)
+    attention, delta = mixers.read_mixers(reader, kv_heads=2)
     _, moe = qwen3_moe.read_mlps(reader, attention.norm)
     width = reader.size("shared_expert_intermediate_size", 512)
     mlps = [replace(moe, shared=width, stacked=True)] * common.num_layers(reader)
-    return qwen3_next.read_layers(reader, attention, delta, mlps)
+    return mixers.read_layers(reader, attention, delta, mlps)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.models.qwen3_next import read_layers, read_mixers, write_mixers
+from rooflax.models.mixers import read_layers, read_mixers, write_mixers
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.")

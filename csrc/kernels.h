@@ -157,6 +157,20 @@ struct DrawArgs {
   int64_t last, first;  // first: the most likely, which survives
 };
 
+constexpr int64_t kDeltaColumns = 32;  // of a matrix, that are computed together
+
+// The gated delta rule of one token, for kDeltaColumns columns of a head's matrix:
+//   state = exp(g) state;  state += k (beta (v - state^T k))^T;  o = state^T q
+struct DeltaArgs {
+  int64_t key_dim;
+  const float* q;  // [key_dim]
+  const float* k;
+  const float* v;  // [kDeltaColumns]
+  float g, beta;
+  float* state;  // [key_dim, kDeltaColumns]
+  float* o;  // [kDeltaColumns]
+};
+
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
@@ -189,6 +203,7 @@ struct Kernels {
   void (*sums_above)(const float* x, const float* weights, int64_t count, const float* levels,
                      double* sums);
   int64_t (*draw)(const DrawArgs&);
+  void (*delta)(const DeltaArgs&);
 };
 
 namespace generic { extern const Kernels kKernels; }

@@ -27,6 +27,7 @@ namespace {
 #include "impl_table.h"
 #include "impl_packed.h"
 #include "impl_attention.h"
+#include "impl_delta.h"
 
 }  // namespace
 
@@ -34,7 +35,7 @@ const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRo
                           Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
                           QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
                           Attend,           Argmax,         Above,      ExpTotal,
-                          ExpEach,          SumsAbove,      Draw};
+                          ExpEach,          SumsAbove,      Draw,           Delta};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

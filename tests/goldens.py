@@ -171,6 +171,29 @@ _GLM4_MOE = _LLAMA | {
     "moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
     "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
 }  # fmt: skip
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 56,
+    "num_hidden_layers": 3, "head_dim": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_QWEN3_5 = {
+    k: v for k, v in _QWEN3_NEXT.items()
+    if k not in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+                 "shared_expert_intermediate_size")
+} | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}  # fmt: skip
+_QWEN3_5_MOE = {
+    k: v for k, v in _QWEN3_NEXT.items() if k not in ("norm_topk_prob", "intermediate_size")
+} | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
+_LFM2 = {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": VOCAB,
+    "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 5,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131,
+    "norm_eps": 1e-5, "rope_theta": 1000.0, "block_multiple_of": 8,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -251,6 +274,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "attention_factor": 1.2,
         },
     },
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next_dense": {k: v for k, v in _QWEN3_NEXT.items() if k != "layer_types"}
+    | {
+        "mlp_only_layers": [1], "full_attention_interval": 2, "norm_topk_prob": False,
+        "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,
+    },
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_text_plain": {k: v for k, v in _QWEN3_5.items() if k != "rope_theta"}
+    | {
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 1], "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "lfm2": _LFM2,
+    "lfm2_bias": {k: v for k, v in _LFM2.items() if k != "layer_types"}
+    | {
+        "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
+        "tie_embedding": False, "full_attn_idxs": [0, 3],
+    },
     "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
     "phi3": _PHI3 | {"sliding_window": 7},
     "phi3_long": _PHI3
@@ -324,7 +369,7 @@ def each(variants: Iterable[str]) -> list[Any]:
     return cases(variants, slow=beyond_foundation(variants))
 
 
-BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
+BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2")
 BEAM_TOKENS = 24
 BEAM_SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_beams": 2, "length_penalty": 1.0, "early_stopping": False},
@@ -395,6 +440,10 @@ def prompts() -> list[list[int]]:
     return [state.randint(0, VOCAB, n).tolist() for n in (5, 17, 33)]
 
 
+LESS_ONE = ("gemma", "qwen3_next", "qwen3_5")
+"""Variants whose checkpoints have norms less one."""
+
+
 def is_packed(variant: str, name: str) -> bool:
     """Whether a tensor of the variant lies in the file as MXFP4."""
     return variant == "gpt_oss_mxfp4" and name.endswith(("gate_up_proj", "experts.down_proj"))
@@ -408,12 +457,18 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = state.standard_normal(shape).astype(np.float32)
     small = ("bias", "sinks", "embed_tokens.weight", "wte.weight", "lm_head.weight")
     if "norm" in name or ".ln_" in name:
-        less = name.endswith("bias") or variant.startswith("gemma")  # Gemma's are less one
+        less = name.endswith("bias") or variant.startswith(LESS_ONE)
+        less &= "linear_attn" not in name
         array = (0.0 if less else 1.0) + 0.1 * noise
-        if less and "layernorm" in name and "post_" in name:  # as large as the scaled embedding
+        if (
+            variant.startswith("gemma") and "layernorm" in name and "post_" in name
+        ):  # as large as the scaled embedding
             array = array + 4.0
     elif name.endswith(small):
         array = 0.3 * noise
+    elif "linear_attn" in name:  # large inputs of its norms, which divide by small ones
+        sizes = {"conv1d.weight": 0.6, "out_proj.weight": 0.05}
+        array = sizes.get(name.partition("linear_attn.")[2], 0.2) * noise
     else:  # large enough for varied text, small enough that rounding does not grow
         array = (0.35 if variant == "gpt2" else 0.2) * noise
     return array.astype(np.float32).astype(file_dtype(variant)).astype(np.float32)
@@ -475,6 +530,7 @@ EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "qwen2_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "glm4_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
 """Where checkpoints keep experts that transformers has fused in memory."""

@@ -51,6 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
     },
     "olmo2": _LLAMA | {"model_type": "olmo2"},
+    "qwen3_next": _LLAMA | {
+        "model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24, "full_attention_interval": 2,
+    },
+    "lfm2": {k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_eps")} | {
+        "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False, "num_attention_heads": 8,
+    },
     "olmo3": _LLAMA | {"model_type": "olmo3", "sliding_window": 7},
     "phi3": _LLAMA | {"model_type": "phi3", "hidden_size": 128, "partial_rotary_factor": 0.5},
     "glm4": _LLAMA | {"model_type": "glm4"},

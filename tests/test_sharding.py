@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
+EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next")
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {
@@ -37,7 +37,14 @@ PAIRS = [
     "data=2,stage=2", "sequence=2,stage=2", "expert=2,tensor=2", "expert=2,data=2",
     "expert=2,sequence=2", "expert=2,stage=2",
 ]  # fmt: skip
-ALL = [(f, m) for m in (*SPLITS, *PAIRS) for f in FAMILIES if "expert" not in m or f in EXPERTS]
+STATEFUL = ("lfm2", "qwen3_next")
+ALL = [
+    (f, m)
+    for m in (*SPLITS, *PAIRS)
+    for f in FAMILIES
+    if ("expert" not in m or f in EXPERTS)
+    and (f not in STATEFUL or not ("data" in m or "sequence" in m))
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +118,14 @@ def test_a_split_gives_the_single_devices_tokens(ask, mesh):
     check_gathers(many)
     exchanged = any(axis in mesh for axis in ("tensor", "data", "sequence"))
     assert bool(many["gathered"]) == exchanged
+
+
+@pytest.mark.parametrize("model", STATEFUL)
+def test_states_are_split_by_their_first_axis_and_not_over_tokens(ask, model):
+    for mesh in ("tensor=4", "tensor=2,stage=2"):
+        check_bytes(model, mesh, *same(ask, model, mesh))
+    for mesh in ("data=2", "tensor=2,sequence=2"):
+        assert "layers with state, which rooflax splits over" in ask(model, mesh)["error"]
 
 
 @pytest.mark.slow

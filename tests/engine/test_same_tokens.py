@@ -12,7 +12,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.layout import blocks_needed
+from rooflax.nn.layout import STATE, blocks_needed
 from rooflax.ops.native import is_ready
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, random_requests, run_alone, run_load
@@ -20,7 +20,7 @@ from tests.marks import cases
 
 pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
-FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss")
+FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2")
 CHUNKS = (16, 64, MAX_TOKENS)
 SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False), (True, False)))
 SLOTS = 6
@@ -84,11 +84,15 @@ def small_engine(
     model, *, chunk, steps, cache, slots=SLOTS, roomy=False, kernels="xla", drafter=None
 ):
     """Blocks for about two and a half of the longest sequences."""
-    needed = [
-        blocks_needed(window, MAX_TOKENS, max(chunk, steps, 1 + DRAFT_TOKENS), 16)
-        for window in model.config.groups.windows
-    ]
-    num_blocks = tuple(1 + int((slots if roomy else 1.3) * n) for n in needed)
+    windows = model.config.groups.windows
+    rows = 1 + DRAFT_TOKENS if drafter else 1
+    lengths = (MAX_TOKENS, max(chunk, steps, 1 + DRAFT_TOKENS), 16, rows)
+    needed = [blocks_needed(window, *lengths) for window in windows]
+    share = slots if roomy else 1.3
+    num_blocks = tuple(
+        1 + int((max(share, 3) if window == STATE else share) * n)
+        for window, n in zip(windows, needed, strict=True)
+    )
     engine = Engine(
         model,
         ExecutionOptions(kernels=kernels, decode_steps=steps),
@@ -106,7 +110,7 @@ def small_engine(
 
 @pytest.mark.parametrize(
     ("family", "chunk", "steps", "cache", "drafts"),
-    cases(SETTINGS, default=[("qwen2_window", 16, 8, True, True)]),
+    cases(SETTINGS, default=[("qwen2_window", 16, 8, True, True), ("lfm2", 64, 8, True, True)]),
 )
 def test_a_crowded_engine_gives_what_each_request_gives_alone(
     families, few_programs, family, chunk, steps, cache, drafts

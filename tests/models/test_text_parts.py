@@ -27,6 +27,15 @@ MISTRAL3 = {
     "spatial_merge_size": 2, "vision_feature_layer": -1,
 }  # fmt: skip
 MINISTRAL3 = MISTRAL3 | {"text_config": goldens.VARIANTS["ministral3"]}
+QWEN3_5 = {
+    "model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": goldens.VARIANTS["qwen3_5_text"], "vision_config": {"depth": 12},
+    "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_5_MOE = QWEN3_5 | {
+    "model_type": "qwen3_5_moe", "text_config": goldens.VARIANTS["qwen3_5_moe_text"],
+}  # fmt: skip
 OLD = ("language_model.model.", "language_model.", "vision_tower.")
 NEW = ("model.language_model.", "", "model.vision_tower.")
 
@@ -34,8 +43,14 @@ NEW = ("model.language_model.", "", "model.vision_tower.")
 @pytest.mark.parametrize(("prefix", "head", "tower"), [OLD, NEW])
 @pytest.mark.parametrize(
     ("variant", "raw"),
-    [("gemma3_text", WHOLE), ("mistral_full", MISTRAL3), ("ministral3", MINISTRAL3)],
-    ids=["gemma3", "mistral3", "ministral3"],
+    [
+        ("gemma3_text", WHOLE),
+        ("mistral_full", MISTRAL3),
+        ("ministral3", MINISTRAL3),
+        ("qwen3_5_text", QWEN3_5),
+        ("qwen3_5_moe_text", QWEN3_5_MOE),
+    ],
+    ids=["gemma3", "mistral3", "ministral3", "qwen3_5", "qwen3_5_moe"],
 )
 def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_path):
     reference = goldens.committed(variant)
@@ -45,7 +60,11 @@ def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_
         for name in list(tensors):
             bare = name.removeprefix("model.")
             tensors[(head if bare == name else prefix) + bare] = tensors.pop(name)
-        tensors[f"{tower}encoder.weight"] = np.zeros((3, 5), np.float32)
+        own = tower.replace("vision_tower", "visual") if "qwen" in variant else tower
+        tensors[f"{own}encoder.weight"] = np.zeros((3, 5), np.float32)
+        if "qwen" in variant:
+            tensors["mtp.fc.weight"] = np.zeros((3, 5), np.float32)
+            return
         projector = tower.replace("vision_tower", "multi_modal_projector")
         tensors[f"{projector}mm_input_projection_weight"] = np.zeros((3, 5), np.float32)
 

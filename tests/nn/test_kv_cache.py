@@ -72,7 +72,7 @@ def test_num_bytes_is_that_of_the_arrays():
         assert len(cache.k) == (2 if stacked else 4)
         assert cache.num_repeats == (2 if stacked else 1)
         shapes = pool_shapes(groups, (5, 3), 2, 6, 4, stacked=stacked)
-        assert [a.shape for a in cache.k] == shapes == [a.shape for a in cache.v]
+        assert [(a.shape,) for a in cache.k] == shapes == [(a.shape,) for a in cache.v]
         assert not any(np.asarray(a).any() for a in cache.k)
 
 

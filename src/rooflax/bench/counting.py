@@ -71,7 +71,7 @@ def visible_pairs(prompt: int, window: int | None) -> int:
 
 def _windows(config: Decoder) -> list[int | None]:
     groups = config.groups
-    return [groups.windows[g] for g in groups.of_layer]
+    return [groups.windows[g] for g in groups.with_blocks()]
 
 
 def _with_attention(

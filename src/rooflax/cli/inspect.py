@@ -17,6 +17,7 @@ from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.layout import STATE
 from rooflax.nn.shards import Shards, parse_mesh
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
 
 def architecture(config: Decoder) -> dict[str, Any]:
     """Sizes, and what the layers are made of; of several kinds of layer, how many of each."""
-    first, moe = config.layers[0], config.moe
+    attention, moe = config.attention, config.moe
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -89,10 +90,10 @@ def architecture(config: Decoder) -> dict[str, Any]:
         "max_position": config.max_position,
         "norm_eps": config.norm.eps,
         "tied_embeddings": config.tied_embeddings,
-        "qkv_bias": first.attention.qkv_bias,
-        "output_bias": first.attention.output_bias,
-        "qk_norm": first.attention.qk_norm is not None,
-        "sinks": first.attention.sinks,
+        "qkv_bias": attention.qkv_bias,
+        "output_bias": attention.output_bias,
+        "qk_norm": attention.qk_norm is not None,
+        "sinks": attention.sinks,
     }
     for rope in config.ropes:
         found["rope_theta"] = rope.theta
@@ -100,13 +101,14 @@ def architecture(config: Decoder) -> dict[str, Any]:
     windows = Counter(_window_name(layer.attention.window) for layer in config.layers)
     if set(windows) != {"full"}:
         found["layer_windows"] = dict(windows)
-    if config.ropes and (without := sum(layer.attention.rope is None for layer in config.layers)):
+    keep = [layer.attention for layer in config.layers if layer.attention.window != STATE]
+    if config.ropes and (without := sum(attention.rope is None for attention in keep)):
         found["layers_without_rope"] = without
     return found
 
 
 def _window_name(window: int | None) -> str:
-    return "full" if window is None else f"window {window}"
+    return {None: "full", STATE: "state"}.get(window, f"window {window}")
 
 
 def weights(info: ModelInfo) -> dict[str, Any]:
@@ -133,9 +135,10 @@ def _part(key: str) -> str:
     """What a weight belongs to, by its name in the table."""
     if "norm" in key:
         return "norms"
-    for part in ("attn", "router", "experts", "mlp"):
+    names = {"attn": "attention", "conv": "convolution", "delta": "delta rule"}
+    for part in ("attn", "router", "experts", "mlp", "conv", "delta"):
         if part in key:
-            return {"attn": "attention"}.get(part, part)
+            return names.get(part, part)
     return key
 
 
@@ -186,6 +189,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
         "streaming": None if plan.offloading is None else _streaming(plan.offloading),
         "weights_bytes": need.weights,
         "kv_cache_bytes": need.kv_cache,
+        "state": plan.state_rows and plan.state_rows._asdict(),
         "workspace_bytes": need.workspace,
         "total_bytes": need.total,
         "padding_bytes": plan.padding(),
@@ -315,12 +319,26 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = [
         ("weights", gib(known["weights_bytes"]), known["format"]),
         ("KV cache", gib(known["kv_cache_bytes"]), known["kv_dtype"]),
+        *_state_rows(known["state"]),
         ("workspace", gib(known["workspace_bytes"]), "at most, of one step"),
         ("together", gib(known["total_bytes"]), ""),
     ]
     if known["free_bytes"] is not None:
         rows.append(("free now", gib(known["free_bytes"]), ""))
     return rows
+
+
+def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
+    """Of the KV cache what layers with state take."""
+    from rooflax.models.memory import gib
+
+    if known is None:
+        return []
+    each, snapshots = known["row_bytes"], known["num_snapshots"]
+    of = f"{known['num_running']} x {gib(each)} of running sequences"
+    kept = f"{snapshots} for the prefix cache, at most {gib(known['budget_bytes'])}"
+    return [("  state", gib(each * known["num_running"]), of),
+            ("  snapshots", gib(each * snapshots), kept)]  # fmt: skip
 
 
 def _streaming_section(known: dict[str, Any] | None) -> list[str]:

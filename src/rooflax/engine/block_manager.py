@@ -5,6 +5,10 @@ is known by a hash of its tokens and everything before them, so that sequences w
 beginning share it; its content stays after its last owner until the block is needed, least
 recently used first. A group with a window lets go of a block once all its tokens are out of sight
 of the next query.
+
+The blocks of the group with state are rows: one sequence's state in all those layers. A row that
+nobody owns may hold the state at a block's end, a snapshot, known by that block's hash. A sequence
+never writes into one: it goes on from a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from rooflax.engine.sequence import Sequence
-from rooflax.nn.layout import blocks_needed, ceil_div
+from rooflax.nn.layout import STATE, blocks_needed, ceil_div, state_grid
 
 
 def _digest(data: bytes, domain: bytes) -> bytes:
@@ -50,13 +54,25 @@ class BlockPool:
         """The block that holds what the hash stands for."""
         return self._block_of.get(block_hash)
 
-    def take(self) -> int:
-        """The free block that was used longest ago; what it held is forgotten."""
+    def is_known(self, block: int) -> bool:
+        """Whether others may share what the block holds."""
+        return block in self._hash_of
+
+    def take(self) -> tuple[int, bytes | None]:
+        """The free block that was used longest ago, and the hash of what it held: forgotten."""
         block, _ = self.free.popitem(last=False)
-        if block in self._hash_of:
-            del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
         self.ref_count[block] = 1
-        return block
+        return block, block_hash
+
+    def forget(self, block_hash: bytes) -> None:
+        """A free block that holds this is the next to be taken, and known no more."""
+        block = self._block_of.get(block_hash)
+        if block is not None and self.ref_count[block] == 0:
+            del self._block_of[block_hash], self._hash_of[block]
+            self.free.move_to_end(block, last=False)
 
     def share(self, block: int) -> None:
         """One more owner."""
@@ -77,7 +93,14 @@ class BlockPool:
 
 
 class BlockManager:
-    """Hands out blocks of every group and takes them back."""
+    """Hands out blocks of every group and takes them back.
+
+    Args:
+        state_rows: that a sequence has in the group with state: one, and one for each draft.
+
+    Attributes:
+        shared_tokens: what is shared ends at multiples of it.
+    """
 
     def __init__(
         self,
@@ -86,9 +109,12 @@ class BlockManager:
         block_size: int,
         *,
         prefix_caching: bool = True,
+        state_rows: int = 1,
     ):
-        self.windows = windows
-        self._windowed = [(i, w) for i, w in enumerate(windows) if w is not None]
+        self.windows, self._state_rows = windows, state_rows
+        self._state = windows.index(STATE) if STATE in windows else None
+        self.shared_tokens = block_size if self._state is None else state_grid(block_size)
+        self._windowed = [(i, w) for i, w in enumerate(windows) if w not in (None, STATE)]
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(count) for count in num_blocks]
@@ -112,7 +138,8 @@ class BlockManager:
         return all(count * n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
 
     def _most_blocks(self, num_tokens: int, new_tokens: int) -> list[int]:
-        return [blocks_needed(w, num_tokens, new_tokens, self.block_size) for w in self.windows]
+        sizes = (num_tokens, new_tokens, self.block_size, self._state_rows)
+        return [blocks_needed(window, *sizes) for window in self.windows]
 
     def can_admit(self, sequence: Sequence, num_cached: int, new_tokens: int) -> bool:
         """Whether all tokens so far, and one more, find a place behind `num_cached` shared ones."""
@@ -120,6 +147,8 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             cached = self._cached_blocks(sequence, group, num_cached)
             taken = sum(pool.ref_count[block] > 0 for block in cached)
+            if group == self._state:
+                taken -= len(cached)  # which is copied
             if needed[group] - taken > len(pool.free):
                 return False
         return True
@@ -127,7 +156,8 @@ class BlockManager:
     def num_cached(self, sequence: Sequence) -> int:
         """How many of the first tokens lie in blocks that are known, all but the last at most.
 
-        The full group needs every block; a window group those that the next query still sees.
+        The full group needs every block; a window group those that the next query still sees; the
+        group with state the snapshot at their end.
         """
         if not self.prefix_caching or not sequence.may_share:
             return 0
@@ -147,6 +177,8 @@ class BlockManager:
         """The first block that the query after `num_blocks` full ones sees."""
         if window is None:
             return 0
+        if window == STATE:
+            return max(0, num_blocks - 1)
         return max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
     def _cached_blocks(self, sequence: Sequence, group: int, num_cached: int) -> list[int]:
@@ -172,8 +204,9 @@ class BlockManager:
             blocks = self._cached_blocks(sequence, group, num_cached)
             for block in blocks:
                 pool.share(block)
+            first = num_cached - len(blocks) * self.block_size
             sequence.block_tables.append(blocks)
-            sequence.first_positions.append(num_cached - len(blocks) * self.block_size)
+            sequence.first_positions.append(0 if group == self._state else first)
         sequence.num_computed_tokens = num_cached
         sequence.num_published_blocks = num_cached // self.block_size
         sequence.num_writable_tokens = num_cached
@@ -181,6 +214,7 @@ class BlockManager:
     def free_out_of_window(self, sequence: Sequence) -> None:
         """Releases what the next query, at `num_computed_tokens`, cannot see."""
         for group, window in self._windowed:
+            assert window is not None
             table = sequence.block_tables[group]
             first_visible = sequence.num_computed_tokens - window + 1
             while table and sequence.first_positions[group] + self.block_size <= first_visible:
@@ -194,16 +228,22 @@ class BlockManager:
 
     def missing(self, sequence: Sequence, up_to: int) -> list[int]:
         """Per group, the blocks that the positions below `up_to` still lack."""
-        shared = [self._shared_tail(sequence, group) for group in range(len(self.pools))]
-        return [
-            max(0, ceil_div(up_to - first, self.block_size) - len(table)) + (tail is not None)
-            for first, table, tail in zip(
-                sequence.first_positions, sequence.block_tables, shared, strict=True
-            )
-        ]
+        missing = []
+        for group, (first, table) in enumerate(
+            zip(sequence.first_positions, sequence.block_tables, strict=True)
+        ):
+            needed = ceil_div(up_to - first, self.block_size)
+            needed = self._state_rows if group == self._state else needed
+            is_copied = self._shared_tail(sequence, group) is not None
+            missing.append(max(0, needed - len(table)) + is_copied)
+        return missing
 
     def _shared_tail(self, sequence: Sequence, group: int) -> int | None:
-        """Where in the table the next token's block is, if that exists and others own it too."""
+        """Where in the table the next token's block is, if that exists and others own it too; of
+        rows of state, the first, if others may read it."""
+        if group == self._state:
+            pool, rows = self.pools[group], sequence.block_tables[group]
+            return 0 if rows and (pool.ref_count[rows[0]] > 1 or pool.is_known(rows[0])) else None
         table, first = sequence.block_tables[group], sequence.first_positions[group]
         index = (sequence.num_computed_tokens - first) // self.block_size
         has_others = index < len(table) and self.pools[group].ref_count[table[index]] > 1
@@ -226,27 +266,67 @@ class BlockManager:
         for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
             tail = self._shared_tail(sequence, group)
             if tail is not None:
-                source, table[tail] = table[tail], pool.take()
+                source, table[tail] = table[tail], self._take(group)
                 pool.release(source)
                 copies.append(BlockCopy(group, source, table[tail]))
         missing = self.missing(sequence, up_to)
-        for pool, table, count in zip(self.pools, sequence.block_tables, missing, strict=True):
-            table.extend(pool.take() for _ in range(count))
-        pairs = zip(sequence.first_positions, sequence.block_tables, strict=True)
-        ends = (first + self.block_size * len(table) for first, table in pairs)
+        for group, (table, count) in enumerate(zip(sequence.block_tables, missing, strict=True)):
+            table.extend(self._take(group) for _ in range(count))
+        ends = [
+            first + self.block_size * len(table)
+            for group, (first, table) in enumerate(
+                zip(sequence.first_positions, sequence.block_tables, strict=True)
+            )
+            if group != self._state
+        ]
         sequence.num_writable_tokens = min(ends, default=up_to)
         return copies
+
+    def _take(self, group: int) -> int:
+        """A free block of the group; a snapshot goes with the block at whose end it is."""
+        block, block_hash = self.pools[group].take()
+        if self._state is not None and block_hash is not None and self.windows[group] is None:
+            self.pools[self._state].forget(block_hash)
+        return block
+
+    def reserve_snapshots(self, sequence: Sequence, up_to: int) -> None:
+        """Rows for the states that the sequence's next step comes past, as far as any are free.
+
+        Args:
+            up_to: where the step ends at the latest.
+        """
+        if self._state is None or not self.prefix_caching:
+            return
+        grid, pool = self.shared_tokens, self.pools[self._state]
+        first = (sequence.num_computed_tokens // grid + 1) * grid
+        for position in range(first, up_to + 1, grid):
+            if not pool.free:
+                break
+            sequence.snapshots.append((position, self._take(self._state)))
+            sequence.tables_version += 1
+
+    def keep_state(self, sequence: Sequence, num_tokens: int) -> None:
+        """After a step with drafts: goes on from the state after the first of its tokens, as many
+        as were accepted."""
+        if self._state is not None:
+            rows = sequence.block_tables[self._state]
+            rows[0], rows[num_tokens] = rows[num_tokens], rows[0]
+            sequence.tables_version += 1
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """The child gives its blocks back and owns the parent's with it.
 
         Neither writes into the last one while the other owns it: `allocate` gives copies out.
         """
-        for pool, table in zip(self.pools, parent.block_tables, strict=True):
+        tables = [
+            table[:1] if group == self._state else list(table)
+            for group, table in enumerate(parent.block_tables)
+        ]
+        for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
                 pool.share(block)
         self.deallocate(child)
-        child.block_tables = [list(table) for table in parent.block_tables]
+        child.block_tables = tables
         child.first_positions = list(parent.first_positions)
         child.block_hashes = list(parent.block_hashes)
         child.num_computed_tokens = parent.num_computed_tokens
@@ -257,19 +337,42 @@ class BlockManager:
         """Makes the blocks that the last step filled known to other sequences."""
         if not self.prefix_caching:
             return
+        if self._state is not None:
+            self._publish_snapshots(sequence, self.pools[self._state])
         full = sequence.num_computed_tokens // self.block_size
         if full == sequence.num_published_blocks:
             return
         hashes = self.hashes(sequence, full)
-        for pool, first, table in zip(
-            self.pools, sequence.first_positions, sequence.block_tables, strict=True
+        for pool, window, first, table in zip(
+            self.pools,
+            self.windows,
+            sequence.first_positions,
+            sequence.block_tables,
+            strict=True,
         ):
+            if window == STATE:
+                continue
             for index in range(sequence.num_published_blocks, full):
                 pool.publish(table[index - first // self.block_size], hashes[index])
         sequence.num_published_blocks = full
 
+    def _publish_snapshots(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Those that the last step wrote; the rows are nobody's from then on."""
+        for position, row in sequence.snapshots:
+            if position <= sequence.num_computed_tokens:
+                pool.publish(row, self.hashes(sequence, position // self.block_size)[-1])
+        self._release_snapshots(sequence)
+
+    def _release_snapshots(self, sequence: Sequence) -> None:
+        for _, row in sequence.snapshots:
+            assert self._state is not None
+            self.pools[self._state].release(row)
+            sequence.tables_version += 1
+        sequence.snapshots = []
+
     def deallocate(self, sequence: Sequence) -> None:
         """Takes back all blocks of a sequence, the last ones to be reused first."""
+        self._release_snapshots(sequence)
         for pool, table in zip(self.pools, sequence.block_tables, strict=False):
             for block in reversed(table):
                 pool.release(block)

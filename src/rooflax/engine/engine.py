@@ -111,6 +111,9 @@ class Engine:
         if not options.use_cache:
             token_budget = num_slots * max_tokens
         self._most_tokens = budget = token_budget or max(chunk, num_slots)
+        # a cached prefix has no hidden states, and has not seen what follows
+        needs_all = runs_whole or (pooler is not None and pooler.kind == "mean")
+        self._prefix_caching = prefix_caching and options.use_cache and not needs_all
         self.runner = Runner(
             model,
             options,
@@ -122,12 +125,10 @@ class Engine:
             kv_dtype=kv_dtype,
             lookahead_tokens=draft_tokens,
             num_blocks=num_blocks,
+            keeps_snapshots=self._prefix_caching,
             mesh=mesh,
             pooler=pooler,
         )
-        # a cached prefix has no hidden states, and has not seen what follows
-        needs_all = runs_whole or (pooler is not None and pooler.kind == "mean")
-        self._prefix_caching = prefix_caching and options.use_cache and not needs_all
         self._limits = {
             "prefill_chunk": chunk,
             "decode_steps": steps,
@@ -147,6 +148,7 @@ class Engine:
             self.runner.num_blocks,
             block_size(),
             prefix_caching=self._prefix_caching,
+            state_rows=self.runner.state_rows,
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -163,6 +165,8 @@ class Engine:
         """How many of at most so many decode steps a dispatch should run."""
         if any(s.num_candidates is not None for s in decodes):
             return 1  # the host chooses every token
+        if self.model.config.groups.state is not None and any(s.constraint for s in decodes):
+            return 1  # a state does not go back where a token is discarded
         if self.runner.masks.exchanges or all(s.constraint is None for s in decodes):
             return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
@@ -513,6 +517,8 @@ class Engine:
                 _take_scores(sequence, result, call.counts[row])
             if self.pooler is not None and result.vectors is not None:
                 take_vector(self.pooler, sequence, result.vectors[row], call.counts[row])
+            if call.lookahead and result.num_tokens(row) <= len(call.lookahead[row]):
+                self.scheduler.blocks.keep_state(sequence, result.num_tokens(row))
             sequence.num_computed_tokens += call.counts[row]
             uncomputed, before = sequence.num_uncomputed_tokens, sequence.num_output_tokens
             sequence.num_uncounted = min(sequence.num_uncounted, uncomputed)

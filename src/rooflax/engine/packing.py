@@ -47,6 +47,8 @@ class Layout:
         tables: per layer group, blocks in a sequence's table; empty without a cache.
         longest: the most tokens of a sequence.
         dense: a rectangle of whole sequences, for runs without a cache.
+        state: the group of layers with state, if there is one.
+        state_grid: see `Batch`; 1 for steps with drafts.
     """
 
     sequences: int
@@ -54,6 +56,8 @@ class Layout:
     tables: tuple[int, ...] = ()
     longest: int = 1
     dense: bool = False
+    state: int | None = None
+    state_grid: int = 1
 
     @property
     def width(self) -> int:
@@ -81,7 +85,7 @@ class Layout:
             tables.append(rows[:, at : at + length])
             at += length
         start, count, position = (rows[:, at] for at in (QUERY_START, QUERY_LEN, POSITION))
-        how = {"longest": self.longest, "hidden": hidden}
+        how = {"longest": self.longest, "state_grid": self.state_grid, "hidden": hidden}
         return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **how)
 
 
@@ -189,7 +193,10 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
     if not layout.tables:
         return []
     columns = list(sequence.first_positions)
-    for length, blocks in zip(layout.tables, sequence.block_tables, strict=True):
+    for group, length in enumerate(layout.tables):
+        blocks = sequence.block_tables[group]
+        if group == layout.state and layout.state_grid > 1:
+            blocks = [blocks[0], *(row for _, row in sequence.snapshots)]
         # a sequence may hold blocks for more steps than this one
         columns += blocks[:length]
         columns += [0] * (length - len(blocks))

@@ -31,7 +31,14 @@ from rooflax.models.offloading import AnyModel
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
-from rooflax.nn.layout import blocks_needed, ceil_div, most_new_tokens
+from rooflax.nn.layout import (
+    STATE,
+    blocks_needed,
+    ceil_div,
+    most_new_tokens,
+    num_snapshots,
+    state_grid,
+)
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
 from rooflax.nn.pooler import Pooler
@@ -87,6 +94,7 @@ class Runner:
         kv_dtype: str,
         lookahead_tokens: int = 0,
         num_blocks: tuple[int, ...] | None = None,
+        keeps_snapshots: bool = True,
         mesh: Mesh | None = None,
         pooler: Pooler | None = None,
     ):
@@ -99,11 +107,13 @@ class Runner:
         self.windows: tuple[int | None, ...] = model.config.groups.windows
         self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, lookahead_tokens)
         self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
+        self.state_rows = 1 + lookahead_tokens
+        self._grid = state_grid(block_size()) if keeps_snapshots else max_tokens + 1
         self.longest_tables = tuple(
-            blocks_needed(window, max_tokens, self.new_tokens, block_size())
+            blocks_needed(window, max_tokens, self.new_tokens, block_size(), self.state_rows)
             for window in self.windows
         )
-        self.num_blocks = num_blocks or tuple(1 + num_slots * n for n in self.longest_tables)
+        self.num_blocks = num_blocks or self._enough_blocks(keeps_snapshots)
         self.kv_dtype = kv_dtype
         self._shards = shards_of(mesh) or Shards()
         self.num_lists = 1 if num_slots % self._shards.data else self._shards.data
@@ -116,6 +126,13 @@ class Runner:
         self._wanted: set[Shape] = set()
         self._greedy = True  # until a sequence wants more than the most likely token
         self.reset()
+
+    def _enough_blocks(self, keeps_snapshots: bool) -> tuple[int, ...]:
+        """For every slot, always."""
+        row_bytes = self.model.config.groups.row_bytes() if keeps_snapshots else 0
+        kept = num_snapshots(row_bytes, self.num_slots, self.max_tokens, block_size())
+        pairs = zip(self.windows, self.longest_tables, strict=True)
+        return tuple(1 + self.num_slots * n + kept * (w == STATE) for w, n in pairs)
 
     def reset(self) -> None:
         """An empty cache, and nobody in the slots."""
@@ -337,17 +354,28 @@ class Runner:
             kind, rows, tokens, _ = shape
             longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
             dense = kind.endswith("dense")
-            made = Layout(rows, tokens, self._table_lengths(shape), longest, dense)
+            made = Layout(rows, tokens, self._table_lengths(shape, longest), longest, dense)
+            group = self.model.config.groups.state
+            if group is not None and not dense:
+                grid = 1 if kind == "verify" else self._grid
+                made = replace(made, state=group, state_grid=grid)
             self._layouts[shape] = made
         return self._layouts[shape]
 
-    def _table_lengths(self, shape: Shape) -> tuple[int, ...]:
+    def _table_lengths(self, shape: Shape, longest: int) -> tuple[int, ...]:
+        """
+        Args:
+            longest: the most tokens of a sequence.
+        """
         if not self.options.use_cache:
             return ()
+        steps = self.decode_steps if shape.kind == "decode" else min(longest, self.longest_prefill)
+        snapshots = ceil_div(steps, self._grid) if self._grid <= self.max_tokens else 0
+        rows = self.state_rows if shape.kind == "verify" else 1 + snapshots
         return tuple(
             min(
-                blocks_needed(window, shape.context, self.new_tokens, block_size()),
-                ceil_div(shape.context, block_size()),
+                blocks_needed(window, shape.context, self.new_tokens, block_size(), rows),
+                rows if window == STATE else ceil_div(shape.context, block_size()),
             )
             for window in self.windows
         )
@@ -390,7 +418,7 @@ class Runner:
         """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
         copies = []
         for group, table in enumerate(sequence.block_tables):
-            shared = sequence.num_published_blocks
+            shared = 0 if self.windows[group] == STATE else sequence.num_published_blocks
             first = max(0, shared - sequence.first_positions[group] // block_size())
             copies += [BlockCopy(group, 0, block) for block in table[first:]]
         for begin in range(0, len(copies), self.num_slots):

@@ -169,6 +169,10 @@ class Scheduler:
             assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
             return ScheduledStep() if self.has_unfinished else None
         num_steps, room = (1, 1) if prefills or only is not None else self._extend(decodes)
+        for sequence in decodes:
+            self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + num_steps)
+        for sequence, count in prefills:
+            self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + count)
         copies = [copy for made in self._copies.values() for copy in made]
         return ScheduledStep(decodes, num_steps, room, prefills, copies)
 
@@ -247,7 +251,7 @@ class Scheduler:
             if sequence.awaits_fork:
                 continue
             count = self._chunk(sequence, budget)
-            self.blocks.allocate(sequence, num_cached + count)
+            self._copies[id(sequence)] = self.blocks.allocate(sequence, num_cached + count)
             budget -= count
             if sequence.is_prefill:
                 prefills.append((sequence, count))
@@ -264,9 +268,10 @@ class Scheduler:
         """Whether a running prompt is about to fill the next block that this sequence needs."""
         if not self.blocks.prefix_caching or not sequence.may_share:
             return False
-        size, at = self.blocks.block_size, num_cached // self.blocks.block_size
+        size, step = self.blocks.block_size, self.blocks.shared_tokens
+        end = num_cached // step * step + step
         wanted = self.blocks.hashes(sequence, (sequence.num_tokens - 1) // size)
-        end = (at + 1) * size
+        at = end // size - 1
         return at < len(wanted) and any(
             s.is_prefill
             and s.num_computed_tokens < end <= s.num_tokens

@@ -109,7 +109,8 @@ class Sequence:
         num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
         block_tables: per layer group, the blocks in order.
         first_positions: per layer group, the position of the first slot of its table.
-        tables_version: changes whenever one of these two does.
+        snapshots: of its next step, the positions whose state is kept for others, and the rows.
+        tables_version: changes whenever one of these three does.
         block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
         num_writable_tokens: positions below it may be written: its blocks hold them, and the next
             one is nobody else's.
@@ -152,6 +153,7 @@ class Sequence:
     num_accepted_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
     tables_version: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_writable_tokens: int = 0

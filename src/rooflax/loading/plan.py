@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -41,6 +41,7 @@ from rooflax.nn.execution import (
 from rooflax.nn.layout import (
     DEFAULT_PREFILL_CHUNK,
     MOST_DECODE_STEPS,
+    SNAPSHOT_BYTES,
     blocks_needed,
     most_new_tokens,
 )
@@ -55,6 +56,22 @@ CACHE_SHARE = 0.5
 """Of the memory that is free beside the weights, for the KV cache of a server."""
 SMALL_CONTEXT = 256
 """Tokens whose KV cache must fit beside the weights, or the model is not loaded."""
+
+
+class StateRows(NamedTuple):
+    """Of the layers with state.
+
+    Attributes:
+        row_bytes: of one sequence's state in all of them.
+        num_running: rows of running sequences and their drafts.
+        num_snapshots: rows that the prefix cache keeps.
+        budget_bytes: the most that snapshots may take.
+    """
+
+    row_bytes: int
+    num_running: int
+    num_snapshots: int
+    budget_bytes: int
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,16 @@ class Plan:
         return Precision(self.storage.dtype, self.kv_dtype, self.storage.quantize)
 
     @property
+    def state_rows(self) -> StateRows | None:
+        """Of the KV cache's bytes, those of layers with state; None without such layers."""
+        groups = self.info.config.groups
+        if groups.state is None:
+            return None
+        total = self.num_blocks[groups.state] - 1
+        running = min(total, self.max_num_seqs * (1 + self.num_draft_tokens))
+        return StateRows(groups.row_bytes(), running, total - running, SNAPSHOT_BYTES)
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether layers are read from the file at every step."""
         return self.offloading is not None and bool(self.offloading.streamed)
@@ -136,6 +163,7 @@ class Plan:
             **self._widths(num_seqs, max_tokens, shards),
             max_model_len=self.max_model_len,
             num_blocks=num_blocks,
+            draft_tokens=self.num_draft_tokens,
         )
         if self.offloading is not None:
             need = replace(need, weights=self.offloading.memory_bytes)
@@ -207,7 +235,8 @@ class Plan:
     def full_length_seqs(self) -> int:
         """How many sequences of `max_model_len` the KV cache holds at once."""
         windows, size = self.info.config.groups.windows, accelerator.block_size()
-        per_seq = [blocks_needed(w, self.max_model_len, self._new_tokens, size) for w in windows]
+        lengths = (self.max_model_len, self._new_tokens, size, 1 + self.num_draft_tokens)
+        per_seq = [blocks_needed(window, *lengths) for window in windows]
         return min((n - 1) // each for n, each in zip(self.num_blocks, per_seq, strict=True))
 
     @property
@@ -223,6 +252,7 @@ class Plan:
             max_tokens=self.max_model_len,
             new_tokens=self._new_tokens,
             block_size=accelerator.block_size(),
+            draft_tokens=self.num_draft_tokens,
             limit_bytes=limit_bytes,
         )
 

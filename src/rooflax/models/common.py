@@ -182,7 +182,7 @@ def read_decoder(
 
 def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[str, Any]:
     """config.json of what `read_decoder` gives, without what a family has beside it."""
-    attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+    attention, mlp = decoder.attention, decoder.layers[0].mlp
     rope = decoder.ropes[0] if decoder.ropes else Rope(10_000.0)
     return {
         "model_type": model_type,

@@ -146,10 +146,14 @@ class ConfigReader:
             raise _not_computed(key, value, choices)
         return value
 
-    def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
-        """Per layer "full_attention" or "sliding_attention", or `default`."""
+    def layer_types(
+        self,
+        num_layers: int,
+        default: Sequence[str],
+        known: Sequence[str] = ("full_attention", "sliding_attention"),
+    ) -> list[str]:
+        """Per layer one of the known kinds, or `default`."""
         types = self.get("layer_types", list(default))
-        known = ("full_attention", "sliding_attention")
         if not isinstance(types, list) or any(kind not in known for kind in types):
             raise UnsupportedModelError(
                 f"config.json has layer_types = {types!r}; only {' and '.join(known)} are computed."
@@ -240,6 +244,8 @@ class ConfigReader:
                     f"config.json has a RoPE scaling of type {name!r}; it must be a string."
                 )
         kind = "longrope" if kind == "su" else kind
+        for key in _IMAGE_ROPE_KEYS:
+            rope.pop(key, None)
         if kind not in _ROPE_KEYS:
             raise UnsupportedModelError(
                 f"config.json asks for RoPE scaling of type {kind!r}, which rooflax does not "
@@ -388,6 +394,8 @@ def _not_computed(key: str, value: Any, wanted: Sequence[Any]) -> UnsupportedMod
     )
 
 
+_IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Which frequencies belong to which axis of an image; a text's positions are the same on all."""
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),

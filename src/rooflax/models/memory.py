@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rooflax.errors import RequestError
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
-from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed
+from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed, num_snapshots
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator
@@ -45,6 +45,7 @@ def estimate(
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     num_blocks: tuple[int, ...] | None = None,
     shards: Shards = ONE_DEVICE,
+    draft_tokens: int = 0,
 ) -> MemoryEstimate:
     """Counts weights, cache and workspace of one device.
 
@@ -75,9 +76,13 @@ def estimate(
             max_tokens=tokens,
             new_tokens=chunk,
             block_size=block_size,
+            draft_tokens=draft_tokens,
         )
+    groups = config.groups
     per_block = block_size * bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
-    kv_cache = per_block * sum(num_blocks[g] for g in config.groups.of_layer[:layers])
+    kv_cache = per_block * sum(num_blocks[g] for g in groups.with_blocks(layers))
+    if groups.state is not None:
+        kv_cache += num_blocks[groups.state] * groups.row_bytes(layers) // shards.tensor
     return MemoryEstimate(
         weights=weights + rope_bytes(config, max_model_len),
         kv_cache=kv_cache,
@@ -93,14 +98,17 @@ def plan_blocks(
     max_tokens: int,
     new_tokens: int,
     block_size: int,
+    draft_tokens: int = 0,
     limit_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """Blocks of the KV cache per layer group, block 0 included.
 
-    Window groups get what their windows need; a full group shares what is left.
+    Window groups get what their windows need; a full group shares what is left. The group with
+    state has a row for every sequence and each of its drafts, and rows for snapshots.
 
     Args:
         new_tokens: the most tokens that a step writes for one sequence.
+        draft_tokens: how many of them may be drafts.
         limit_bytes: for the whole cache; None is no limit.
 
     Raises:
@@ -108,10 +116,15 @@ def plan_blocks(
     """
     groups = config.groups
     per_block = block_size * bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
-    longest = [blocks_needed(w, max_tokens, new_tokens, block_size) for w in groups.windows]
+    lengths = (max_tokens, new_tokens, block_size, 1 + draft_tokens)
+    longest = [blocks_needed(window, *lengths) for window in groups.windows]
+
+    def kept(slots: int) -> int:
+        return num_snapshots(groups.row_bytes(), slots, max_tokens, block_size)
 
     def needed(slots: int) -> int:
-        return per_block * sum(1 + slots * longest[g] for g in groups.of_layer)
+        blocks = per_block * sum(1 + slots * longest[g] for g in groups.with_blocks())
+        return blocks + groups.row_bytes() * (1 + slots * (1 + draft_tokens) + kept(slots))
 
     slots = num_slots
     while slots > 1 and limit_bytes is not None and needed(slots) > limit_bytes:
@@ -122,7 +135,10 @@ def plan_blocks(
             f"({needed(slots):,} bytes) and {_left(limit_bytes)}; lower max_model_len.",
             param="max_model_len",
         )
-    return tuple(1 + slots * n for n in longest)
+    return tuple(
+        1 + slots * n + (kept(slots) if group == groups.state else 0)
+        for group, n in enumerate(longest)
+    )
 
 
 def _left(limit_bytes: int) -> str:
@@ -159,7 +175,7 @@ def padding(
     block_size, chunk = accelerator.block_size(), min(prefill_chunk, tokens)
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
-    windows = [config.groups.windows[g] for g in config.groups.of_layer[:layers]]
+    windows = [config.groups.windows[g] for g in config.groups.with_blocks(layers)]
     prequantized = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
     slots_of_row = sum(blocks_needed(w, tokens, chunk, block_size) for w in windows) * block_size
     heads = (sizes["kv_heads"], config.head_dim, kv_dtype)

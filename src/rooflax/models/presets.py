@@ -51,6 +51,26 @@ def _gpt_oss(layers: int, experts: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _lfm2(width: int, mlp: int, heads: int, **more: Any) -> dict[str, Any]:
+    full = (2, 5, 8, 10, 12, 14)
+    return {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": width, "block_ff_dim": mlp,
+        "num_hidden_layers": 16, "num_attention_heads": heads, "num_key_value_heads": 8,
+        "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+        "layer_types": ["full_attention" if i in full else "conv" for i in range(16)], **more,
+    }  # fmt: skip
+
+
+def _qwen3_5(width: int, mlp: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+    return {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": width,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_parameters": rope,
+        "full_attention_interval": 4, **more,
+    }  # fmt: skip
+
+
 _BFLOAT16 = {"torch_dtype": "bfloat16"}
 _LLAMA32_SCALING = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -69,6 +89,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, **_BFLOAT16),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, **_BFLOAT16),
+    "lfm2-350m": _lfm2(1024, 6656, 16, **_BFLOAT16),
+    "qwen3.5-0.8b": _qwen3_5(
+        1024, 3584, 24, 8, num_key_value_heads=2, head_dim=256, linear_num_value_heads=16,
+        tie_word_embeddings=True, **_BFLOAT16,
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32, **_BFLOAT16),
     "gpt-oss-120b": _gpt_oss(36, 128, **_BFLOAT16),
     "gpt-oss-3b": _gpt_oss(4, 32, vocab_size=32768, **_BFLOAT16),

@@ -16,8 +16,8 @@ FAMILIES = (
     "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
     "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
     "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
-    "ministral3", "hunyuan_v1_dense", "granitemoehybrid",
-    "qwen2_moe", "glm4_moe",
+    "ministral3", "hunyuan_v1_dense", "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2",
+    "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
 )  # fmt: skip
 ADAPTER = "adapter_config.json"
 READ_QUANTIZATION = (

@@ -18,8 +18,8 @@ from rooflax.models.model import Model, resolve_max_model_len
 from rooflax.models.offloading import AnyModel, whole
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
-from rooflax.nn.kv_cache import KVCache, allocate
-from rooflax.nn.layout import ceil_div
+from rooflax.nn.kv_cache import KVCache, allocate, pool_size
+from rooflax.nn.layout import STATE, ceil_div
 from rooflax.ops.accelerator import block_size
 
 
@@ -43,9 +43,10 @@ def new_cache(
         raise RequestError(f"rows is {rows}; a cache needs at least 1.")
     length = model.max_model_len if max_tokens is None else max_tokens
     blocks = ceil_div(resolve_max_model_len(config, length), block_size())
+    windows = config.groups.windows
     return allocate(
         config.groups,
-        (1 + rows * blocks,) * len(config.groups.windows),
+        tuple(1 + rows * (1 if window == STATE else blocks) for window in windows),
         config.num_kv_heads,
         config.head_dim,
         block_size=block_size(),
@@ -113,10 +114,11 @@ def _batch(cache: KVCache, tokens: jax.Array, positions: jax.Array, lens: jax.Ar
     """
     rows, seq = tokens.shape
     tables = []
-    for group in range(len(cache.groups.windows)):
+    for group, window in enumerate(cache.groups.windows):
         index = cache.groups.of_layer.index(group) % len(cache.k)
-        per_layer = cache.k[index].shape[0] // cache.num_repeats
-        if (per_layer - 1) % rows or seq > (per_layer - 1) // rows * cache.block_size:
+        per_layer = pool_size(cache.k[index]) // cache.num_repeats
+        fits = window == STATE or seq <= (per_layer - 1) // rows * cache.block_size
+        if (per_layer - 1) % rows or not fits:
             raise RequestError(
                 f"{rows} rows of {seq} tokens do not fit a cache of {per_layer - 1} blocks of "
                 f"{cache.block_size} tokens; make it with new_cache(model, rows, max_tokens)."

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops.attention import Sequences
 from rooflax.ops.attention.sequences import owners
+from rooflax.ops.recurrent import NO_ROW, Runs
 
 NO_SLOT = 1 << 30
 """Of padding: beyond every pool, wherever a layer's blocks begin in it (csrc/ffi_common.h)."""
@@ -41,6 +42,8 @@ class Batch:
         first_positions: per layer group, the position of the first slot of a sequence's table
             (above 0 only where out-of-window blocks were freed).
         longest: of a list, the most tokens of a sequence.
+        state_grid: states at multiples of so many tokens go into the rows behind the first of a
+            sequence's table.
         segment_ids: documents packed into one row; a token sees only its own. None: one document.
         split: axes of a mesh over which this is a part: "data" has other sequences, "sequence"
             other tokens of the same ones.
@@ -57,6 +60,7 @@ class Batch:
     block_tables: tuple[Int[Array, "sequences _"], ...] = ()
     first_positions: tuple[Int[Array, " sequences"], ...] = ()
     longest: int = field(default=0, metadata={"static": True})
+    state_grid: int = field(default=1, metadata={"static": True})
     segment_ids: Int[Array, "rows seq"] | None = None
     split: tuple[str, ...] = field(default=(), metadata={"static": True})
     hidden: Float[Array, "rows seq hidden"] | None = None
@@ -88,6 +92,7 @@ class Batch:
         first_positions: tuple[Int[Array, " sequences"], ...],
         *,
         longest: int,
+        state_grid: int = 1,
         hidden: Float[Array, "1 tokens hidden"] | None = None,
     ) -> Batch:
         """A list of tokens over a cache."""
@@ -102,6 +107,7 @@ class Batch:
             block_tables,
             first_positions,
             longest,
+            state_grid,
             hidden=hidden,
         )
 
@@ -145,6 +151,37 @@ class Batch:
             self.first_positions[group],
             self.longest,
         )
+
+    def runs(self, group: int | None, first_row: Int[Array, ""] | int = 0) -> Runs:
+        """What layers with state need to know.
+
+        Args:
+            group: theirs; None without a cache, where each row of tokens has its own row of state.
+            first_row: of the layer, among those that share a pool.
+        """
+        if group is None or self.query_starts is None:
+            return self._whole_runs()
+        assert self.query_positions is not None
+        rows, lens, begin = self.block_tables[group], self.query_lens, self.query_positions
+        between = jnp.arange(1, rows.shape[1], dtype=jnp.int32)[None]
+        ends = (begin // self.state_grid)[:, None] + between  # of stretches of the grid
+        reached = ends * self.state_grid - begin[:, None]
+        reached = jnp.concatenate([lens[:, None], reached], axis=1)
+        is_kept = (lens[:, None] > 0) & (reached <= lens[:, None]) & (rows > 0)
+        targets = jnp.where(is_kept, rows + first_row, NO_ROW)
+        own = rows[:, 0] + first_row
+        is_new = begin == 0
+        how = {"longest": self.longest, "grid": self.state_grid}
+        starts, owners = self.query_starts, self.owners
+        return Runs(starts, lens, begin, own, is_new, targets, reached, *owners, **how)
+
+    def _whole_runs(self) -> Runs:
+        rows, seq = self.tokens.shape
+        own = jnp.arange(rows, dtype=jnp.int32)
+        lens, index = jnp.full_like(own, seq), jnp.arange(rows * seq, dtype=jnp.int32)
+        place = (lens[:, None], index // seq, index % seq)
+        how = {"longest": seq, "grid": 1}
+        return Runs(own * seq, lens, own * 0, own, own >= 0, own[:, None], *place, **how)
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
         """Where each token's K and V go in the pool of a layer group.

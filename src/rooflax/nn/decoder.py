@@ -19,7 +19,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
-from rooflax.nn.parts import Layer, Moe
+from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
 from rooflax.nn.wiring import Context, NormKind, Table
@@ -113,6 +113,11 @@ class Decoder:
         return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
 
     @cached_property
+    def attention(self) -> Attention:
+        """That of the first layer that has it."""
+        return next(x.attention for x in self.layers if isinstance(x.attention, Attention))
+
+    @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Of every axis in the table."""
         sizes = {"vocab": self.vocab_size, "hidden": self.hidden_size}
@@ -127,12 +132,14 @@ class Decoder:
     def groups(self) -> LayerGroups:
         """Which layers share blocks of the KV cache."""
         windows = tuple(layer.attention.window for layer in self.layers)
-        return LayerGroups.from_windows(windows, shortest_period(self.layers))
+        states = tuple(getattr(layer.attention, "state_shapes", ()) for layer in self.layers)
+        return LayerGroups.from_windows(windows, shortest_period(self.layers), states)
 
     @property
     def is_causal(self) -> bool:
         """Whether tokens see none behind them; else sequences run whole, and nothing generates."""
-        return all(layer.attention.causal for layer in self.layers)
+        mixers = (layer.attention for layer in self.layers)
+        return all(mixer.causal for mixer in mixers if isinstance(mixer, Attention))
 
     def first(self, count: int) -> Decoder:
         """The same model cut off after its first layers."""
@@ -144,10 +151,13 @@ class Decoder:
 
     def with_kv_heads(self, count: int) -> Decoder:
         """The same model with each K/V head copied, to so many in all."""
-        changed = (replace(layer.attention, num_kv_heads=count) for layer in self.layers)
-        pairs = zip(self.layers, changed, strict=True)
-        layers = (replace(layer, attention=attention) for layer, attention in pairs)
-        return replace(self, layers=tuple(layers))
+
+        def changed(layer: Layer) -> Layer:
+            if not isinstance(layer.attention, Attention):
+                return layer
+            return replace(layer, attention=replace(layer.attention, num_kv_heads=count))
+
+        return replace(self, layers=tuple(map(changed, self.layers)))
 
     # Weights
 

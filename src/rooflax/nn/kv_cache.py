@@ -1,14 +1,17 @@
 """`KVCache`: keys and values of past tokens, in blocks.
 
-Layers are grouped by what they keep: everything, or the last `window` tokens. Each layer has its
-own buffers; each group has its own pool of block numbers and each sequence one block table per
-group. Block 0 of a pool stays zero: it stands where a table has no block.
+Layers are grouped by what they keep: everything, the last `window` tokens, or a state of fixed
+size. Each layer has its own buffers; each group has its own pool of block numbers and each sequence
+one block table per group. Block 0 of a pool stays zero: it stands where a table has no block. A
+block of the group with state is a row: the state of one sequence, float32 whatever the type of K
+and V.
 
 This module holds arrays and their layout. Which block belongs to whom is the block manager's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.nn.layout import STATE
 from rooflax.ops.accelerator import cache_width
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.kv_pool import PoolLeaf as Pool
 from rooflax.ops.kv_pool import QuantizedPool
+
+States = tuple[Float[Array, "_ ..."], ...]
+"""What a layer with state has in place of K, arrays of rows; in place of V it has nothing."""
 
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
 """Types of a `QuantizedPool`'s values."""
@@ -33,18 +40,23 @@ class LayerGroups:
     """Which layers share a pool of blocks.
 
     Attributes:
-        windows: per group, how many tokens its layers see; None is all of them.
+        windows: per group, how many tokens its layers see; None is all of them, STATE the group of
+            layers with state.
         of_layer: per layer, its group.
         period: length of the shortest group of layers that, repeated, gives all of them.
+        states: per layer, the shapes of one sequence's state; none at all if no layer has any.
     """
 
     windows: tuple[int | None, ...]
     of_layer: tuple[int, ...]
     period: int
+    states: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @staticmethod
     def from_windows(
-        layer_windows: tuple[int | None, ...], period: int | None = None
+        layer_windows: tuple[int | None, ...],
+        period: int | None = None,
+        states: tuple[tuple[tuple[int, ...], ...], ...] = (),
     ) -> LayerGroups:
         """Groups layers of equal window; the full group, if there is one, comes first.
 
@@ -53,7 +65,22 @@ class LayerGroups:
         """
         windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
         of_layer = tuple(windows.index(w) for w in layer_windows)
-        return LayerGroups(tuple(windows), of_layer, period or shortest_period(layer_windows))
+        period = period or shortest_period(layer_windows)
+        return LayerGroups(tuple(windows), of_layer, period, states if any(states) else ())
+
+    @property
+    def state(self) -> int | None:
+        """The group of layers with state."""
+        return self.windows.index(STATE) if STATE in self.windows else None
+
+    def with_blocks(self, num_layers: int | None = None) -> list[int]:
+        """The groups of the layers that keep K and V, or of those among the first."""
+        return [group for group in self.of_layer[:num_layers] if group != self.state]
+
+    def row_bytes(self, num_layers: int | None = None) -> int:
+        """Of one sequence's state in all layers, or in the first."""
+        states = self.states[:num_layers]
+        return 4 * sum(math.prod(shape) for shapes in states for shape in shapes)
 
 
 def shortest_period(layers: tuple[Any, ...]) -> int:
@@ -74,14 +101,15 @@ class KVCache:
         k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim], on TPU with
             head_dim padded by zeros to its lanes. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
-            block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`.
+            block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`. Of
+            a layer with state, k is its `States` and v empty.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.
     """
 
-    k: tuple[Pool, ...]
-    v: tuple[Pool, ...]
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
     groups: LayerGroups = field(metadata={"static": True})
     block_size: int = field(metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
@@ -94,6 +122,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((self.k, self.v)))
+
+
+def pool_size(pool: Any) -> int:
+    """Blocks, or rows, of all layers that share a pool."""
+    return jax.tree.leaves(pool)[0].shape[0]
 
 
 def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
@@ -118,14 +151,16 @@ def pool_shapes(
     *,
     stacked: bool = False,
     stages: int = 1,
-) -> list[tuple[int, int, int, int]]:
-    """Shapes of the K (or V) pools, one per entry of `KVCache.k`; each has the layers of all stages
-    at its place."""
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Shapes of the pools, one entry per entry of `KVCache.k`: of K (or V), or of each of the
+    layer's states. Each has the layers of all stages at its place."""
     num_pools = groups.period if stacked else len(groups.of_layer) // stages
     repeats, width = len(groups.of_layer) // num_pools, cache_width(head_dim)
+    block = ((num_kv_heads, block_size, width),)
+    each = [groups.states[i] if groups.states else () for i in range(num_pools)]
     return [
-        (repeats * num_blocks[groups.of_layer[i]], num_kv_heads, block_size, width)
-        for i in range(num_pools)
+        tuple((repeats * num_blocks[groups.of_layer[i]], *shape) for shape in states or block)
+        for i, states in enumerate(each)
     ]
 
 
@@ -158,9 +193,13 @@ def allocate(
             return QuantizedPool(put(values), put(scales))
         return put(np.zeros(shape, jnp.dtype(dtype)))
 
-    zeros = [zeros_of(shape) for shape in shapes * 2]
-    half = len(shapes)
-    return KVCache(tuple(zeros[:half]), tuple(zeros[half:]), groups, block_size, stacked)
+    def pools_of(index: int, is_v: bool) -> Any:
+        if groups.of_layer[index] != groups.state:
+            return zeros_of(*shapes[index])
+        return () if is_v else tuple(put(np.zeros(s, np.float32)) for s in shapes[index])
+
+    k, v = (tuple(pools_of(i, is_v) for i in range(len(shapes))) for is_v in (False, True))
+    return KVCache(k, v, groups, block_size, stacked)
 
 
 def write(
@@ -191,8 +230,8 @@ def read(
     period = len(cache.k)
     repeat, index = divmod(layer, period)
 
-    def contiguous(pool: Pool) -> jax.Array:
-        offset = repeat * (pool.shape[0] // cache.num_repeats)
+    def contiguous(pool: Any) -> jax.Array:
+        offset = repeat * (pool_size(pool) // cache.num_repeats)
         heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
         return heads.swapaxes(0, 1)[: length - first_position]
 
@@ -209,10 +248,12 @@ def copy_blocks(
     Block 0 as a source zeroes a block, and from 0 to 0 nothing happens.
     """
 
-    def copied(pool: Pool, index: int) -> Pool:
+    def copied(pool: Any, index: int) -> Any:
+        if not jax.tree.leaves(pool):
+            return pool
         group = cache.groups.of_layer[index]
         repeats = jnp.arange(cache.num_repeats, dtype=jnp.int32)
-        first = (repeats * (pool.shape[0] // cache.num_repeats))[:, None]
+        first = (repeats * (pool_size(pool) // cache.num_repeats))[:, None]
         source = (first + sources[group][None]).reshape(-1)
         destination = (first + destinations[group][None]).reshape(-1)
         return jax.tree.map(lambda array: array.at[destination].set(array[source]), pool)
@@ -221,6 +262,6 @@ def copy_blocks(
     return with_pools(cache, k, [copied(pool, index) for index, pool in enumerate(cache.v)])
 
 
-def with_pools(cache: KVCache, k: list[Pool], v: list[Pool]) -> KVCache:
+def with_pools(cache: KVCache, k: list[Any], v: list[Any]) -> KVCache:
     """The same cache with other arrays."""
     return replace(cache, k=tuple(k), v=tuple(v))

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.kv_cache import KVCache, LayerGroups, Pool, with_pools, write
+from rooflax.nn.kv_cache import KVCache, LayerGroups, States, pool_size, with_pools, write
+from rooflax.nn.layout import STATE
 from rooflax.ops.attention import AttentionArgs, Dense, attention, ragged_attention
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
@@ -24,6 +25,8 @@ from rooflax.ops.weights import Stacked, at, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
+Recall = Callable[..., Float[Array, "T ..."]]
+Slots = tuple[jax.Array | None, ...]
 Layer = Callable[..., Float[Array, "B T D"]]
 
 REMAT_POLICIES = {
@@ -52,7 +55,7 @@ def run_layers(
     Args:
         functions: per layer (its weights, x, attend=) -> x, one object for all layers of a kind.
             attend(q, k, v, scale=, sinks=) sees to cache, masks and windows: q is [B, T, N, H], k
-            and v [B, T, K, H] of the new tokens.
+            and v [B, T, K, H] of the new tokens. A layer with state gets recall(run, shapes) there.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
         x: the embedding; `batch.hidden` takes its place.
@@ -76,7 +79,7 @@ def _unrolled(
     x: jax.Array,
     batch: Batch,
     cache: KVCache | None,
-    slots: tuple[jax.Array, ...],
+    slots: Slots,
     groups: LayerGroups,
     options: ExecutionOptions,
     remat: str | None,
@@ -84,7 +87,7 @@ def _unrolled(
     k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
 
     def run(layer: Layer, group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
-        attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
+        attend = _memory(batch, pools, slots, group, groups.windows[group], options)
         return layer(w, x, attend=attend), attend.pools
 
     kinds = {id(f): (f, group) for f, group in zip(functions, groups.of_layer, strict=True)}
@@ -103,7 +106,7 @@ def _scan(
     x: jax.Array,
     batch: Batch,
     cache: KVCache | None,
-    slots: tuple[jax.Array, ...],
+    slots: Slots,
     groups: LayerGroups,
     options: ExecutionOptions,
     remat: str | None,
@@ -126,9 +129,9 @@ def _scan(
             group = groups.of_layer[index]
             pools = None
             if cache:
-                first_block = repeat * (k_pools[index].shape[0] // repeats)
+                first_block = repeat * (pool_size(k_pools[index]) // repeats)
                 pools = _Pools(k_pools[index], v_pools[index], cache.block_size, first_block)
-            attend = _Attend(batch, pools, slots, group, groups.windows[group], options)
+            attend = _memory(batch, pools, slots, group, groups.windows[group], options)
             x = functions[index](layer_weights, x, attend=attend)
             if attend.pools is not None:
                 k_pools[index], v_pools[index] = attend.pools.k, attend.pools.v
@@ -140,13 +143,17 @@ def _scan(
     return x, with_pools(cache, list(k), list(v)) if cache else None
 
 
-def _slots(batch: Batch, cache: KVCache | None) -> tuple[jax.Array, ...]:
+def _slots(batch: Batch, cache: KVCache | None) -> Slots:
     """Per layer group, where everybody's new K and V go; traced once for all its layers."""
     if cache is None:
         return ()
-    groups = range(len(batch.block_tables))
-    own = (batch.slot_mapping(group, cache.block_size) for group in groups)
-    return tuple(mesh.gather_tokens(slots, batch) for slots in own)
+
+    def own(group: int, window: int | None) -> jax.Array | None:
+        if window == STATE:
+            return None
+        return mesh.gather_tokens(batch.slot_mapping(group, cache.block_size), batch)
+
+    return tuple(own(group, window) for group, window in enumerate(cache.groups.windows))
 
 
 def _once(run: Callable, x: jax.Array, cache: KVCache | None, remat: str | None) -> Callable:
@@ -166,7 +173,7 @@ def _checkpointed(function: Callable, remat: str | None) -> Callable:
 class _Pools:
     """One layer's pools and, among stacked layers, the number of its first block."""
 
-    def __init__(self, k: Pool, v: Pool, block_size: int, first_block: Any):
+    def __init__(self, k: Any, v: Any, block_size: int, first_block: Any):
         self.k, self.v, self.block_size, self.first_block = k, v, block_size, first_block
 
     def tree_flatten(self) -> tuple[tuple, int]:
@@ -178,6 +185,45 @@ class _Pools:
         return cls(k, v, block_size, first_block)
 
 
+def _memory(
+    batch: Batch,
+    pools: _Pools | None,
+    slots: Slots,
+    group: int,
+    window: int | None,
+    options: ExecutionOptions,
+) -> _Attend | _Recall:
+    """What a layer of the group remembers by."""
+    if window == STATE:
+        return _Recall(batch, pools, group)
+    return _Attend(batch, pools, slots, group, window, options)
+
+
+class _Recall:
+    """What a layer with state calls: it goes on from its sequences' states, and keeps the new."""
+
+    def __init__(self, batch: Batch, pools: _Pools | None, group: int):
+        self.batch, self.pools, self.group = batch, pools, group
+
+    def __call__(
+        self, run: Callable[..., tuple[Array, States]], shapes: Sequence[tuple[int, ...]]
+    ) -> Float[Array, "T ..."]:
+        """
+        Args:
+            run: (runs, states) -> what it computes, and the pools of states with the new ones.
+            shapes: of one sequence's states on this device.
+        """
+        pools = self.pools
+        if pools is None:
+            assert self.batch.segment_ids is None, "no layers with state are trained"
+            rows = self.batch.tokens.shape[0]
+            zeros = tuple(jnp.zeros((rows, *shape), jnp.float32) for shape in shapes)
+            return run(self.batch.runs(None), zeros)[0]
+        out, states = run(self.batch.runs(self.group, pools.first_block), pools.k)
+        self.pools = _Pools(states, (), pools.block_size, pools.first_block)
+        return out
+
+
 class _Attend:
     """What a layer calls to attend: writes the new K and V, then reads what each query sees."""
 
@@ -185,7 +231,7 @@ class _Attend:
         self,
         batch: Batch,
         pools: _Pools | None,
-        slots: tuple[jax.Array, ...],
+        slots: Slots,
         group: int,
         window: int | None,
         options: ExecutionOptions,
@@ -216,7 +262,9 @@ class _Attend:
             return attention(q, k, v, dense, args, implementation=kernels)
         pools = self.pools
         k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
-        slots = self.slots[self.group] + pools.first_block * pools.block_size
+        slots = self.slots[self.group]
+        assert slots is not None
+        slots = slots + pools.first_block * pools.block_size
         k_pool, v_pool = (
             write(pool, new, slots, implementation=kernels)
             for pool, new in ((pools.k, k), (pools.v, v))

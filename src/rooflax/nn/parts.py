@@ -26,6 +26,8 @@ from rooflax.nn.weights import (
     Linear,
     PerExpert,
     Reordered,
+    Rows,
+    Stacked,
     Weight,
 )
 from rooflax.nn.wiring import (
@@ -59,6 +61,7 @@ class Attention:
         norm_after_rope: `qk_norm` is after it.
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
         causal: queries see no token behind their own; otherwise a window reaches both ways.
+        gate: the query projection gives a gate of each head's output, too.
     """
 
     num_heads: int
@@ -77,6 +80,7 @@ class Attention:
     interleaved: bool = False
     norm_after_rope: bool = False
     causal: bool = True
+    gate: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -84,7 +88,7 @@ class Attention:
         return group | {
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads,
-            "qkv_group": self.num_heads // self.num_kv_heads + 2,
+            "qkv_group": self.num_heads // self.num_kv_heads * (1 + self.gate) + 2,
             "head_dim": self.head_dim,
         }
 
@@ -95,15 +99,17 @@ class Attention:
         lines = self.wiring.table(self.norm, "attn", *norms)
         order = (self.rope or Rope(1.0)).order(self.head_dim, self.interleaved)
         axes = "kv_heads qkv_group head_dim"
-        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, QKV(order=order))
+        layout = QKV(order=order, gated=self.gate)
+        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, layout)
         if self.qkv_bias:
-            lines["attn.qkv_bias"] = Weight(axes, biases, QKV(bias=True, order=order), "zeros")
+            lines["attn.qkv_bias"] = Weight(axes, biases, replace(layout, bias=True), "zeros")
         if self.qk_norm is not None:
             for part in "qk":
                 key, hf = f"attn.{part}_norm", f"{ATTENTION}.{part}_norm"
                 lines |= self.norm.table(key, hf, "head_dim")
                 if order:
-                    lines[key] = replace(lines[key], layout=Reordered(order))
+                    layout = Reordered(order, lines[key].layout)
+                    lines[key] = replace(lines[key], layout=layout)
         if self.flat_norm:
             for part, axes in (("q", "kv_heads q_group head_dim"), ("k", "kv_heads head_dim")):
                 hf = f"{ATTENTION}.{part}_norm.weight"
@@ -132,6 +138,7 @@ class Attention:
     ) -> Hidden:
         qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+        q, gate = (q[:, :, :, ::2], q[:, :, :, 1::2]) if self.gate else (q, None)
         if self.qk_norm is not None and self.flat_norm:
             q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
             k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
@@ -148,6 +155,8 @@ class Attention:
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         how = {"scale": scale, "sinks": sinks, "causal": self.causal}
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], **how)
+        if gate is not None:
+            h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
         o_bias, residual = (
             context.on_one_shard(w.get("attn.o_bias")),
             context.on_one_shard(residual),
@@ -266,6 +275,7 @@ class Moe:
         shared_gated: its result is multiplied by a gate of one number.
         biased: shares are sigmoids; a bias of each expert has a say in which are chosen.
         scale: of the shares.
+        stacked: one tensor of a checkpoint holds all experts.
     """
 
     num_experts: int
@@ -279,6 +289,7 @@ class Moe:
     shared_gated: bool = True
     biased: bool = False
     scale: float = 1.0
+    stacked: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -289,10 +300,13 @@ class Moe:
     def table(self) -> Table:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
         lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
-        axes, stored = "experts | hidden -> gate_up mlp", self.stored("gate_proj", "up_proj")
-        lines["mlp.gate_up"] = Weight(axes, stored, PerExpert(GateUp()))
-        axes, stored = "experts | mlp -> hidden", self.stored("down_proj")
-        lines["mlp.down"] = Weight(axes, stored, PerExpert(Linear()), "residual")
+        first, last = self.stored("gate_proj", "up_proj"), self.stored("down_proj")
+        layouts = PerExpert(GateUp()), PerExpert(Linear())
+        if self.stacked:
+            first, last = f"{MLP}.experts.gate_up_proj", f"{MLP}.experts.down_proj"
+            layouts = Stacked(Rows(GateUp())), Stacked(Linear())
+        lines["mlp.gate_up"] = Weight("experts | hidden -> gate_up mlp", first, layouts[0])
+        lines["mlp.down"] = Weight("experts | mlp -> hidden", last, layouts[1], "residual")
         if self.shared:
             both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
             down = f"{MLP}.shared_expert.down_proj.weight"
@@ -365,10 +379,11 @@ class Layer:
     together, with one line per weight.
 
     Attributes:
+        attention: or what stands in its place; see nn.recurrent.
         parallel: the network reads what attention reads, by attention's norm.
     """
 
-    attention: Attention
+    attention: Attention | Any
     mlp: Mlp | Moe
     parallel: bool = False
 

@@ -26,6 +26,8 @@ RULES = {
     "mlp": TENSOR,
     "dense_mlp": TENSOR,
     "shared_mlp": TENSOR,
+    "channels": TENSOR,
+    "delta_heads": TENSOR,
     "vocab": TENSOR,
     "experts": EXPERT,
     "layers": STAGE,
@@ -34,6 +36,10 @@ RULES = {
 }
 """What is split over what. The names are those of the weight table, and three more: the layers of a
 model, a batch's rows, and the tokens of each. Every other axis is whole everywhere."""
+
+
+SPLIT = ("kv_heads", "mlp", "dense_mlp", "shared_mlp", "channels", "delta_heads", "experts")
+"""Axes of weights that a mesh must divide: query heads go with theirs, the vocabulary is padded."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,11 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
             f"The mesh has tensor={shards.tensor} and the model {config.num_kv_heads} K/V heads, "
             f"whose norm is of all heads together; choose a tensor axis that divides them."
         )
+    if config.groups.state is not None and (split := shards.among(DATA, SEQUENCE)):
+        raise RequestError(
+            f"The mesh has {split[0]}={shards.sizes[split[0]]} and the model layers with state, "
+            f"which rooflax splits over tensor, expert and stage alone; leave that axis out."
+        )
     if kv_copies(config, shards) > 1:
         config = config.with_kv_heads(shards.tensor)
     check_split(config.axis_sizes, shards)
@@ -112,7 +123,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Refuses a split that leaves a remainder, with the arithmetic."""
-    for axis in ("kv_heads", "mlp", "dense_mlp", "shared_mlp", "experts"):
+    for axis in SPLIT:
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:
             _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Float32, Layout, PlusOne, Slot
+from rooflax.nn.weights import Float32, Layout, PlusOne, Reordered, Slot
 from rooflax.ops.formats import FORMATS, GROUP, format_of
 from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 
@@ -81,7 +81,7 @@ class Storage:
 
     def dtype_of(self, slot: Slot, config: Decoder, stored_bfloat16: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
-        if isinstance(slot.weight.layout, PlusOne | Float32):
+        if is_float32(slot.weight.layout):
             return "float32"
         reads_bfloat16 = is_matmul(slot, config) or slot.key == "embed"
         keep = self.keeps_bfloat16 and stored_bfloat16 and reads_bfloat16
@@ -143,6 +143,12 @@ class Storage:
         check_groups(slot, found, math.prod(in_shape))
         stack = math.prod(shape[: slot.weight.num_stacked])
         return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
+
+
+def is_float32(layout: Layout) -> bool:
+    """Whether a weight is float32 at any precision."""
+    layout = layout.each if isinstance(layout, Reordered) else layout
+    return isinstance(layout, PlusOne | Float32)
 
 
 def is_head(slot: Slot, config: Decoder) -> bool:

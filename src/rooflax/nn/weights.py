@@ -143,10 +143,12 @@ class QKV(Layout):
     Attributes:
         order: which of the checkpoint's dimensions each dimension of a query or key head is; None
             if they are the same.
+        gated: a gate, whose dimensions keep their order, follows each query head.
     """
 
     bias: bool = False
     order: tuple[int, ...] | None = None
+    gated: bool = False
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         kv_heads, group, head_dim = out_shape
@@ -155,18 +157,23 @@ class QKV(Layout):
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         kv_heads, group, head_dim = out.shape[-3:]
-        for part, where, order in zip(parts, _qkv_slices(group), self._orders(), strict=True):
+        for part, where in zip(parts, _qkv_slices(group), strict=True):
             heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
-            if self.bias:
-                out[:, where] = heads[:, :, order]
-                continue
             for at, head in np.ndindex(heads.shape[:2]):
-                _turn(heads[at, head][order], out[:, at, where.start + head])
+                own = heads[at, head][self._order(where.start + head, group)]
+                if self.bias:
+                    out[at, where.start + head] = own
+                else:
+                    _turn(own, out[:, at, where.start + head])
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        orders = (o if isinstance(o, slice) else np.argsort(o) for o in self._orders())
-        slices = zip(_qkv_slices(array.shape[-2]), orders, strict=True)
-        parts = [array[..., where, :][..., order] for where, order in slices]
+        group, heads = array.shape[-2], []
+        for head in range(group):
+            order = self._order(head, group)
+            back = order if isinstance(order, slice) else np.argsort(order)
+            heads.append(array[..., head, :][..., back])
+        ours = np.stack(heads, axis=-2)
+        parts = [ours[..., where, :] for where in _qkv_slices(group)]
         if self.bias:
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
@@ -176,23 +183,30 @@ class QKV(Layout):
     ) -> list[np.ndarray]:
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
 
-    def _orders(self) -> tuple[Any, Any, slice]:
-        """Of the dimensions of a q, k and v head."""
-        order = slice(None) if self.order is None else list(self.order)
-        return order, order, slice(None)
+    def _order(self, head: int, group: int) -> Any:
+        """Of the dimensions of one of a group's heads: queries, then k, then v."""
+        is_gate = self.gated and head < group - 2 and head % 2 == 1
+        if self.order is None or head == group - 1 or is_gate:
+            return slice(None)
+        return list(self.order)
 
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """A vector of a head's dimensions, in the order that `QKV` gives them."""
+    """A vector of a head's dimensions, in the order that `QKV` gives them.
+
+    Attributes:
+        each: the layout of the vector in the checkpoint's order.
+    """
 
     order: tuple[int, ...]
+    each: Layout = Layout()
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        out[...] = parts[0][list(self.order)]
+        self.each.join([parts[0][list(self.order)]], out)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        return [array[np.argsort(self.order)]]
+        return self.each.split(array[np.argsort(self.order)], in_shape)
 
 
 @dataclass(frozen=True)
@@ -279,6 +293,43 @@ class GateUp(Layout):
 
 
 @dataclass(frozen=True)
+class FusedRows(Layout):
+    """Linear layers whose rows lie in one tensor, one layer after the other, as [hidden, parts,
+    width]; with `bias` as [parts, width]."""
+
+    bias: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(out_shape), *in_shape)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        if self.bias:
+            out[...] = parts[0].reshape(out.shape)
+            return
+        rows = parts[0].reshape(*out.shape[-2:], parts[0].shape[-1])
+        for index, part in enumerate(rows):
+            _turn(part, out[:, index])
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [array if self.bias else np.moveaxis(array, 0, -1)]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        (part,) = parts
+        rows = part.reshape(*shape[-2:], *part.shape[1:])
+        return [rows[:, where[-1]]]
+
+
+@dataclass(frozen=True)
+class Channels(Layout):
+    """The kernel of a convolution of each channel, [channels, 1, taps] in the checkpoint."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        return [(math.prod(out_shape[:-1]), 1, out_shape[-1])]
+
+
+@dataclass(frozen=True)
 class InterleavedGateUp(Layout):
     """GPT-OSS's experts: gate and up alternate on the last axis; ours is [..., 2, mlp]."""
 
@@ -329,6 +380,85 @@ class PerExpert(Layout):
 def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndarray]]:
     size = len(parts) // count
     return [parts[begin : begin + size] for begin in range(0, len(parts), size)]
+
+
+@dataclass(frozen=True)
+class Stacked(PerExpert):
+    """A stack of which one tensor holds all experts."""
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        (one,) = self.each.hf_shapes(in_shape[1:], out_shape)
+        return [(in_shape[0], *one)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        super().join(self._apart(parts), out)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        return [np.stack(super().split(array, in_shape))]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        return super().slice_parts(self._apart(parts), shape, where)
+
+    def _apart(self, parts: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """One matrix per expert, of one tensor; parts of them come apart already."""
+        return list(parts[0]) if parts[0].ndim == 3 else parts
+
+
+@dataclass(frozen=True)
+class HeadRows(Layout):
+    """Rows of several kinds, of each kind those of all heads; ours has a head's rows of all kinds
+    side by side, [hidden, heads, width], so that a split over heads keeps them together.
+
+    Attributes:
+        widths: of each tensor, how many rows of a kind a head has, kind by kind.
+        is_kernel: they are channels of a convolution, [rows, 1, taps]; ours is [heads, width,
+            taps].
+    """
+
+    widths: tuple[tuple[int, ...], ...]
+    is_kernel: bool = False
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        rest = (1, out_shape[-1]) if self.is_kernel else in_shape
+        return [(out_shape[0] * sum(widths), *rest) for widths in self.widths]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        begin = 0
+        for rows in self._apart(parts, out.shape[0 if self.is_kernel else 1]):
+            end = begin + rows.shape[1]
+            if self.is_kernel:
+                out[:, begin:end] = rows.reshape(*rows.shape[:2], -1)
+            else:
+                for head, own in enumerate(rows):
+                    _turn(own, out[:, head, begin:end])
+            begin = end
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        ours = array if self.is_kernel else np.moveaxis(array, 0, -1)  # [heads, width, ...]
+        ends = np.cumsum([width for widths in self.widths for width in widths])[:-1]
+        kinds = iter(np.split(ours, ends, axis=1))
+        flat = [[next(kinds) for _ in widths] for widths in self.widths]
+        return [
+            np.concatenate([kind.reshape(-1, ours.shape[-1]) for kind in tensor]) for tensor in flat
+        ]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        axis = -3 if self.is_kernel else -2
+        return [rows[where[axis]] for rows in self._apart(parts, shape[axis])]
+
+    def _apart(self, parts: Sequence[np.ndarray], heads: int) -> list[np.ndarray]:
+        """Of each kind [heads, width, ...]; parts of the tensors come so."""
+        if parts[0].ndim == (4 if self.is_kernel else 3):
+            return list(parts)
+        found = []
+        for part, widths in zip(parts, self.widths, strict=True):
+            for rows in np.split(part, np.cumsum([heads * width for width in widths])[:-1]):
+                found.append(rows.reshape(heads, -1, *part.shape[1:]))
+        return found
 
 
 @dataclass(frozen=True)

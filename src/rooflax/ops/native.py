@@ -17,7 +17,7 @@ import jax
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
-    "rooflax_cache_write",
+    "rooflax_cache_write", "rooflax_delta_rule",
 )  # fmt: skip
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""

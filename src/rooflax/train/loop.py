@@ -110,8 +110,13 @@ def check_trainable(model: Model) -> None:
     """Refuses weights that have no gradients.
 
     Raises:
-        RequestError: some are quantized.
+        RequestError: some are quantized, or layers keep a state.
     """
+    if model.config.groups.state is not None:
+        raise RequestError(
+            f"The model is {model.family}, whose layers with state rooflax does not train; train a "
+            f"model with attention alone."
+        )
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
         raise RequestError(
             "The model has quantized weights, which cannot be trained; load it without `quantize`, "

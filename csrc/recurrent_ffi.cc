@@ -1,0 +1,120 @@
+// The gated delta rule over rows of a pool of states, in place, as an XLA custom call.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "ffi_common.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace rooflax {
+namespace {
+
+using S32 = ffi::Buffer<ffi::S32>;
+
+// x / sqrt(|x|^2 + eps) * scale: one function, so that every row is computed alike.
+__attribute__((noinline)) void Normalise(const float* x, int64_t count, float eps, float scale, float* out) {
+  float squares = 0;
+  for (int64_t i = 0; i < count; ++i) squares += x[i] * x[i];
+  const float factor = scale / std::sqrt(squares + eps);
+  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
+}
+
+// Of each sequence its tokens one after the other: those of number [starts, starts + lens) go on from the
+// pool's row `rows`, or from zeros where `is_new`. States go to `targets`, each after `reached` of the
+// tokens; a target of kNoSlot or more is nowhere. The result is the pool itself. Outputs of tokens
+// that are no sequence's are zero.
+ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 pool,
+                     S32 starts, S32 lens, S32 rows, S32 is_new, S32 targets, S32 reached,
+                     ffi::Result<F32> out, ffi::Result<F32> states, float eps) {
+  if (Rank(q) != 3 || !SameShape(q, k) || Rank(v) != 4 || Rank(g) != 3 || !SameShape(g, beta) ||
+      Rank(pool) != 5 || !SameShape(pool, *states) || !SameShape(v, *out) || Rank(starts) != 1 ||
+      !SameShape(starts, lens) || !SameShape(starts, rows) || !SameShape(starts, is_new) ||
+      Rank(targets) != 2 || !SameShape(targets, reached) || Dim(targets, 0) != Dim(starts, 0)) {
+    return Refuse("delta rule: shapes");
+  }
+  const int64_t tokens = Dim(q, 0), heads = Dim(q, 1), key_dim = Dim(q, 2);
+  const int64_t group = Dim(v, 2), value_dim = Dim(v, 3), num_rows = Dim(pool, 0);
+  if (Dim(v, 0) != tokens || Dim(v, 1) != heads || Dim(g, 0) != tokens || Dim(g, 1) != heads ||
+      Dim(g, 2) != group || Dim(pool, 1) != heads || Dim(pool, 2) != group ||
+      Dim(pool, 3) != key_dim || Dim(pool, 4) != value_dim) {
+    return Refuse("delta rule: sizes");
+  }
+  const int64_t sequences = Dim(starts, 0), num_targets = Dim(targets, 1);
+  int64_t computed = 0;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
+    if (len == 0) continue;
+    const int64_t row = rows.typed_data()[i];
+    if (len < 0 || start < 0 || start > tokens - len) return Refuse("delta rule: tokens of a sequence");
+    if (row < 0 || row >= num_rows) return Refuse("delta rule: a row outside the pool");
+    for (int64_t j = 0; j < num_targets; ++j) {
+      const int64_t target = targets.typed_data()[i * num_targets + j];
+      if (target < 0 || (target >= num_rows && target < kNoSlot)) {
+        return Refuse("delta rule: a target outside the pool");
+      }
+    }
+    computed += len;
+  }
+  const int64_t matrix = key_dim * value_dim;
+  float* to = states->typed_data();
+  if (to != pool.typed_data()) std::memcpy(to, pool.typed_data(), pool.size_bytes());
+  if (computed < tokens) std::fill_n(out->typed_data(), v.element_count(), 0.0f);
+  std::vector<float> unit(static_cast<size_t>(2 * tokens * heads * key_dim));
+  float* const unit_q = unit.data();
+  float* const unit_k = unit_q + tokens * heads * key_dim;
+  const float scale = 1 / std::sqrt(static_cast<float>(key_dim));
+  for (int64_t i = 0; i < tokens * heads; ++i) {
+    Normalise(q.typed_data() + i * key_dim, key_dim, eps, scale, unit_q + i * key_dim);
+    Normalise(k.typed_data() + i * key_dim, key_dim, eps, 1, unit_k + i * key_dim);
+  }
+  const int64_t parts = (value_dim + kDeltaColumns - 1) / kDeltaColumns;
+  const auto work = [&](int64_t item) {
+    const int64_t begin = item % parts * kDeltaColumns, of = item / parts;  // columns, matrix
+    const int64_t member = of % group, head = of / group % heads, i = of / group / heads;
+    const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
+    if (len == 0) return;
+    const int64_t columns = std::min(kDeltaColumns, value_dim - begin);
+    std::vector<float> state(static_cast<size_t>(key_dim * kDeltaColumns));
+    float value[kDeltaColumns] = {}, o[kDeltaColumns];
+    const auto row_of = [&](int64_t row) {
+      return to + ((row * heads + head) * group + member) * matrix + begin;
+    };
+    if (is_new.typed_data()[i] == 0) {
+      const float* from = row_of(rows.typed_data()[i]);
+      for (int64_t r = 0; r < key_dim; ++r) {
+        std::copy_n(from + r * value_dim, columns, state.data() + r * kDeltaColumns);
+      }
+    }
+    for (int64_t n = 0; n < len; ++n) {
+      const int64_t at = (start + n) * heads + head, one = at * group + member;
+      std::copy_n(v.typed_data() + one * value_dim + begin, columns, value);
+      ChosenKernels().delta({key_dim, unit_q + at * key_dim, unit_k + at * key_dim, value,
+                             g.typed_data()[one], beta.typed_data()[one], state.data(), o});
+      std::copy_n(o, columns, out->typed_data() + one * value_dim + begin);
+      for (int64_t j = 0; j < num_targets; ++j) {
+        const int64_t target = targets.typed_data()[i * num_targets + j];
+        if (reached.typed_data()[i * num_targets + j] != n + 1 || target >= num_rows) continue;
+        float* kept = row_of(target);
+        for (int64_t r = 0; r < key_dim; ++r) {
+          std::copy_n(state.data() + r * kDeltaColumns, columns, kept + r * value_dim);
+        }
+      }
+    }
+  };
+  ParallelFor(
+      sequences * heads * group * parts, ThreadsFor(threads, computed * heads * group * matrix),
+      [&](auto task) { threads.Schedule(std::move(task)); }, work);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ROOFLAX_HANDLER(rooflax_delta_rule, DeltaRule,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
+                    .Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()
+                    .Arg<S32>().Ret<F32>().Ret<F32>().Attr<float>("eps"));
+
+}  // namespace rooflax

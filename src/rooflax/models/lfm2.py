@@ -1,0 +1,81 @@
+"""LFM2: short convolutions in place of attention in most layers, RMSNorm of query and key heads.
+
+Longer than other families' files: all names of tensors and most keys are its own.
+
+Source: transformers, models/lfm2/modeling_lfm2.py; Liquid AI, LFM2 Technical Report, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import ATTENTION, Layer, Mlp
+from rooflax.nn.recurrent import ShortConv
+from rooflax.nn.weights import Stored
+
+KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
+NAMES = Names((
+    ("final_norm", Stored("model.embedding_norm.weight")),
+    *((f"layers.{{i}}.{part}.norm", Stored("model.layers.{i}.operator_norm.weight"))
+      for part in ("attn", "conv")),
+    *((f"layers.{{i}}.attn.{part}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
+      for part in "qk"),
+    ("layers.{i}.attn.o", Stored(f"{ATTENTION}.out_proj.weight")),
+    ("layers.{i}.mlp.norm", Stored("model.layers.{i}.ffn_norm.weight")),
+    ("layers.{i}.mlp.gate_up", Stored((f"{FEED}.w1.weight", f"{FEED}.w3.weight"))),
+    ("layers.{i}.mlp.down", Stored(f"{FEED}.w2.weight")),
+))  # fmt: skip
+
+
+SKIPPED_KEYS = (
+    "block_dim", "block_*init*", "block_norm_eps", "conv_dim_out", "conv_use_xavier_init",
+    "num_heads", "theta", "use_pos_enc",
+)  # fmt: skip
+"""Of training, or said twice."""
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.waive(*SKIPPED_KEYS)
+    reader.expect("block_use_swiglu", True)
+    reader.expect("conv_dim", reader.size("hidden_size"))
+    reader.assume(rms_norm_eps=reader.number("norm_eps", 1e-5))
+    attention = common.read_attention(reader, norm_eps=1e-5, kv_heads=8, theta=1_000_000.0)
+    attention = replace(attention, qk_norm=attention.norm.eps)
+    taps, bias = reader.size("conv_L_cache", 3, least=2), reader.flag("conv_bias", False)
+    conv = ShortConv(reader.size("hidden_size"), taps, attention.norm, bias)
+    mlp = Mlp(_read_width(reader), attention.norm, "silu")
+    kinds = dict(zip(KINDS, (Layer(attention, mlp), Layer(conv, mlp)), strict=True))
+    count = common.num_layers(reader)
+    full = reader.get("full_attn_idxs", list(range(count)))
+    default = [KINDS[i not in full] for i in range(count)]
+    layers = [kinds[kind] for kind in reader.layer_types(count, default, KINDS)]
+    tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
+    decoder = common.read_decoder(reader, layers, max_position=128_000, tied_embeddings=tied)
+    return replace(decoder, names=NAMES)
+
+
+def _read_width(reader: ConfigReader) -> int:
+    """Of the feed-forward network: by default two thirds of what is stated, rounded up."""
+    width = reader.size("block_ff_dim", reader.get("intermediate_size", 12_288))
+    multiple = reader.size("block_multiple_of", 256)
+    factor = reader.number("block_ffn_dim_multiplier", 1.0)
+    if not reader.flag("block_auto_adjust_ff_dim", True):
+        return width
+    return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    written = common.write_decoder(decoder, "lfm2", "Lfm2ForCausalLM")
+    convs = [x.attention for x in decoder.layers if isinstance(x.attention, ShortConv)]
+    del written["hidden_act"]
+    return written | {
+        "norm_eps": written.pop("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": convs[0].taps if convs else 3,
+        "conv_bias": bool(convs) and convs[0].bias,
+        "layer_types": [KINDS[isinstance(x.attention, ShortConv)] for x in decoder.layers],
+    }

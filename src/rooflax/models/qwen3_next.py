@@ -1,0 +1,31 @@
+"""Qwen3-Next: the gated delta rule in three of four layers, gated attention in the others, experts.
+
+Source: transformers, models/qwen3_next/modeling_qwen3_next.py; Qwen Team, Qwen3-Next, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rooflax.models.config_reader import ConfigReader
+from rooflax.models.mixers import read_layers, read_mixers, write_mixers
+from rooflax.models.sparse import read_mlps, read_sparse_layers
+from rooflax.nn.decoder import Decoder
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.assume(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True)
+    reader.assume(moe_intermediate_size=512, intermediate_size=5632)
+    attention, delta = read_mixers(reader, kv_heads=2, fused=True)
+    dense, sparse = read_mlps(reader, attention.norm)
+    sparse = replace(sparse, shared=reader.size("shared_expert_intermediate_size", 512))
+    mlps = [sparse if has else dense for has in read_sparse_layers(reader)]
+    return read_layers(reader, attention, delta, mlps)
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    moe = qwen3_moe.config_to_hf(decoder)
+    del moe["sliding_window"], moe["use_sliding_window"]
+    names = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    return moe | names | write_mixers(decoder)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import gpu_models
 from rooflax.ops.accelerator import OLDEST_GPU_JAX
 from tests.marks import cases
 from tests.product.snippets import ROOT
@@ -33,42 +34,64 @@ def run(out, *arguments):
     command = [sys.executable, str(SCRIPT), str(out), "--dry-run", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads((out / "figures.json").read_text()), (out / "table.md").read_text()
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    return lines, (out / "table.md").read_text()
 
 
-def test_parts_are_written_down_one_after_the_other(tmp_path):
-    figures, table = run(tmp_path, "--only", "ceilings")
-    assert figures["ceilings"]["result"]["read_gb_per_s"] > 0 and "Ceilings:" in table
-    both, table = run(tmp_path, "--only", "decode int8", "--budget", "0")
-    assert both["ceilings"] == figures["ceilings"]  # kept
-    assert both["decode int8"]["failed"] == "no time was left" and "no time was left" in table
+def test_the_whole_dry_run(tmp_path, script):
+    """Every case has a result: where there are no kernels from XLA, and its line says so."""
+    lines, table = run(tmp_path)
+    last = {line["name"]: line for line in lines}
+    assert list(last) == [case.name for case in script.cases(tiny=True)]
+    kernels = jax.__version_info__ >= OLDEST_GPU_JAX
+    for case in script.cases(tiny=True):
+        line = last[case.name]
+        assert f"| {case.name}" in table
+        if case.job == "race" and not kernels:
+            assert "need JAX 0.11" in line["failed"]
+            continue
+        assert "result" in line, line
+        falls_back = not kernels and case.job in ("linear", "attention", "experts")
+        assert ("fell_back" in line) == falls_back, line
+        if case.job in ("linear", "attention", "experts"):
+            assert line["result"]["error"] <= line["result"]["tolerance"]
+    assert last["ceilings"]["result"]["copy_gb_per_s"] > 0
+    assert ("(XLA: the kernel failed)" in table) != kernels
 
 
-def test_a_model_with_weights_drawn_on_the_device_is_measured(tmp_path):
-    figures, _ = run(tmp_path, "--only", "decode int8")
-    assert "failed" not in figures["decode int8"], figures["decode int8"]["said"]
+def test_what_is_not_begun_in_time_says_so(tmp_path):
+    lines, table = run(tmp_path, "--only", "ceilings", "--budget", "0")
+    assert lines[0]["failed"] == "no time was left" and "no time was left" in table
 
 
-def test_a_part_that_fails_or_takes_too_long_says_so(script):
-    row = {"model": "preset:nothing", "work": {}, "precision": {}}
-    environment = dict(os.environ, JAX_PLATFORMS="cpu")
-    failed = script.run_part(script.Part("row", "model", row, 60), 60, environment)
+def test_a_case_that_fails_or_takes_too_long_says_so(script):
+    own = dict(os.environ, JAX_PLATFORMS="cpu")
+    row = {"model": "nothing", "work": {}, "precision": {}}
+    (failed,) = script.started([script.Case("row", 2, "model", row, 60)], 60, own)
     assert "no preset 'nothing'" in failed["failed"]
-    late = script.run_part(script.Part("row", "model", row, 60), 0.1, environment)
+    (late,) = script.started([script.Case("row", 2, "model", row, 60)], 0.1, own)
     assert late["failed"].startswith("not done after")
 
 
-def test_only_names_a_part(tmp_path):
+def test_cases_of_a_process_have_lines_of_their_own(script):
+    own = dict(os.environ, JAX_PLATFORMS="cpu")
+    cases = [script.Case("ceilings", 2, "ceilings", {"tiny": True}, 60)]
+    cases.append(script.Case("broken", 2, "nothing of that name", {}, 60))
+    first, second = script.started(cases, 60, own)
+    assert "result" in first and "KeyError" in second["failed"]
+
+
+def test_only_names_a_case(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--only", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "none of the parts: kernels, ceilings" in done.stderr
+    assert done.returncode == 2 and "none of the cases: linear" in done.stderr
 
 
 @pytest.mark.parametrize(
     "format", cases(["w8a16", "w4a16", "mxfp4-a16", "fp8-a16"], slow=["w8a16"])
 )
 def test_packed_weights_drawn_on_the_device_spread_as_a_preset_does(script, format):
-    w = script._one(jax.random.key(0), "packed", ((), (256,), (64,)), format, 0.02)
+    w = gpu_models._one(jax.random.key(0), "packed", ((), (256,), (64,)), format, 0.02)
     numbers = np.asarray(w.numbers())
     assert 0.015 < numbers.std() < 0.027 and abs(numbers.mean()) < 0.003
     if format == "w8a16":
@@ -76,19 +99,12 @@ def test_packed_weights_drawn_on_the_device_spread_as_a_preset_does(script, form
         np.testing.assert_allclose(codes.sum(axis=0), np.asarray(w.sums)[:64], atol=0.1)
 
 
-def test_models_of_every_part_are_presets(script):
+def test_parts_have_presets_limits_and_names_of_their_own(script):
     from rooflax.models.presets import PRESETS
 
-    for part in script.parts(tiny=False):
-        name = part.arguments.get("model", "preset:llama-3.1-8b").removeprefix("preset:")
-        assert name in PRESETS, part
-
-
-@pytest.mark.slow
-def test_the_whole_dry_run(tmp_path):
-    figures, _ = run(tmp_path)
-    allowed = {"transformers"} | (set() if jax.__version_info__ >= OLDEST_GPU_JAX else {"kernels"})
-    failed = {name: found["failed"] for name, found in figures.items() if "failed" in found}
-    assert set(failed) <= allowed, failed
-    if "kernels" not in failed:
-        assert figures["kernels"]["result"]["wrong"] == []
+    known = script.cases(tiny=False)
+    assert len({case.name for case in known}) == len(known)
+    assert {case.part for case in known} == set(script.BUDGETS_S)
+    for case in known:
+        assert case.limit_s <= script.BUDGETS_S[case.part]
+        assert case.arguments.get("model", "llama-3.1-8b") in PRESETS, case

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax._src.interpreters import mlir
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 
 EVENTS = {
@@ -47,6 +48,7 @@ def modules(function, *arguments):
     found = []
     for each in packed:
         with mlir.make_ir_context() as context:
+            mgpu.dialect.register_dialect(context)
             context.allow_unregistered_dialects = True
             found.append(_events(ir.Module.parse(each).operation))
     return found

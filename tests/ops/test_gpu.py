@@ -363,6 +363,28 @@ def test_paged_attention_over_narrow_pools(kind, interpreted):
     close(out, paged_attention(q, k_pool, v_pool, *given, implementation="reference"))
 
 
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_what_lies_behind_a_context_is_not_used(kind, interpreted):
+    """A block's last slots hold what another sequence left there: NaN here."""
+    case = replace(FEW[0], query_len=1, key_len=90, context_lens=(90, 33))
+    q, k_pool, v_pool, *given = paged(case)
+    if kind == "int8":
+        k_pool, v_pool = (QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool))
+    wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
+    paging = given[0]
+
+    def spoilt(pool):
+        for row, context in enumerate(np.asarray(paging.context_lens)):
+            block, slot = paging.block_tables[row, context // BLOCK], context % BLOCK
+            if isinstance(pool, QuantizedPool):
+                pool = replace(pool, scales=pool.scales.at[block, :, slot:].set(jnp.nan))
+            else:
+                pool = pool.at[block, :, slot:].set(jnp.nan)
+        return pool
+
+    close(attend(q, spoilt(k_pool), spoilt(v_pool), *given), wanted)
+
+
 @pytest.mark.every_jax
 def test_caches_of_fp8_and_float16_are_refused():
     q, *pools, paging, args = paged(replace(FEW[0], head_dim=128))

@@ -135,6 +135,10 @@ def _program(
         keys, values = (load(r.at[block, head], layout).astype(jnp.float32) for r in pools[:2])
         scales = [load(r.at[block, head], layout.reduce(1)) for r in pools[2:]]
         at = slots + (first + visit * block_size)
+        # behind the context a block holds what others left, and 0 times NaN is NaN
+        values = jnp.where(_per_slot(at < context, values), values, 0.0)
+        if scales:
+            scales[1] = jnp.where(at < context, scales[1], 0.0)
         taken = []
         for number, state in enumerate(found):
             query = part * together + number

@@ -50,7 +50,7 @@ class Bytes:
         slots: inputs of one row.
         unpack: words of bytes, for the words of codes.
         scale: what numbers are more than bytes.
-        offset: what bytes are less than their codes, as four of them.
+        offset: what bytes are less than their codes; of paired ones.
         halves: a word of codes gives one of each half of the inputs, one after the other.
         paired: a word of bytes has two inputs of the first half, and the same two of the second.
     """
@@ -94,17 +94,17 @@ class Bytes:
             if not fuses(prologue):
                 x, prologue = applied(prologue, x), None
             where = (self.slots, self.places, parts, prologue)
-            return packed_values(x, *where, paired=self.paired)
+            return packed_values(x, *where, paired=self.paired, offset=self.offset)
         x = applied(prologue, x).astype(jnp.float32)
         groups = x.reshape(len(x), -1, self.slots)
         codes, step = int8_codes(groups if w.grouped else x)
         codes = jnp.where(jnp.isfinite(step), codes, 0.0).reshape(groups.shape).astype(jnp.int8)
         step = jnp.broadcast_to(step.reshape(len(x), -1, 1), (*groups.shape[:2], 1))
         laid = jnp.stack([codes[..., inputs] for inputs in np.array(self.order)], axis=2)
-        both = (
-            jax.lax.bitcast_convert_type(laid, jnp.int32),
-            jax.lax.bitcast_convert_type(step, jnp.int32),
-        )
+        both = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in (laid, step)]
+        if self.offset:
+            total = codes.astype(jnp.int32).sum(axis=2, keepdims=True, dtype=jnp.int32)
+            both.insert(1, self.offset * total)
         return padded(jnp.concatenate(both, axis=-1).swapaxes(1, 2))
 
     def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
@@ -119,19 +119,16 @@ class Bytes:
         """
         from rooflax.ops.mosaic_bytes import dot4
 
-        each, totals = len(numbers), []
+        each, totals = len(numbers) + bool(self.offset), []
         for part in range(0, count - 1, each):
-            signed = part == 0
-            inputs = [value(part + at) for at in range(each)]
             sums = totals.pop() << 8 if part == each else None  # two parts are a whole number still
             if self.offset:
-                ones = jnp.full_like(numbers[0], self.offset)
-                for bytes_ in inputs:
-                    begin = jnp.zeros_like(bytes_) if sums is None else sums
-                    sums = dot4(ones, bytes_, begin, signed=(True, signed))
-            for number, bytes_ in zip(numbers, inputs, strict=True):
+                begin = value(part + each - 1)
+                sums = begin if sums is None else sums + begin
+            for at, number in enumerate(numbers):
+                bytes_ = value(part + at)
                 begin = jnp.zeros_like(bytes_) if sums is None else sums
-                sums = dot4(number, bytes_, begin, signed=(True, signed))
+                sums = dot4(number, bytes_, begin, signed=(True, part == 0))
             assert sums is not None
             totals.append(sums)
         exact = [total.astype(jnp.float32) for total in totals]
@@ -217,6 +214,6 @@ CODES: dict[str, Bytes | Floats] = {
     "int8": Bytes(4, 16, _as_they_are),
     "int8-g32": Bytes(8, 32, _as_they_are),
     "int4": Bytes(4, 32, _nibbles, scale=1 / 16, halves=True),
-    "mxfp4": Bytes(4, 32, _mxfp4, scale=0.5, offset=0x01010101 * OFFSET, paired=True),
+    "mxfp4": Bytes(4, 32, _mxfp4, scale=0.5, offset=OFFSET, paired=True),
     "fp8": Floats(4, 16, 256.0),
 }

@@ -35,6 +35,7 @@ def packed_values(
     prologue: Prologue | None,
     *,
     paired: bool,
+    offset: int,
 ) -> Int[Array, "rows count padded"]:
     """Per part the words of each group, the highest part first; and the size of 1.
 
@@ -43,6 +44,7 @@ def packed_values(
         places: of each word, in which half of a group its inputs are, and which of the half's.
         prologue: one that `fuses`, or None.
         paired: a word has two inputs of the first half and the same two of the second.
+        offset: of paired codes: behind the words of a part stand the products with it; 0 is none.
 
     Returns:
         Whole tiles of groups. Where the last is not full, it comes once more behind one of zeros,
@@ -65,7 +67,7 @@ def packed_values(
     if isinstance(prologue, Norm):
         weight = taken(prologue.weight).reshape(groups, slots)
         given.append(jnp.pad(weight, ((0, missing), (0, 0))))
-    bits = 8 * parts
+    bits, each = 8 * parts, len(places) + bool(offset)
     all_tiles = tiles + 2 * bool(missing)
 
     def body(*refs: Any) -> None:
@@ -115,7 +117,12 @@ def packed_values(
             store(out_ref.at[row, at_value, pl.ds(at * GROUPS, GROUPS)], value)
 
         for part in range(parts):
-            cut = [(number >> 8 * (parts - 1 - part)) & 0xFF for number in whole]
+            cut = [number >> 8 * (parts - 1 - part) for number in whole]
+            cut = [number & 0xFF for number in cut] if part else cut
+            if offset:
+                total = (cut[0] + cut[1]).sum(axis=1)
+                write(part * each + each - 1, total * offset)
+            cut = [number & 0xFF for number in cut]
             if paired:
                 moved = [cut[0] << 16 * (column & 1) | cut[1] << 16 * (column & 1) + 8]
             else:
@@ -123,11 +130,11 @@ def packed_values(
             own = column >> (1 if paired else 2)
             for word, (half, place) in enumerate(places):
                 mine = jnp.where(own == place, moved[half], 0)
-                write(part * len(places) + word, mine.sum(axis=1))
+                write(part * each + word, mine.sum(axis=1))
         bits_of_step = jax.lax.bitcast_convert_type(step, jnp.int32)
-        write(parts * len(places), jnp.where(real, bits_of_step, 0))
+        write(parts * each, jnp.where(real, bits_of_step, 0))
 
-    out = jax.ShapeDtypeStruct((rows, parts * len(places) + 1, all_tiles * GROUPS), jnp.int32)
+    out = jax.ShapeDtypeStruct((rows, parts * each + 1, all_tiles * GROUPS), jnp.int32)
     return launch(body, out, {"tile": all_tiles, "row": rows}, by_lane=True)(*given)
 
 

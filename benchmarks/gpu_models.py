@@ -1,0 +1,207 @@
+"""Rows of whole models on a GPU: weights drawn where they are used, and a peer beside them.
+
+A preset's own weights are made on the host, which takes longer than all figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+Figures = dict[str, Any]
+LADDER = (
+    ("baseline", {}, "1.0x"),
+    ("+ GQA", {"gqa": "grouped"}, "1.08x"),
+    ("+ MoE grouping", {"moe": "grouped"}, "1.2x"),
+    ("+ KV cache", {"use_cache": True}, "50x"),
+    ("+ jit", {"jit": True}, "2.0x"),
+    ("default settings", {"kernels": None}, ""),
+)
+"""In the documents' order, with their factors for an A100; in plain JAX but for the last row."""
+SLOWEST = {
+    "use_cache": False, "jit": False, "gqa": "repeat", "moe": "per_token", "kernels": "xla",
+}  # fmt: skip
+
+
+def model(
+    model: str,
+    work: Figures,
+    precision: Figures,
+    options: Figures | None = None,
+    layers: int | None = None,
+    implementation: str | None = None,
+) -> Figures:
+    """One row of `rooflax bench`, with weights drawn on the device.
+
+    Args:
+        layers: how many of the preset's; None is all.
+        implementation: of every operation, where the kernels failed.
+    """
+    from rooflax.bench.measure import measure
+    from rooflax.bench.workload import Workload
+    from rooflax.models.presets import PRESETS
+    from rooflax.nn.execution import ExecutionOptions, Precision
+
+    with weights_on_device():
+        if layers is not None:
+            shape = PRESETS[model]
+            model = f"{model}, {layers} layers"
+            PRESETS[model] = {**shape, "num_hidden_layers": layers}
+        row = Workload(f"preset:{model}", **work, precision=Precision(**precision))
+        named = {"kernels": implementation} if implementation else {}
+        row = replace(row, options=ExecutionOptions(**{**(options or {}), **named}))
+        found = measure(row)
+    found.pop("tokens")
+    return found
+
+
+@contextlib.contextmanager
+def weights_on_device() -> Iterator[None]:
+    """Presets get weights of the same shapes, types and spread, made where they are used."""
+    from rooflax.loading import load
+    from rooflax.models import presets
+
+    before, load.random_weights = load.random_weights, drawn
+    presets.PRESETS.setdefault("llama-tiny", {**presets.PRESETS["llama-3.2-1b"], **TINY_LLAMA})
+    try:
+        yield
+    finally:
+        load.random_weights = before
+
+
+TINY_LLAMA = {
+    "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def drawn(
+    name: str, config: Any, *, seed: int, storage: Any, stacked: bool = False, **_: Any
+) -> Figures:
+    """`random_weights`, on the device: normal, or packed bytes of any bits at a fitting scale."""
+    from functools import partial
+
+    import jax
+
+    from rooflax.nn.stacking import Stacks
+    from rooflax.nn.weights import assemble
+
+    one = jax.jit(_one, static_argnums=(1, 2, 3, 4))
+    keys = partial(jax.random.fold_in, jax.random.key(seed, impl="rbg"))
+
+    def arrays() -> Iterator[tuple[Any, Any]]:
+        for number, slot in enumerate(config.slots()):
+            std = 0.02 / (2 * config.num_layers) ** 0.5 if slot.weight.init == "residual" else 0.02
+            kind = _kind(slot, config, storage, std)
+            yield slot, one(keys(number), *kind)
+
+    if stacked:
+        return Stacks(config.num_layers, config.groups.period).filled(arrays())
+    return assemble(config.num_layers, arrays())
+
+
+def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:
+    """What `_one` must know of a weight: (how it begins, shape, dtype or format, deviation)."""
+    from rooflax.nn.storage import matmul_shape
+
+    shape = slot.weight.shape(config.axis_sizes)
+    if (found := storage.format_of(slot, config)) is None:
+        return slot.weight.init, shape, storage.dtype_of(slot, config, False), std
+    return "packed", (shape[: slot.weight.num_stacked], *matmul_shape(slot, config)), found, std
+
+
+def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    if init in ("ones", "zeros"):
+        return jnp.full(shape, float(init == "ones"), kind)
+    if init != "packed":
+        return (jax.random.normal(key, shape, jnp.float32) * std).astype(kind)
+    import math
+
+    from rooflax.ops.formats import FORMATS
+    from rooflax.ops.weights import class_of
+
+    stack, in_shape, out_shape = shape
+    sizes = (math.prod(in_shape), math.prod(out_shape))
+    values, scales, sums = class_of(kind).like(*sizes, stack)
+    code = FORMATS[kind].code
+    bits = jax.random.bits(key, values.shape, jnp.uint8)
+    if code == "fp8":  # none that is NaN, and all below 2
+        bits = bits & 0xBF
+    spread = {"int8": 74.0, "int8-g32": 74.0, "int4": 4.6, "mxfp4": 2.9, "fp8": 0.7}[code]
+    scale = std / spread
+    exponent = 127 + round(math.log2(scale))
+    packed = jax.lax.bitcast_convert_type(bits, values.dtype)
+    of_output = packed.astype(jnp.int32).sum(axis=(-3, -1)) if code == "int8" else jnp.zeros(0)
+    return class_of(kind)(
+        packed,
+        jnp.full(scales.shape, exponent if code == "mxfp4" else scale, scales.dtype),
+        of_output.reshape(sums.shape).astype(sums.dtype),
+        kind,
+        in_shape,
+        out_shape,
+    )
+
+
+def transformers(tiny: bool, work: Figures, implementation: str | None = None) -> Figures:
+    """The LLaMA shape in bfloat16 with a static cache and torch.compile, batch 1, greedy."""
+    del implementation
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    from rooflax.models.presets import PRESETS
+
+    name = "llama-3.2-1b" if tiny else "llama-3.1-8b"
+    raw = {**PRESETS[name], **(TINY_LLAMA if tiny else {})}
+    raw = {k: v for k, v in raw.items() if k not in ("model_type", "rope_scaling")}
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    with torch.device(device):
+        torch.set_default_dtype(dtype)
+        net = LlamaForCausalLM(LlamaConfig(**raw)).eval()
+        torch.set_default_dtype(torch.float32)
+    prompt_tokens, new = work["prompt_tokens"], work["output_tokens"]
+    prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
+    step = torch.compile(net.forward, mode="reduce-overhead", fullgraph=True) if on_gpu else net
+
+    def wait() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def trial() -> tuple[float, float]:
+        cache = caches[0]
+        cache.reset()
+        start = wait()
+        logits = net(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        token, first = logits[:, -1:].argmax(-1), wait()
+        for at in range(prompt_tokens, prompt_tokens + new - 1):
+            place = torch.tensor([at], device=device)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = step(
+                input_ids=token.clone(),
+                past_key_values=cache,
+                cache_position=place,
+                position_ids=place[None],
+            )
+            token = found.logits[:, -1:].argmax(-1)
+        return first - start, wait() - first
+
+    caches = [StaticCache(config=net.config, max_cache_len=prompt_tokens + new)]
+    for _ in range(1 if tiny else 3):
+        trial()
+    trials = [trial() for _ in range(work["trials"])]
+    from rooflax.bench.statistics import Summary
+
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "prefill_tok_per_s": Summary.of([prompt_tokens / a for a, _ in trials]).as_json(),
+        "decode_tok_per_s": Summary.of([(new - 1) / b for _, b in trials]).as_json(),
+    }

@@ -1,0 +1,78 @@
+"""What a step of one row should take on an H200, from the table of `gpu_compile.py`.
+
+    python tools/gpu_estimate.py
+
+A step reads its weights, and while it reads it multiplies; then each launch costs what the card
+needs to begin another kernel. All constants are below and none is fitted: a card can prove the
+model wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLES = Path(__file__).resolve().parent / "gpu_tables"
+BYTES_PER_S = 4.3e12
+LANES_PER_S = 132 * 128 * 1.98e9
+"""Instructions of threads: each multiprocessor issues four a cycle, for 32 threads each."""
+LAUNCH_S = 2.1e-6
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a step of one row reads.
+
+    Attributes:
+        step: its name in the table.
+        kernel: whose instructions a weight takes; None where XLA multiplies.
+        layers: of the whole model.
+        weights: of the matmuls that one token goes through, the head's too.
+        bits: of a weight with its part of a scale.
+        wanted: share of the memory's speed.
+    """
+
+    step: str
+    kernel: str | None
+    layers: int
+    weights: float
+    bits: float
+    wanted: float
+
+
+LLAMA, GPT_OSS = 7.5e9, 3.6e9
+MODELS = (
+    Model("llama-3.1-8b bf16, decode", None, 32, LLAMA, 16, 0.75),
+    Model("llama-3.1-8b w8a16, decode", "linear w8a16-g32, rows 1", 32, LLAMA, 8, 0.65),
+    Model("llama-3.1-8b w4a16, decode", "linear w4a16, rows 1", 32, LLAMA, 4.5, 0.50),
+    Model("gpt-oss-20b mxfp4-a16, decode", "linear mxfp4-a16, rows 1", 24, GPT_OSS, 4.25, 0.50),
+)
+
+
+def main() -> int:
+    newest = max(TABLES.glob("jax-*.json"))
+    table = json.loads(newest.read_text())
+    lines = ["| step | reads | multiplies | launches | step | share | wanted | launches for it |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for model in MODELS:
+        step = table["steps"][model.step]
+        launches = model.layers * step["launches"] + step["besides"]
+        reads = model.weights * model.bits / 8 / BYTES_PER_S
+        each = table["kernels"][model.kernel]["per_weight"] if model.kernel else 0.0
+        multiplies = model.weights * each / LANES_PER_S
+        total = max(reads, multiplies) + launches * LAUNCH_S
+        room = reads / model.wanted - max(reads, multiplies)
+        cells = [
+            f"{reads * 1e3:.2f} ms", f"{multiplies * 1e3:.2f} ms", f"{launches:.0f}",
+            f"{total * 1e3:.2f} ms", f"{reads / total:.0%}", f"{model.wanted:.0%}",
+            f"{room / LAUNCH_S:.0f}",
+        ]  # fmt: skip
+        lines.append(f"| {model.step} | {' | '.join(cells)} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -83,7 +83,7 @@ class Finding:
         best: the rule's sizes, or those that beat them.
         ratio: how many times as fast the program is with `best`; None for the rule.
         seconds: median per run by sizes, the rule's first.
-        refused: sizes that the compiler did not take.
+        rejected: sizes that the compiler did not take.
     """
 
     program: str
@@ -91,7 +91,7 @@ class Finding:
     best: Sizes
     ratio: Ratio | None
     seconds: Mapping[Sizes, float]
-    refused: tuple[Sizes, ...] = ()
+    rejected: tuple[Sizes, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -104,7 +104,7 @@ class Finding:
             "candidates": [
                 {"sizes": list(sizes), "median_s": median} for sizes, median in self.seconds.items()
             ],
-            "refused": [list(sizes) for sizes in self.refused],
+            "rejected": [list(sizes) for sizes in self.rejected],
         }
 
 

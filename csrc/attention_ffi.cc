@@ -147,7 +147,7 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
   const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
                   positions, context_lens, sinks};
   Sizes s;
-  if (!Fits(in, *out, window, ahead, s)) return Refuse("attention: shapes or types");
+  if (!Fits(in, *out, window, ahead, s)) return Reject("attention: shapes or types");
   static thread_local std::vector<int64_t> first_tile;  // of each row
   first_tile.assign(1, 0);
   int64_t work = 0, queries = 0;

@@ -19,17 +19,17 @@ ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
       Dim(x, 1) != Dim(pool, 1) || Dim(x, 2) != Dim(pool, 3) || !SameShape(pool, *out) ||
       pool.element_type() != out->element_type() || !WidthOf(pool.element_type(), width) ||
       IsBytes(width)) {
-    return Refuse("cache write: shapes or types");
+    return Reject("cache write: shapes or types");
   }
   const int64_t heads = Dim(pool, 1), block_size = Dim(pool, 2), head_dim = Dim(pool, 3);
   const int64_t num_slots = Dim(pool, 0) * block_size, tokens = Dim(x, 0);
   const int64_t item = width == Width::kFloat32 ? 4 : 2;
-  if (num_slots > kNoSlot) return Refuse("cache write: a pool with more slots than numbers for them");
+  if (num_slots > kNoSlot) return Reject("cache write: a pool with more slots than numbers for them");
   int64_t written = 0;
   for (int64_t token = 0; token < tokens; ++token) {
     const int64_t slot = slots.typed_data()[token];
     if (slot >= kNoSlot) continue;
-    if (slot < 0 || slot >= num_slots) return Refuse("cache write: a slot outside the pool");
+    if (slot < 0 || slot >= num_slots) return Reject("cache write: a slot outside the pool");
     ++written;
   }
   TheComputed().cache_tokens.fetch_add(written, std::memory_order_relaxed);

@@ -50,7 +50,7 @@ auto OrNull(const Buffer& buffer) -> decltype(buffer.typed_data()) {
   return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
-inline ffi::Error Refuse(const char* what) {
+inline ffi::Error Reject(const char* what) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax ") + what);
 }
 

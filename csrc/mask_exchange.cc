@@ -67,7 +67,7 @@ std::shared_ptr<MaskExchange> FindMaskExchange(int32_t number) {
 
 }  // namespace rooflax
 
-// The host's side: calls by number; those that wait or may be refused say whether they could.
+// The host's side: calls by number; those that wait or may be rejected say whether they could.
 extern "C" {
 
 #define ROOFLAX_HOST __attribute__((visibility("default")))

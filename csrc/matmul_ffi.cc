@@ -419,11 +419,11 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
                 float limit) {
   if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
-    return Refuse("matmul: attributes");
+    return Reject("matmul: attributes");
   }
   const auto kind = static_cast<Before>(before);
   const bool may_gate = kind >= Before::kSilu, must_gate = kind == Before::kClampedSwiglu;
-  if (gated ? !may_gate : must_gate) return Refuse("matmul: a gate");
+  if (gated ? !may_gate : must_gate) return Reject("matmul: a gate");
   const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
                   num_rows};
   Matmul product{};

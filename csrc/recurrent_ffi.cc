@@ -33,14 +33,14 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
       Rank(pool) != 5 || !SameShape(pool, *states) || !SameShape(v, *out) || Rank(starts) != 1 ||
       !SameShape(starts, lens) || !SameShape(starts, rows) || !SameShape(starts, is_new) ||
       Rank(targets) != 2 || !SameShape(targets, reached) || Dim(targets, 0) != Dim(starts, 0)) {
-    return Refuse("delta rule: shapes");
+    return Reject("delta rule: shapes");
   }
   const int64_t tokens = Dim(q, 0), heads = Dim(q, 1), key_dim = Dim(q, 2);
   const int64_t group = Dim(v, 2), value_dim = Dim(v, 3), num_rows = Dim(pool, 0);
   if (Dim(v, 0) != tokens || Dim(v, 1) != heads || Dim(g, 0) != tokens || Dim(g, 1) != heads ||
       Dim(g, 2) != group || Dim(pool, 1) != heads || Dim(pool, 2) != group ||
       Dim(pool, 3) != key_dim || Dim(pool, 4) != value_dim) {
-    return Refuse("delta rule: sizes");
+    return Reject("delta rule: sizes");
   }
   const int64_t sequences = Dim(starts, 0), num_targets = Dim(targets, 1);
   int64_t computed = 0;
@@ -48,12 +48,12 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
     const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
     if (len == 0) continue;
     const int64_t row = rows.typed_data()[i];
-    if (len < 0 || start < 0 || start > tokens - len) return Refuse("delta rule: tokens of a sequence");
-    if (row < 0 || row >= num_rows) return Refuse("delta rule: a row outside the pool");
+    if (len < 0 || start < 0 || start > tokens - len) return Reject("delta rule: tokens of a sequence");
+    if (row < 0 || row >= num_rows) return Reject("delta rule: a row outside the pool");
     for (int64_t j = 0; j < num_targets; ++j) {
       const int64_t target = targets.typed_data()[i * num_targets + j];
       if (target < 0 || (target >= num_rows && target < kNoSlot)) {
-        return Refuse("delta rule: a target outside the pool");
+        return Reject("delta rule: a target outside the pool");
       }
     }
     computed += len;

@@ -16,14 +16,14 @@ ffi::Error Rows(ffi::AnyBuffer table, S32 index, S32 num_rows, ffi::Result<F32> 
   Width width;
   if (Rank(table) != 2 || Rank(index) != 1 || Rank(*y) != 2 || Dim(*y, 0) != Dim(index, 0) ||
       Dim(*y, 1) != Dim(table, 1) || !WidthOf(table.element_type(), width) || !IsPlain(width)) {
-    return Refuse("rows: shapes or types");
+    return Reject("rows: shapes or types");
   }
   const int64_t outer = Dim(table, 0), inner = Dim(table, 1);
   int64_t count = 0;
-  if (!RealRows(num_rows, Dim(index, 0), count)) return Refuse("rows: number of rows");
+  if (!RealRows(num_rows, Dim(index, 0), count)) return Reject("rows: number of rows");
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = index.typed_data()[i];
-    if (row < 0 || row >= outer) return Refuse("rows: an index outside the table");
+    if (row < 0 || row >= outer) return Reject("rows: an index outside the table");
     float* to = y->typed_data() + i * inner;
     if (width == Width::kFloat32) {
       const auto* from = static_cast<const float*>(table.untyped_data()) + row * inner;
@@ -42,10 +42,10 @@ ffi::Error Rows(ffi::AnyBuffer table, S32 index, S32 num_rows, ffi::Result<F32> 
 // Of the first `num_rows`; of the others it is 0.
 ffi::Error Argmax(F32 x, S32 num_rows, ffi::Result<S32> y) {
   if (Rank(x) != 2 || Rank(*y) != 1 || Dim(*y, 0) != Dim(x, 0) || Dim(x, 1) < 1) {
-    return Refuse("argmax: shapes");
+    return Reject("argmax: shapes");
   }
   int64_t count = 0;
-  if (!RealRows(num_rows, Dim(x, 0), count)) return Refuse("argmax: number of rows");
+  if (!RealRows(num_rows, Dim(x, 0), count)) return Reject("argmax: number of rows");
   TheComputed().sampled_rows.fetch_add(count, std::memory_order_relaxed);
   std::fill(y->typed_data() + count, y->typed_data() + Dim(x, 0), 0);
   const Kernels& kernels = ChosenKernels();

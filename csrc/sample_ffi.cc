@@ -60,15 +60,15 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
   Sizes s;
   if (!Fits(logits, params, positions, in_prompt, generated, slots, masks, pending, s) ||
       Rank(*top) != 2 || Dim(*top, 1) < 1 || Dim(*top, 1) > s.vocab || !SameShape(*top, *top_logprobs)) {
-    return Refuse("sample: shapes");
+    return Reject("sample: shapes");
   }
   for (const size_t count : {tokens->element_count(), is_finite->element_count(),
                              is_allowed->element_count(), logprobs->element_count(),
                              static_cast<size_t>(Dim(*top, 0))}) {
-    if (static_cast<int64_t>(count) != s.rows) return Refuse("sample: shapes");
+    if (static_cast<int64_t>(count) != s.rows) return Reject("sample: shapes");
   }
   int64_t count = 0;
-  if (!RealRows(num_rows, s.rows, count)) return Refuse("sample: number of rows");
+  if (!RealRows(num_rows, s.rows, count)) return Reject("sample: number of rows");
   TheComputed().sampled_rows.fetch_add(count, std::memory_order_relaxed);
   for (int64_t row = count; row < s.rows; ++row) {  // padding: token 0, and nothing is wrong
     const int64_t width = Dim(*top, 1);
@@ -80,14 +80,14 @@ ffi::Error Sample(ffi::ThreadPool pool, F32 logits, S32 params, S32 positions, P
   }
   std::shared_ptr<MaskExchange> host;
   int64_t step = 0;
-  if (!Exchange(exchange, s, host, step)) return Refuse("sample: a mask exchange that does not fit");
+  if (!Exchange(exchange, s, host, step)) return Reject("sample: a mask exchange that does not fit");
   for (int64_t row = 0; row < count; ++row) {
     const int32_t slot = slots.typed_data()[row];
-    if (slot < 0 || slot >= s.slots) return Refuse("sample: a slot that is not there");
+    if (slot < 0 || slot >= s.slots) return Reject("sample: a slot that is not there");
   }
   const int32_t* allowed = s.words == 0 ? nullptr : masks.typed_data();
   if (host && step > 0) {
-    if (!host->AwaitMasks(step)) return Refuse("sample: masks that did not come");
+    if (!host->AwaitMasks(step)) return Reject("sample: masks that did not come");
     allowed = host->masks.data();
   }
   const auto sample_row = [&](int64_t row) {

@@ -227,14 +227,14 @@ def test_cancelled_and_closed_streams_leave_nothing_behind(server, monkeypatch):
     assert server.metrics()["num_finished"]["abort"] == before + 2
 
 
-def test_a_full_queue_refuses_and_recovers(folder, monkeypatch):
+def test_a_full_queue_rejects_and_recovers(folder, monkeypatch):
     server = serve(folder, max_num_seqs=1, max_waiting=2, decode_steps=8)
     slowly(server, monkeypatch)
 
     async def crowd():
         tasks = [asyncio.create_task(server.generate(PROMPTS[0], LONG)) for _ in range(3)]
         await asyncio.sleep(0)
-        for _ in range(5):  # a refused one leaves no room behind
+        for _ in range(5):  # a rejected one leaves no room behind
             with pytest.raises(QueueFull, match="3 sequences"):
                 await server.generate(PROMPTS[0], GREEDY)
         return await asyncio.gather(*tasks)
@@ -247,7 +247,7 @@ def test_a_full_queue_refuses_and_recovers(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_shutdown_drains_or_aborts_and_refuses_what_comes_after(folder, drain, monkeypatch):
+def test_shutdown_drains_or_aborts_and_rejects_what_comes_after(folder, drain, monkeypatch):
     server = serve(folder, max_num_seqs=1, decode_steps=8)
     slowly(server, monkeypatch)
 
@@ -333,13 +333,13 @@ def test_numbers_for_operators(folder):
         ({"options": ExecutionOptions(use_cache=False)}, "cache"),
     ],
 )
-def test_arguments_out_of_range_are_refused(folder, given, reason):
+def test_arguments_out_of_range_are_rejected(folder, given, reason):
     with pytest.raises(RequestError, match=reason):
         AsyncLLM(folder, **given)
 
 
 @pytest.mark.every_jax
-def test_requests_that_cannot_be_done_are_refused_before_they_wait(server):
+def test_requests_that_cannot_be_done_are_rejected_before_they_wait(server):
     for prompt, params, reason in (
         ([], None, "no tokens"),
         ([1] * 200, None, "200 tokens"),

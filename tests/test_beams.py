@@ -193,6 +193,6 @@ def test_what_is_not_finite_ends_all_beams_and_nobody_else(folder):
         ({"allowed_token_ids": [1, 2, 3], "stop_token_ids": [2]}, "and 2 ids may be chosen"),
     ],
 )
-def test_searches_that_could_not_run_are_refused(llm, given, message):
+def test_searches_that_could_not_run_are_rejected(llm, given, message):
     with pytest.raises(RequestError, match=message):
         llm.generate([PROMPTS[0]], params(**given))

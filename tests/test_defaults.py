@@ -38,6 +38,6 @@ def test_layers_are_scanned_where_that_copies_nothing(said, layers):
     assert ("stacked_layers" in llm.model.weights) == (layers == "scan")
 
 
-def test_a_wrong_value_is_refused():
+def test_a_wrong_value_is_rejected():
     with pytest.raises(RequestError, match="layers is 'sideways'"):
         ExecutionOptions.of(layers="sideways", gqa=None)

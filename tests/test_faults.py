@@ -279,19 +279,19 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("given", HOSTILE, ids=str)
-def test_what_no_step_could_run_is_refused_before_the_queue(server, given):
+def test_what_no_step_could_run_is_rejected_before_the_queue(server, given):
     with pytest.raises(RequestError, match=next(iter(given))):
         asyncio.run(server.generate(BAD, SamplingParams(temperature=0, **given)))
 
 
 @pytest.mark.parametrize("blocks", [5, (0,), (1,), (100, 100), (True,), (2.5,), "x"], ids=str)
-def test_counts_of_blocks_that_make_no_cache_are_refused(blocks):
+def test_counts_of_blocks_that_make_no_cache_are_rejected(blocks):
     with pytest.raises(RequestError, match="kv_blocks"):
         AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=64, kv_blocks=blocks)
 
 
 @pytest.mark.parametrize("salt", ["\ud800", 7, None, "x" * 5000])
-def test_salts_that_are_no_text_are_refused(server, salt):
+def test_salts_that_are_no_text_are_rejected(server, salt):
     with pytest.raises(RequestError, match="cache_salt"):
         asyncio.run(server.generate(BAD, PARAMS, cache_salt=salt))
 

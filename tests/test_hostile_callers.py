@@ -1,4 +1,4 @@
-"""What callers may say or do at the wrong moment: refused in time, and nobody else notices."""
+"""What callers may say or do at the wrong moment: rejected in time, and nobody else notices."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,7 @@ def llm():
     return LLM(max_model_len=256)
 
 
-def test_text_that_cannot_fit_is_refused_without_being_encoded(llm):
+def test_text_that_cannot_fit_is_rejected_without_being_encoded(llm):
     longest = llm.tokenizer.longest_token
     assert longest is not None and longest < 128
     started = time.perf_counter()
@@ -56,7 +56,7 @@ def test_stop_strings_have_a_limit():
         SamplingParams(stop="a" * 5000)
 
 
-def test_a_penalty_that_float32_does_not_hold_is_refused():
+def test_a_penalty_that_float32_does_not_hold_is_rejected():
     with pytest.raises(RequestError, match="repetition_penalty is 1e-46"):
         SamplingParams(repetition_penalty=1e-46)
 
@@ -205,7 +205,7 @@ def test_a_compiled_form_waits_for_nobodys_compilation(folder):
     assert waited < 3 and closed < 6
 
 
-def test_a_form_that_takes_much_memory_is_refused(llm):
+def test_a_form_that_takes_much_memory_is_rejected(llm):
     pytest.importorskip("llguidance")
     with pytest.raises(RequestError, match=r"regex cannot be used: it takes \d+ MiB of memory"):
         llm.generate("x", regex="((((a{50}){50}){50}){50}){45}", max_tokens=2)

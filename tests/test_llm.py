@@ -1,4 +1,4 @@
-"""Text in, text out: batches, samples, stops, log-probabilities, cancellation, refusals."""
+"""Text in, text out: batches, samples, stops, log-probabilities, cancellation, rejections."""
 
 import dataclasses
 
@@ -424,14 +424,14 @@ def test_a_cancelled_sequence_says_so(llm):
         ([[1, 2], [1] * 140], "140 tokens.*131"),
     ],
 )
-def test_prompts_that_cannot_run_are_refused(llm, prompt, reason):
+def test_prompts_that_cannot_run_are_rejected(llm, prompt, reason):
     with pytest.raises(RequestError, match=reason):
         llm.generate(prompt, params())
 
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("prompt", [[[1.5]], [["a"]], [[True]], [[None]], [3.5], None, [None]])
-def test_prompts_that_are_neither_text_nor_ids_are_refused(llm, prompt):
+def test_prompts_that_are_neither_text_nor_ids_are_rejected(llm, prompt):
     with pytest.raises(RequestError, match=r"prompt|token id"):
         llm.generate(prompt, params())
 
@@ -441,7 +441,7 @@ def test_no_prompts_give_no_completions(llm):
 
 
 @pytest.mark.every_jax
-def test_a_bias_for_an_id_that_is_not_there_is_refused(llm):
+def test_a_bias_for_an_id_that_is_not_there_is_rejected(llm):
     with pytest.raises(RequestError, match="263.*0 to.*262"):
         llm.generate([[1]], params(logit_bias={263: 1.0}))
 
@@ -497,7 +497,7 @@ def test_an_fp8_cache_takes_the_bytes_of_an_int8_one(folder):
         ({"max_model_len": 64.0}, "max_model_len"),
     ],
 )
-def test_arguments_out_of_range_are_refused(folder, given, reason):
+def test_arguments_out_of_range_are_rejected(folder, given, reason):
     with pytest.raises(RequestError, match=reason):
         LLM(folder, **given)
 
@@ -538,6 +538,6 @@ def test_a_preset_is_the_same_on_every_run_and_prints_ids_without_a_token():
 
 
 @pytest.mark.every_jax
-def test_a_mesh_that_is_none_is_refused():
+def test_a_mesh_that_is_none_is_rejected():
     with pytest.raises(RequestError, match=r"mesh is 4; it must be a Mesh, or text like tensor=4"):
         LLM(mesh=4)

@@ -64,7 +64,7 @@ def test_memory_of_a_process_stays_near_what_its_devices_hold(tmp_path, monkeypa
         assert own["grown"] < 1.3 * own["held"]
 
 
-def test_what_several_processes_cannot_do_alike_is_refused(monkeypatch):
+def test_what_several_processes_cannot_do_alike_is_rejected(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     mesh = jax.make_mesh((2,), ("tensor",))
     for said, arguments in (
@@ -79,7 +79,7 @@ def test_what_several_processes_cannot_do_alike_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", [platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE])
-def test_a_variable_that_is_no_number_is_refused(variable, monkeypatch):
+def test_a_variable_that_is_no_number_is_rejected(variable, monkeypatch):
     for name in (platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv(variable, "two")

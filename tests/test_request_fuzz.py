@@ -48,7 +48,7 @@ REGEXES = ("[a-z ]{1,30}", "(import|export) [a-z]+;", "x{20}y?")
 
 
 async def one(server, state):
-    """A random request to its end, or until it is refused or abandoned; how it ended."""
+    """A random request to its end, or until it is rejected or abandoned; how it ended."""
     ids = [state.randrange(VOCAB) for _ in range(state.randrange(0, CONTEXT + 3))]
     if state.random() < 0.1 and ids:
         ids[state.randrange(len(ids))] = state.choice([-1, VOCAB, 2**31, 2**63])
@@ -63,7 +63,7 @@ async def one(server, state):
                 await stream.aclose()
                 return "left"
     except RequestError:
-        return "refused"
+        return "rejected"
     except EngineError as error:  # where nothing may be chosen, or a form is done too early
         known = ("No token was left", "The grammar")
         return "ended" if any(text in str(error) for text in known) else f"{given}: {error}"
@@ -105,7 +105,7 @@ def run(count):
     assert metrics["num_compilations"] == 0
     assert not any(metrics["blocks_used"])
     assert metrics["num_preemptions"] > 0  # there are blocks for three of six at their longest
-    assert {"done", "refused", "left"} <= set(ended) <= {"done", "refused", "left", "ended"}
+    assert {"done", "rejected", "left"} <= set(ended) <= {"done", "rejected", "left", "ended"}
     return ended, victims
 
 

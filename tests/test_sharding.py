@@ -177,7 +177,7 @@ def test_one_scale_per_output_and_part_errs_no_more(ask, format):
 
 
 @pytest.mark.every_jax
-def test_a_split_that_cuts_a_group_is_refused_with_the_arithmetic(ask):
+def test_a_split_that_cuts_a_group_is_rejected_with_the_arithmetic(ask):
     found = ask("gpt_oss", "tensor=4", settings={"quantize": "int4"})
     assert "mlp.down has 16 inputs on each device" in found["error"]
     assert "(16 = 0 x 32 + 16)" in found["error"]
@@ -231,7 +231,7 @@ def test_beams_drafts_and_a_cache_of_bytes_on_a_mesh(tmp_path, mesh, kv_dtype):
 
 
 @pytest.mark.every_jax
-def test_what_does_not_divide_is_refused_with_the_arithmetic(ask):
+def test_what_does_not_divide_is_rejected_with_the_arithmetic(ask):
     for model, mesh, said in (
         ("llama", "tensor=3", "4 kv_heads do not divide over 3 devices (4 = 3 x 1 + 1)"),
         ("gpt_oss", "expert=3", "4 experts do not divide over 3 devices (4 = 3 x 1 + 1)"),

@@ -282,7 +282,7 @@ def test_the_estimates_weights_are_the_plans(folder):
         ({"weights_budget": True}, "must be a size"),
     ],
 )
-def test_what_streaming_cannot_do_is_refused(folder, how, said):
+def test_what_streaming_cannot_do_is_rejected(folder, how, said):
     with pytest.raises(RequestError, match=said):
         LLM(folder("llama"), **({"weights_budget": "1MB"} | how))
 
@@ -328,7 +328,7 @@ def test_sizes_are_numbers_with_units(text, wanted):
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "8 XB", 1.5, None, [1]])
-def test_what_is_no_size_is_refused(text):
+def test_what_is_no_size_is_rejected(text):
     with pytest.raises(RequestError, match="must be a size"):
         parse_bytes(text)
 

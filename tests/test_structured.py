@@ -496,7 +496,7 @@ SLOW = "start: A\nA: " + " & ".join(f"/(.*[a-z]){{{i}}}.*{i}.*/" for i in range(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_compiled_is_refused_in_a_sentence(llm, form, why):
+def test_what_cannot_be_compiled_is_rejected_in_a_sentence(llm, form, why):
     with pytest.raises(RequestError, match=why) as caught:
         llm.generate(PROMPTS[0], SamplingParams(**form))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300

@@ -17,7 +17,7 @@ from rooflax.models.registry import FAMILIES, family
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """\
-| model_type | models | presets | GGUF | refused | compared with transformers |
+| model_type | models | presets | GGUF | rejected | compared with transformers |
 | --- | --- | --- | --- | --- | --- |
 """
 TABLE = re.compile(re.escape(HEAD.partition("\n")[0]) + r"\n(\|.*\n)+")
@@ -35,7 +35,7 @@ def page(text: str) -> str:
 def row(name: str) -> str:
     about = " ".join((family(name).__doc__ or "").split())
     models, _, _ = about.partition(": ")
-    refused = re.search(r"Rejected: (.*?)\. Source:", about)
+    rejected = re.search(r"Rejected: (.*?)\. Source:", about)
     presets = [p for p, raw in PRESETS.items() if raw["model_type"] == name and "tiny" not in p]
     files = [arch for arch, ours in gguf_config.FAMILIES.items() if ours == name]
     files += ["llama"] if name in IN_LLAMA_FILES else []
@@ -44,7 +44,7 @@ def row(name: str) -> str:
         models,
         ", ".join(presets),
         ", ".join(f"`{arch}`" for arch in files) or "no",
-        refused[1] if refused else "",
+        rejected[1] if rejected else "",
         proven(name),
     )
     return "| " + " | ".join(cells) + " |\n"

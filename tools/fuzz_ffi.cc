@@ -2,7 +2,7 @@
 // drawn at random, valid or not. Built with the address and undefined behaviour sanitizers by `make fuzz`.
 //
 // Every array lies in memory of exactly its size. What this file's own rules say of a draw, the handler
-// has to say too: it refuses, or its output is a plain loop's. Inputs never change, and neither does
+// has to say too: it rejects, or its output is a plain loop's. Inputs never change, and neither does
 // an output that belongs to padding.
 //   fuzz [draws per handler and instruction set [instruction set]]
 
@@ -76,7 +76,7 @@ struct Random {
 
 Random draw{0};
 const char* handler_name = "";
-int64_t draw_number = 0, refused = 0, computed = 0;
+int64_t draw_number = 0, rejected = 0, computed = 0;
 
 [[noreturn]] void Fail(const std::string& what) {
   std::printf("%s, %s, draw %lld: %s\n", handler_name, rooflax_instruction_set(),
@@ -310,9 +310,9 @@ struct Call {
   // Runs it; true if it computed, which it has to exactly where the draw is valid.
   bool RunExpecting(bool valid) {
     const std::string why = Run();
-    ++(why.empty() ? computed : refused);
+    ++(why.empty() ? computed : rejected);
     if (why.empty() && !valid) Fail("computed what is not valid");
-    if (!why.empty() && valid) Fail("refused what is valid: " + why);
+    if (!why.empty() && valid) Fail("rejected what is valid: " + why);
     Expect(why.empty() || why.rfind("rooflax ", 0) == 0, "a sentence that does not say whose it is");
     return why.empty();
   }
@@ -321,7 +321,7 @@ struct Call {
   void RunMutated(size_t sums = SIZE_MAX) {
     for (Array& arg : args) arg.Fill();
     if (sums < args.size()) std::memset(args[sums].As<char>(), 0, args[sums].Bytes());
-    ++(Run().empty() ? computed : refused);
+    ++(Run().empty() ? computed : rejected);
   }
 };
 
@@ -782,7 +782,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
   }
   alone.rets.emplace_back(kF32, std::vector<int64_t>{1, p.outer});
   const std::string why = alone.Run();
-  if (!why.empty()) Fail("a row alone was refused: " + why);
+  if (!why.empty()) Fail("a row alone was rejected: " + why);
   const float* found = call.rets[0].As<float>() + row * p.outer;
   Expect(std::memcmp(found, alone.rets[0].As<float>(), alone.rets[0].Bytes()) == 0, "a row among others");
   if (!p.IsPlain() || p.kind != 0) return;
@@ -886,7 +886,7 @@ int main(int argc, char** argv) {
     }
     for (const auto& one : handlers) {
       handler_name = one.name;
-      refused = computed = 0;
+      rejected = computed = 0;
       CheckMetadata(one.handler);
       const auto start = std::chrono::steady_clock::now();
       for (draw_number = 0; draw_number < draws; ++draw_number) {
@@ -894,8 +894,8 @@ int main(int argc, char** argv) {
         one.fuzz();
       }
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-      std::printf("%s, %s: %lld computed, %lld refused, %.1f s\n", name, one.name,
-                  static_cast<long long>(computed), static_cast<long long>(refused), seconds.count());
+      std::printf("%s, %s: %lld computed, %lld rejected, %.1f s\n", name, one.name,
+                  static_cast<long long>(computed), static_cast<long long>(rejected), seconds.count());
       std::fflush(stdout);
     }
   }

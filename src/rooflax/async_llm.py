@@ -73,7 +73,7 @@ class AsyncLLM:
     Args:
         model: as for `LLM`.
         max_num_seqs: sequences that run at once; None is 16.
-        max_waiting: sequences that may wait beyond those; more are refused with QueueFull.
+        max_waiting: sequences that may wait beyond those; more are rejected with QueueFull.
         max_tokens_per_step: prompt tokens and decoding sequences of one step; None is what takes at
             most 0.3 s, up to 512.
         kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.

@@ -26,7 +26,7 @@ def test_figures_replace_what_is_between_the_markers(script):
 
 
 @pytest.mark.parametrize("script", [rules, optimizations])
-def test_a_page_without_its_markers_is_refused(script):
+def test_a_page_without_its_markers_is_rejected(script):
     document = json.loads(script.FIGURES.read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match="lacks"):
         script.page_with_figures("# A page\n", document)

@@ -106,7 +106,7 @@ def test_a_fault_in_a_row_is_one_sentence():
 
 @pytest.mark.parametrize("name", ["batch", "prompt_tokens", "output_tokens", "trials"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_absurd_sizes_are_refused(name, value):
+def test_absurd_sizes_are_rejected(name, value):
     with pytest.raises(RequestError, match=name):
         replace(TINY, **{name: value})
 
@@ -184,7 +184,7 @@ def test_what_is_slow_in_the_best_setting_already_has_no_row(name):
     assert full.work == work
 
 
-def test_kernels_by_name_are_not_asked_for_what_they_refuse():
+def test_kernels_by_name_are_not_asked_for_what_they_reject():
     work = replace(TINY, options=ExecutionOptions(kernels="native"))
     rows = ablation(work, model_info("preset:gpt-oss-tiny").config, NATIVE)
     assert {r.work.options.kernels for r in rows} == {"xla", None}
@@ -334,9 +334,9 @@ HOSTILE = (None, True, 0, -1, 1.5, "", "x", "\x1b[2J", "\ud800", [], [[]], [["x"
 
 
 @pytest.mark.parametrize("field", READ)
-def test_a_spoilt_document_is_compared_or_refused_in_a_sentence(tmp_path, capsys, field):
+def test_a_spoilt_document_is_compared_or_rejected_in_a_sentence(tmp_path, capsys, field):
     """Whatever stands in a field: a comparison, or exit code 2; never a fault."""
-    good, spoilt, refused = tmp_path / "good.json", tmp_path / "spoilt.json", 0
+    good, spoilt, rejected = tmp_path / "good.json", tmp_path / "spoilt.json", 0
     document_ = document([measured(TINY)])
     good.write_text(json.dumps(document_))
     for value in HOSTILE:
@@ -348,9 +348,9 @@ def test_a_spoilt_document_is_compared_or_refused_in_a_sentence(tmp_path, capsys
             assert code in (0, 2), (value, said.err)
             assert "\x1b" not in said.out + said.err
             assert "fault" not in said.err
-            refused += code == 2 and repr(field) in said.err
+            rejected += code == 2 and repr(field) in said.err
             assert code == 0 or said.err.count("\n") == 1
-    assert refused > len(HOSTILE)
+    assert rejected > len(HOSTILE)
 
 
 def test_tables_fit_a_terminal_and_name_what_differs():

@@ -127,7 +127,7 @@ def test_values_that_no_row_has(is_valid, sample, field, value):
     assert not is_valid(sample)
 
 
-def test_no_result_and_no_trial_are_refused(is_valid, sample):
+def test_no_result_and_no_trial_are_rejected(is_valid, sample):
     assert not is_valid(sample | {"results": []})
     sample["results"][0]["ttft_s"]["trials"] = []
     assert not is_valid(sample)

@@ -58,7 +58,7 @@ def test_equal_sides_seldom_get_a_verdict(compare, trials):
     assert wrong <= 0.03 * 400  # nominally 1%; a bootstrap of five pairs comes to 2%
 
 
-def test_too_few_trials_are_refused():
+def test_too_few_trials_are_rejected():
     with pytest.raises(RequestError, match="at least 5 trials"):
         paired_ratio([1, 2, 3], [1, 2, 3])
 

@@ -38,7 +38,7 @@ def test_a_warm_up_shorter_than_the_work_goes_on_until_nothing_compiles():
     assert trials.warm_up(compiling_job([5, 6, 7, 7, 7])) == 4
 
 
-def test_a_shape_that_changes_in_every_run_is_refused():
+def test_a_shape_that_changes_in_every_run_is_rejected():
     with pytest.raises(EngineError, match="a shape or a constant changes"):
         trials.warm_up(compiling_job(range(100)))
 

@@ -93,24 +93,24 @@ def test_each_question_is_measured_once_with_the_answers_so_far(fake_time):
 def test_sizes_that_do_not_compile_are_named(fake_time, monkeypatch):
     lower = Program.lower
 
-    class Refused:
+    class Rejected:
         def compile(self):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of vmem")
 
     def sometimes(self):
         (size,) = block_sizes.of("fake", (4,), (1,), list(SECONDS))
-        return Refused() if size == refused else lower(self)
+        return Rejected() if size == rejected else lower(self)
 
     monkeypatch.setattr(Program, "lower", sometimes)
-    refused = 3
+    rejected = 3
     (finding,) = tune([program(kernel)], 5)
-    assert (finding.refused, finding.best) == (((3,),), (2,))
-    refused = 1
+    assert (finding.rejected, finding.best) == (((3,),), (2,))
+    rejected = 1
     with pytest.raises(jax.errors.JaxRuntimeError):
         tune([program(kernel)], 5)
 
 
-def test_what_makes_no_sense_is_refused(monkeypatch):
+def test_what_makes_no_sense_is_rejected(monkeypatch):
     with pytest.raises(RequestError, match="trials is 4; telling sizes apart needs at least 5"):
         Work(trials=4)
     with pytest.raises(RequestError, match="no block sizes to tune here.*JAX runs on cpu"):

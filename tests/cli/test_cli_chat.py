@@ -210,7 +210,7 @@ def test_a_base_model_goes_on_with_the_text_and_says_so(rooflax):
     assert ran.err == f"{TINY} has no chat template: it goes on with what you write.\n"
 
 
-def test_stdin_that_is_not_utf8_is_refused_with_its_line(rooflax):
+def test_stdin_that_is_not_utf8_is_rejected_with_its_line(rooflax):
     ran = rooflax("chat", TINY, "-n", 1, stdin=b"good\nb\xffd\n")
     assert ran.code == 2
     assert "line 2 of stdin is not UTF-8" in ran.err
@@ -226,7 +226,7 @@ def test_old_turns_are_forgotten_when_the_context_is_full(talk, harmony):
     assert "four" in llm.asked[-1]
 
 
-def test_a_turn_that_is_too_long_is_refused_and_the_talk_goes_on(talk, harmony):
+def test_a_turn_that_is_too_long_is_rejected_and_the_talk_goes_on(talk, harmony):
     llm = FakeLLM(harmony, ["<|message|>ok"], max_model_len=100)
     ran = talk(llm, "-n", "10", stdin=b"x" * 200 + b"\nshort\n")
     assert (ran.code, ran.out) == (0, "ok\n")

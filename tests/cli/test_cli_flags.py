@@ -1,8 +1,8 @@
-"""Every flag of every verb has its effect or is refused; none is accepted and ignored.
+"""Every flag of every verb has its effect or is rejected; none is accepted and ignored.
 
 A command is run without and with a flag. What can be observed (the exit code, both outputs, what
 the model, the trainer and the files were asked for, the environment JAX starts in) must differ; or
-the flag must be refused in the words given here.
+the flag must be rejected in the words given here.
 """
 
 import os
@@ -136,7 +136,7 @@ COMMANDS = {
         [TINY],
         FINDING | EXECUTION | PRECISION | QUANTIZE | DEVICE | OUTPUT
         | {
-            "--platform": ["gpu"],  # refused in the row's own process
+            "--platform": ["gpu"],  # rejected in the row's own process
             "--batch": ["2,3"],
             "--mesh": ["data=2"],
             "--prompt-tokens": ["8"],
@@ -347,7 +347,7 @@ def _write_files(folder):
 @pytest.mark.parametrize(
     "verb", cases(COMMANDS, slow=["generate"], every_jax=["doctor", "inspect"])
 )
-def test_every_flag_has_its_effect_or_is_refused(observe, verb):
+def test_every_flag_has_its_effect_or_is_rejected(observe, verb):
     base, table = COMMANDS[verb]
     if verb == "doctor":
         observe(verb, *base)  # puts its tiny program into an empty compile cache
@@ -357,7 +357,7 @@ def test_every_flag_has_its_effect_or_is_refused(observe, verb):
     for flag, wanted in table.items():
         if wanted is None:
             continue
-        values, refusal = wanted if isinstance(wanted, tuple) else (wanted, None)
+        values, rejection = wanted if isinstance(wanted, tuple) else (wanted, None)
         argv = [*values, *_without_model(base)]
         if flag != "MODEL":
             argv = replaced(verb, base, [flag, *values])
@@ -366,9 +366,9 @@ def test_every_flag_has_its_effect_or_is_refused(observe, verb):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(terminal, "is_terminal", lambda stream: stream is sys.stderr)
                 ran, other = observe(verb, *argv), observe(verb, *base)
-        if refusal is not None:
+        if rejection is not None:
             assert (ran.code, ran.out) == (2, ""), (flag, ran)
-            assert refusal in ran.err, (flag, ran.err)
+            assert rejection in ran.err, (flag, ran.err)
         else:
             assert ran.code == 0, (flag, ran.err)
             assert vars(ran) != vars(other), f"{verb} {flag} {values} changes nothing"
@@ -436,7 +436,7 @@ ONE_ROW = {"model", "layers", "gqa", "moe", "no_cache", "no_jit", "dtype", "thre
 
 
 @pytest.mark.parametrize("job", cases(BENCH_JOBS, every_jax=["versus"]))
-def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job):
+def test_each_job_of_bench_rejects_the_flags_that_it_does_not_read(observe, job):
     argv, honoured = BENCH_JOBS[job]
     if job not in ("quick", "compare"):
         honoured = honoured | ONE_ROW
@@ -448,7 +448,7 @@ def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job)
     plain = observe("bench", *argv)
     assert plain.code == 0 or "has no results" in plain.err, plain
     assert vars(plain) != vars(observe("bench")), "the job is ignored"
-    refused = set()
+    rejected = set()
     for name, wanted in values.items():
         given = wanted[0] if isinstance(wanted, tuple) else wanted
         if name in (job, "help"):
@@ -460,12 +460,12 @@ def test_each_job_of_bench_refuses_the_flags_that_it_does_not_read(observe, job)
         elif "drop one of them" in ran.err or "different jobs" in ran.err:
             assert (ran.code, ran.out) == (2, ""), name
             assert "_" not in ran.err, ran.err
-            refused.add(name)
+            rejected.add(name)
     must = {"deterministic", "report", "html", "markdown", "no_cache", "batch", *BENCH_JOBS}
-    assert must - {job, *honoured} <= refused
+    assert must - {job, *honoured} <= rejected
 
 
-def test_a_flag_with_the_value_of_its_default_is_refused_too(rooflax):
+def test_a_flag_with_the_value_of_its_default_is_rejected_too(rooflax):
     ran = rooflax("bench", "--quick", "--prompt-tokens", "64")
     assert (ran.code, ran.out) == (2, "")
     assert "--prompt-tokens has no meaning with --quick" in ran.err

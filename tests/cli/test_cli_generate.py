@@ -69,7 +69,7 @@ def test_a_mesh_splits_the_weights_and_keeps_the_tokens(rooflax):
         ("expert=2", "no experts"),
     ],
 )
-def test_wrong_meshes_are_refused(rooflax, mesh, said):
+def test_wrong_meshes_are_rejected(rooflax, mesh, said):
     ran = rooflax("generate", TINY, "-p", "x", "--mesh", mesh)
     assert ran.code == 2
     assert said in ran.err
@@ -98,8 +98,8 @@ def test_beams_come_best_first_with_their_scores(rooflax, llm):
     assert [tuple(sample["tokens"]) for sample in samples] == [c.tokens for c in wanted]
     np.testing.assert_allclose([s["score"] for s in samples], [c.score for c in wanted], atol=1e-4)
     assert samples[0]["score"] > samples[1]["score"]
-    refused = rooflax("generate", TINY, "-p", PROMPT, *flags, "--temp", 0.5)
-    assert refused.code == 2 and "--temperature is 0.5 and --num-beams 3" in refused.err
+    rejected = rooflax("generate", TINY, "-p", PROMPT, *flags, "--temp", 0.5)
+    assert rejected.code == 2 and "--temperature is 0.5 and --num-beams 3" in rejected.err
 
 
 def test_samples_are_told_apart(rooflax):
@@ -144,7 +144,7 @@ def test_logprobs_are_a_table_on_stderr(rooflax):
         (b"def \xff", "stdin is not UTF-8 (byte 4: invalid start byte)"),
     ],
 )
-def test_what_cannot_be_a_prompt_is_refused(rooflax, stdin, said):
+def test_what_cannot_be_a_prompt_is_rejected(rooflax, stdin, said):
     ran = rooflax("generate", TINY, stdin=stdin)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err
@@ -179,7 +179,7 @@ def test_wrong_values_are_one_sentence(rooflax, flags, said):
     assert said in ran.err
 
 
-def test_more_new_tokens_than_the_context_holds_are_refused(rooflax):
+def test_more_new_tokens_than_the_context_holds_are_rejected(rooflax):
     ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 100_000, "-c", 64)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert "--max-tokens is 100000 and the context of 64 has room for" in ran.err

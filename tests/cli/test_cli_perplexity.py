@@ -45,7 +45,7 @@ def test_every_token_but_the_first_is_scored_once_with_context():
 
 
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (8, 0), (8, 8), (8, -1)])
-def test_windows_that_cannot_be_are_refused(length, stride):
+def test_windows_that_cannot_be_are_rejected(length, stride):
     with pytest.raises(RequestError):
         windows(10, length, stride)
 
@@ -95,7 +95,7 @@ def test_one_window_equals_score(rooflax, tmp_path):
         (b"a b c d", ("--no-cache",), "unknown: --no-cache"),
     ],
 )
-def test_wrong_texts_and_flags_are_refused(rooflax, stdin, flags, said):
+def test_wrong_texts_and_flags_are_rejected(rooflax, stdin, flags, said):
     ran = rooflax("perplexity", TINY, *flags, stdin=stdin)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert said in ran.err

@@ -170,7 +170,7 @@ def test_a_text_of_several_lines_is_one_question(rooflax, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"messages": 3}', '{"messages": [{"role": "x"}]}'])
-def test_a_file_that_is_no_conversation_is_refused(rooflax, tmp_path, content):
+def test_a_file_that_is_no_conversation_is_rejected(rooflax, tmp_path, content):
     path = tmp_path / "talk.json"
     path.write_text(content)
     ran = chat(rooflax, f"/load {path}\n/load {path}.missing\n")

@@ -1,4 +1,4 @@
-"""`rooflax train`: from a config, from a checkpoint, interrupted, resumed, refused."""
+"""`rooflax train`: from a config, from a checkpoint, interrupted, resumed, rejected."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
         ((*NEW, "--out", "config.json"), "is a file"),
     ],
 )
-def test_what_does_not_go_together_is_refused(rooflax, data, flags, said):
+def test_what_does_not_go_together_is_rejected(rooflax, data, flags, said):
     ran = train(rooflax, *flags)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err.splitlines()[-1]
@@ -143,7 +143,7 @@ def test_what_does_not_go_together_is_refused(rooflax, data, flags, said):
     assert "--seq-len" not in flags or not (data / "run").exists()  # before the text is encoded
 
 
-def test_other_data_in_the_same_folder_is_refused(rooflax, data):
+def test_other_data_in_the_same_folder_is_rejected(rooflax, data):
     assert train(rooflax, *NEW).code == 0
     ran = train(rooflax, *NEW, "--held-out-fraction", 0.5)
     assert ran.code == 2
@@ -160,7 +160,7 @@ def test_other_data_in_the_same_folder_is_refused(rooflax, data):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "mxfp4"])
-def test_quantized_weights_are_refused_before_anything_is_read(rooflax, tmp_path, format):
+def test_quantized_weights_are_rejected_before_anything_is_read(rooflax, tmp_path, format):
     folder, out = tmp_path / "quantized", tmp_path / "run"
     assert rooflax("quantize", "preset:qwen2.5-tiny", "-q", format, "-o", folder).code == 0
     ran = rooflax("train", folder, "--data", tmp_path, "--out", out, "--steps", 1)

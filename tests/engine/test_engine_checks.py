@@ -1,4 +1,4 @@
-"""What an engine refuses before it runs, and how many tokens its steps may have."""
+"""What an engine rejects before it runs, and how many tokens its steps may have."""
 
 import pytest
 
@@ -22,14 +22,14 @@ def sequence(prompt_tokens, max_tokens):
     return Sequence(0, [3] * prompt_tokens, params, max_tokens, frozenset())
 
 
-def test_layers_that_the_options_do_not_run_are_refused(model):
+def test_layers_that_the_options_do_not_run_are_rejected(model):
     with pytest.raises(EngineError, match="unstacked layers and layers='scan'"):
         engine_of(model, "scan")
     with pytest.raises(EngineError, match="stacked layers and layers='unrolled'"):
         engine_of(model.stacked())
 
 
-def test_what_could_outgrow_the_context_is_refused(model):
+def test_what_could_outgrow_the_context_is_rejected(model):
     engine = engine_of(model)
     engine.check([sequence(60, 5)])  # the last token is not run
     with pytest.raises(RequestError, match="66 tokens and the context holds 64"):

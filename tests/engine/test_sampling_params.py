@@ -91,7 +91,7 @@ def test_values_in_range(name):
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_values_out_of_range_are_refused_by_name(name):
+def test_values_out_of_range_are_rejected_by_name(name):
     for value in BAD[name]:
         with pytest.raises(RequestError, match=name):
             SamplingParams(**(BESIDE.get(name, {}) | {name: value}))
@@ -109,7 +109,7 @@ WITHOUT_BEAMS = {
 }  # fmt: skip
 
 
-def test_beams_take_a_field_or_refuse_it():
+def test_beams_take_a_field_or_reject_it():
     """What is taken has its effect in tests/models/test_beam_parity.py and tests/test_beams.py."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert {*WITH_BEAMS, *WITHOUT_BEAMS, "num_beams"} == names
@@ -124,7 +124,7 @@ def test_beams_take_a_field_or_refuse_it():
 
 
 @pytest.mark.parametrize("given", [{"length_penalty": 1.0}, {"early_stopping": False}])
-def test_what_is_for_beams_alone_is_refused_without(given):
+def test_what_is_for_beams_alone_is_rejected_without(given):
     with pytest.raises(RequestError, match="is for beams"):
         SamplingParams(**given)
 
@@ -144,7 +144,7 @@ def test_beams_take_nothing_about_draws_from_the_checkpoint():
     ("name", "value"),
     [("stop", 3), ("stop", b"a"), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("logit_bias", 3)],
 )
-def test_values_of_another_kind_are_refused_by_name(name, value):
+def test_values_of_another_kind_are_rejected_by_name(name, value):
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})
 

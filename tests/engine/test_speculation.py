@@ -225,7 +225,7 @@ def test_drafts_of_a_server_compile_nothing_after_warm_up(plain, unhesitating, s
 
 
 @pytest.mark.every_jax
-def test_what_cannot_draft_is_refused():
+def test_what_cannot_draft_is_rejected():
     with pytest.raises(RequestError, match="num_draft_tokens is 0"):
         LLM(speculate="ngram", num_draft_tokens=0)
     with pytest.raises(RequestError, match="nobody drafts"):

@@ -199,7 +199,7 @@ def test_messages_nested_without_end():
 @pytest.mark.parametrize(
     ("template", "error", "reason"),
     [
-        ("{{ raise_exception('roles!') }}", RequestError, "refuses these messages: roles!"),
+        ("{{ raise_exception('roles!') }}", RequestError, "rejects these messages: roles!"),
         ("{{ nothing.there }}", RequestError, "'nothing' is undefined"),
         ("{{ messages + 1 }}", RequestError, "fails on these messages"),
         ("a\n{% if %}", CheckpointError, r"not valid \(line 2\)"),
@@ -325,7 +325,7 @@ ENDS = (
 
 
 @pytest.mark.parametrize("case", WITHOUT_END)
-def test_template_without_end_is_refused_in_bounded_time(case):
+def test_template_without_end_is_rejected_in_bounded_time(case):
     begin = time.monotonic()
     if case in ENDS:
         with contextlib.suppress(CheckpointError):
@@ -445,7 +445,7 @@ def test_special_tokens_that_a_template_puts_together(write_folder, tmp_path, te
     assert ours == wanted
 
 
-def test_reasons_of_refusals_hold_no_marks(chats):
+def test_reasons_of_rejections_hold_no_marks(chats):
     with pytest.raises(RequestError, match=r"messages: no <\|im_end\|> here, user$"):
         encode_chat(
             chats["qwen"],

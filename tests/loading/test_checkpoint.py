@@ -118,7 +118,7 @@ def test_missing_and_empty_folder(tmp_path):
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "model.bin", "weights.pt", "consolidated.00.pth", "last.ckpt"]
 )
-def test_pickle_is_refused_by_name_with_the_command(tmp_path, name):
+def test_pickle_is_rejected_by_name_with_the_command(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=rf"{name}.*python -c .*weights_only=True") as caught:
         Checkpoint(tmp_path)

@@ -56,7 +56,7 @@ def test_codes_are_read_as_their_numbers(block, tmp_path):
     assert numbers and all(jax.tree.leaves(same))
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path):
+def test_scales_that_do_not_fit_are_rejected(tmp_path):
     declared = {"quant_method": "fp8", "weight_block_size": [7, 7]}
 
     def change(tensors):

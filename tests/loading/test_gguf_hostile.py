@@ -102,7 +102,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_files_are_refused_with_the_reason(case, opened):
+def test_malformed_files_are_rejected_with_the_reason(case, opened):
     content, reason = MALFORMED[case]
     with pytest.raises(CheckpointError, match=reason):
         GGUFFile(opened(content))
@@ -160,7 +160,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(case, opened):
+def test_what_is_not_computed_is_rejected_by_name(case, opened):
     pairs, reason = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=reason):
         model_info(opened(build(pairs)))
@@ -242,7 +242,7 @@ def _boundaries():
 
 
 @pytest.mark.parametrize("length", _boundaries())
-def test_a_file_cut_off_anywhere_is_refused(length, opened):
+def test_a_file_cut_off_anywhere_is_rejected(length, opened):
     with pytest.raises(CheckpointError, match="valid GGUF|cannot read"):
         model_info(opened(HEADER[:length]))
 
@@ -254,7 +254,7 @@ flips = st.lists(
 
 @settings(max_examples=120, deadline=None)
 @given(flips=flips)
-def test_flipped_bytes_give_a_refusal_or_a_model(flips, tmp_path_factory):
+def test_flipped_bytes_give_a_rejection_or_a_model(flips, tmp_path_factory):
     _flip(flips, tmp_path_factory)
 
 

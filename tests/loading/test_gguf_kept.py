@@ -114,7 +114,7 @@ def test_experts_compute_what_the_checkpoints_do(tmp_path):
 
 
 @pytest.mark.every_jax
-def test_infinite_scales_are_refused_when_asked_to_check(tmp_path):
+def test_infinite_scales_are_rejected_when_asked_to_check(tmp_path):
     source = gguf_cases.gguf("llama3", "q8_0")
     file = GGUFFile(source)
     content = bytearray(source.read_bytes())

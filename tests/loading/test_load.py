@@ -118,7 +118,7 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     assert need.total == need.weights + need.kv_cache + need.workspace
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
+def test_what_does_not_fit_is_rejected_with_the_arithmetic(folder):
     info = model_info(folder)
     need = estimate(info.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64)
     check_fits(need, need.total, "it")
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(folder):
         check_fits(need, need.total - 1, "it")
 
 
-def test_a_model_too_large_for_this_machine_is_refused_before_it_is_made():
+def test_a_model_too_large_for_this_machine_is_rejected_before_it_is_made():
     from rooflax import LLM
 
     with pytest.raises(RequestError, match=r"preset:gpt-oss-120b.*GiB for weights"):
@@ -148,7 +148,7 @@ def test_a_model_too_large_for_this_machine_is_refused_before_it_is_made():
     ],
 )  # fmt: skip
 def test_odd_values_of_a_config_are_sentences(tmp_path, changed, said):
-    """No bare exception, and no gigabytes before the refusal."""
+    """No bare exception, and no gigabytes before the rejection."""
     folder = tmp_path / "m"
     shutil.copytree(embedded_folder(), folder)
     raw = json.loads((folder / "config.json").read_text())

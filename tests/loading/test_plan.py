@@ -138,7 +138,7 @@ def packed_leaves(model):
     return filter(is_packed, jax.tree.leaves(model.weights, is_leaf=is_packed))
 
 
-def test_a_format_over_codes_is_refused(models):
+def test_a_format_over_codes_is_rejected(models):
     with pytest.raises(RequestError, match="quantised already"):
         make_plan(models["packed"], quantize="int8")
 
@@ -200,7 +200,7 @@ def test_a_server_has_the_blocks_that_were_planned(monkeypatch):
     assert blocks_of(given)[0] == (9, 9)
 
 
-def test_a_server_without_room_is_refused_before_it_is_loaded(monkeypatch):
+def test_a_server_without_room_is_rejected_before_it_is_loaded(monkeypatch):
     name = "preset:gpt-oss-tiny"
     need = make_plan(name, max_num_seqs=1).memory
     loaded = []

@@ -139,7 +139,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_file_is_refused_with_its_reason(tmp_path, case):
+def test_malformed_file_is_rejected_with_its_reason(tmp_path, case):
     raw, reason = MALFORMED[case]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(raw)
@@ -170,7 +170,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_huge_numbers_ranks_and_names_are_refused_at_once(tmp_path, case):
+def test_huge_numbers_ranks_and_names_are_rejected_at_once(tmp_path, case):
     raw, reason = HUGE[case]
     (tmp_path / "bad.safetensors").write_bytes(file_bytes(raw, b"0" * 8))
     begun = time.process_time()
@@ -187,7 +187,7 @@ def test_a_scalar_and_32_axes_are_read(tmp_path):
     assert {name: file.read(name).shape for name in arrays} == {"a": (), "b": (1,) * 32}
 
 
-def test_truncation_at_every_byte_is_refused(tmp_path):
+def test_truncation_at_every_byte_is_rejected(tmp_path):
     path = tmp_path / "whole"
     write_arrays(path, {"a": np.arange(3, dtype=np.float32), "b": np.zeros(5, np.int8)})
     whole = path.read_bytes()
@@ -218,7 +218,7 @@ def zip_bytes():
 @pytest.mark.parametrize(
     "raw", [*(pickle.dumps({"a": 1}, protocol=p) for p in (2, 3, 4, 5)), zip_bytes()]
 )
-def test_pickle_in_disguise_is_refused_by_its_first_bytes(tmp_path, raw):
+def test_pickle_in_disguise_is_rejected_by_its_first_bytes(tmp_path, raw):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"python -c .*weights_only=True.*save_file"):
@@ -275,7 +275,7 @@ def test_full_disk_at_the_end_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_writer_refuses_what_the_format_cannot_hold(tmp_path):
+def test_writer_rejects_what_the_format_cannot_hold(tmp_path):
     one = ("a", "F32", (1,), lambda: np.zeros(1, np.float32))
     with pytest.raises(CheckpointError, match="'a'"):
         st.write_safetensors(tmp_path / "f", [one, one])

@@ -74,7 +74,8 @@ def test_hostile_templates_end_soon_and_small():
     assert found.keys() == HOSTILE.keys()
     assert template_pool.SECONDS <= 1.25
     for said, seconds in found.values():
-        assert said.startswith(("the chat template is refused: ", "the chat template does what is"))
+        begins = ("the chat template is rejected: ", "the chat template does what is")
+        assert said.startswith(begins)
         assert "\n" not in said
         assert seconds < 2 * template_pool.SECONDS  # with room for a busy machine
     assert kibibytes <= 256 * 1024
@@ -251,7 +252,7 @@ def test_a_worker_that_cannot_start_is_said(monkeypatch):
     assert not pool._workers
 
 
-def test_answers_that_are_too_long_are_refused():
+def test_answers_that_are_too_long_are_rejected():
     template = "{% for i in range(20000) %}" + "x" * 100 + "{% endfor %}"
     with pytest.raises(CheckpointError, match="writes more than"):
         render(template, CHAT)

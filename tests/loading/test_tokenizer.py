@@ -124,7 +124,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("escaped", [False, True])
 @pytest.mark.parametrize("case", BOMBS)
-def test_tokenizers_that_make_much_of_little_are_refused(write_folder, tmp_path, case, escaped):
+def test_tokenizers_that_make_much_of_little_are_rejected(write_folder, tmp_path, case, escaped):
     path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
     text = json.dumps(json.loads(path.read_text()) | BOMBS[case])
     path.write_text(text.replace('"normalizer"', '"normalize\\u0072"') if escaped else text)
@@ -352,7 +352,7 @@ def test_the_bytes_of_the_tokens_are_the_text(loaded, kind):
         assert b"".join([spelled[i] for i in ids]) == before + text.encode()
 
 
-def test_tokens_whose_bytes_are_not_known_are_refused(tmp_path):
+def test_tokens_whose_bytes_are_not_known_are_rejected(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
     for decoder, named in ((tokenizers.decoders.WordPiece(), "WordPiece"), (None, "nothing")):
         backend.decoder = decoder

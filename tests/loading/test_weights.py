@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to weights and back: names, waivers, refusals, memory."""
+"""From a checkpoint's tensors to weights and back: names, waivers, rejections, memory."""
 
 import json
 import subprocess
@@ -160,7 +160,7 @@ def test_weights_of_a_type_that_is_no_weights_are_named(write, variant, name, dt
         load(write(variant, lambda t: t.update({name: t[name].astype(dtype)})))
 
 
-def test_packed_fp4_is_refused_by_name(write):
+def test_packed_fp4_is_rejected_by_name(write):
     path = write("llama_gqa") / "model.safetensors"
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -185,7 +185,7 @@ def with_value(write, value, **where):
 
 
 @pytest.mark.parametrize(("quantize", "most"), [("int4", 524032), ("w8a16-g32", 8319008)])
-def test_check_refuses_a_finite_weight_that_the_format_cannot_hold(write, quantize, most):
+def test_check_rejects_a_finite_weight_that_the_format_cannot_hold(write, quantize, most):
     folder = with_value(write, 2.0**23)
     found = np.asarray(load(folder, quantize=quantize).weights["lm_head"].numbers())
     assert np.isfinite(found).all() and found[40, 3] == most  # the largest that there is
@@ -197,7 +197,7 @@ def test_check_refuses_a_finite_weight_that_the_format_cannot_hold(write, quanti
 
 @pytest.mark.parametrize("quantize", ["int4", "mxfp4", "int8", "fp8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_quantised_nan_and_infinity_are_nan_or_refused(write, quantize, value):
+def test_quantised_nan_and_infinity_are_nan_or_rejected(write, quantize, value):
     folder = with_value(write, value)
     found = np.asarray(load(folder, quantize=quantize).weights["lm_head"].numbers())
     assert np.isnan(found[40, 3]) and np.isfinite(np.delete(found, 3, axis=1)).all()
@@ -223,7 +223,7 @@ def test_a_scale_of_nan_in_an_mxfp4_checkpoint_stays_nan(write):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("variant", ["llama_gqa", "gpt_oss"])
-def test_check_refuses_weights_that_are_not_finite(write, variant, value):
+def test_check_rejects_weights_that_are_not_finite(write, variant, value):
     name = "model.layers.1.self_attn.v_proj.weight"
 
     def change(tensors):
@@ -371,7 +371,7 @@ def test_transformers_opens_what_we_save_and_says_the_same(write, variant, tmp_p
     )
 
 
-def test_what_cannot_be_saved_is_refused_and_leaves_the_old_folder(write, tmp_path, monkeypatch):
+def test_what_cannot_be_saved_is_rejected_and_leaves_the_old_folder(write, tmp_path, monkeypatch):
     model = load(write("llama_gqa"))
     (tmp_path / "file").write_text("x")
     with pytest.raises(RequestError, match="is a file"):
@@ -391,7 +391,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_old_folder(write, tmp_pa
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(write):
+def test_a_tokenizer_larger_than_the_embedding_is_rejected_with_both_numbers(write):
     def change(tensors):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = tensors[name][:250].copy()

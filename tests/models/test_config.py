@@ -257,7 +257,7 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
-def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, change):
+def test_what_would_change_the_numbers_and_is_not_computed_is_rejected(variant, change):
     with pytest.raises(
         UnsupportedModelError, match=next(iter(change)).replace("rope_scaling", "RoPE")
     ):
@@ -265,7 +265,7 @@ def test_what_would_change_the_numbers_and_is_not_computed_is_refused(variant, c
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
-def test_quantised_checkpoints_of_other_kinds_are_refused_by_name(method):
+def test_quantised_checkpoints_of_other_kinds_are_rejected_by_name(method):
     raw = goldens.VARIANTS["llama_gqa"] | {"quantization_config": {"quant_method": method}}
     with pytest.raises(UnsupportedModelError, match=str(method)):
         read_config(raw)
@@ -298,7 +298,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(("name", "key"), [(n, k) for n, keys in SIZES.items() for k in keys])
-def test_absurd_sizes_are_refused(name, key):
+def test_absurd_sizes_are_rejected(name, key):
     raw = goldens.VARIANTS[FAMILIES[name]]
     for value in ABSURD:
         if value is None and key not in ("vocab_size", "hidden_size", "num_hidden_layers"):
@@ -308,7 +308,7 @@ def test_absurd_sizes_are_refused(name, key):
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"])
-def test_absurd_numbers_are_refused(key):
+def test_absurd_numbers_are_rejected(key):
     for value in (0, -1.0, float("nan"), float("inf"), 10**400, True, "1"):
         with pytest.raises(CheckpointError, match=key):
             read_config(goldens.VARIANTS["gpt_oss"] | {key: value})
@@ -363,7 +363,7 @@ def test_absurd_numbers_are_refused(key):
         ("llama_gqa", {"rope_scaling": LLAMA3.to_hf() | {"high_freq_factor": 1.0}}, "above low"),
     ],
 )
-def test_sizes_that_do_not_fit_each_other_are_refused_with_both(variant, change, numbers):
+def test_sizes_that_do_not_fit_each_other_are_rejected_with_both(variant, change, numbers):
     with pytest.raises(CheckpointError, match=numbers):
         read_config(goldens.VARIANTS[variant] | change)
 
@@ -398,7 +398,7 @@ def test_config_json_that_is_not_there(tmp_path):
         read_config_json(tmp_path)
 
 
-def test_an_adapter_in_place_of_a_model_is_refused_by_name(tmp_path):
+def test_an_adapter_in_place_of_a_model_is_rejected_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
         read_config_json(tmp_path)
@@ -417,7 +417,7 @@ def test_the_original_context_may_be_written_as_a_float():
     assert read_config(raw | {"rope_scaling": written}) == read_config(raw)
 
 
-def test_context_longer_than_the_model_is_refused_with_both_numbers():
+def test_context_longer_than_the_model_is_rejected_with_both_numbers():
     _, config = read_config(goldens.VARIANTS["llama_gqa"])
     assert resolve_max_model_len(config, None) == 131
     assert resolve_max_model_len(config, 64) == 64

@@ -133,7 +133,7 @@ def test_kernels_that_are_not_here_are_an_error_not_a_fallback(case, monkeypatch
         ("decode_steps", 1025),
     ],
 )  # fmt: skip
-def test_an_option_that_does_not_exist_is_refused(field, value):
+def test_an_option_that_does_not_exist_is_rejected(field, value):
     with pytest.raises(RequestError, match=field):
         ExecutionOptions(**{field: value})
 
@@ -261,7 +261,7 @@ def test_other_families_on_two_devices(case, mesh, variant):
 
 
 @pytest.mark.every_jax
-def test_a_split_that_leaves_a_remainder_is_refused_with_the_arithmetic(case, mesh):
+def test_a_split_that_leaves_a_remainder_is_rejected_with_the_arithmetic(case, mesh):
     with pytest.raises(RequestError, match=r"3 kv_heads.*3 = 2 x 1 \+ 1"):
         LLM(case("qwen2").folder, mesh=mesh)
     with pytest.raises(RequestError, match=r"5 experts do not divide .*5 = 2 x 2 \+ 1"):

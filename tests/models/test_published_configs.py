@@ -1,7 +1,7 @@
-"""config.json files as they are published: each opens, or is refused for the reason beside it.
+"""config.json files as they are published: each opens, or is rejected for the reason beside it.
 
 tests/data/published_configs/configs.json holds the facts: of each its name as the source has it,
-where it was read, its keys and values, and the outcome ("opens", or how the refusal's sentence
+where it was read, its keys and values, and the outcome ("opens", or how the rejection's sentence
 begins).
 """
 
@@ -48,7 +48,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["repository"])
-def test_a_published_config_opens_or_is_refused_for_the_reason_beside_it(row, tmp_path):
+def test_a_published_config_opens_or_is_rejected_for_the_reason_beside_it(row, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     if row["outcome"] == "opens":
         assert model_info(tmp_path).family == row["config"]["model_type"]

@@ -118,12 +118,12 @@ def test_files_that_leave_out_defaults_have_those_of_transformers():
         ({"tie_word_embeddings": False}, "tie_word_embeddings = True"),
     ],
 )
-def test_a_text_part_that_is_not_computed_is_refused(change, reason):
+def test_a_text_part_that_is_not_computed_is_rejected(change, reason):
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         read_config(WHOLE | change)
 
 
-def test_another_text_model_is_refused_by_name():
+def test_another_text_model_is_rejected_by_name():
     text = goldens.VARIANTS["mistral_full"] | {"model_type": "mistral4"}
     with pytest.raises(UnsupportedModelError, match="model_type = 'mistral4'.*'mistral'"):
         read_config(MISTRAL3 | {"text_config": text})

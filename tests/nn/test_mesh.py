@@ -61,7 +61,7 @@ def test_a_bias_counts_once_in_a_sum_over_parts(mesh):
     np.testing.assert_allclose(run(x, w, bias), x @ w + bias, rtol=1e-5, atol=1e-5)
 
 
-def test_a_remainder_is_refused_with_the_arithmetic():
+def test_a_remainder_is_rejected_with_the_arithmetic():
     check_split({"kv_heads": 4, "mlp": 12}, Shards(tensor=2))
     check_split({"heads": 3, "vocab": 7}, Shards(tensor=2))
     with pytest.raises(RequestError, match=r"5 kv_heads.*5 = 2 x 2 \+ 1"):

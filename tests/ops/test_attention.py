@@ -164,13 +164,13 @@ def as_jax(*arrays):
 
 
 @pytest.mark.every_jax
-def test_heads_that_do_not_divide_are_refused():
+def test_heads_that_do_not_divide_are_rejected():
     q, k, v, *given = ATTENTION[0].arrays()
     with pytest.raises(ValueError, match="6 query heads.*4"):
         attend(q, np.repeat(k, 2, 1), np.repeat(v, 2, 1), *given)
 
 
 @pytest.mark.every_jax
-def test_an_implementation_that_is_not_here_is_refused_by_name():
+def test_an_implementation_that_is_not_here_is_rejected_by_name():
     with pytest.raises(RequestError, match="attention's 'pallas' cannot run"):
         attend(*ATTENTION[0].arrays(), implementation="pallas")

@@ -68,7 +68,7 @@ def test_a_pool_that_is_needed_later_stays_as_it_is():
     assert not np.asarray(pool).any()
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_fit_are_rejected():
     pool, slots = jnp.zeros((BLOCKS, HEADS + 1, BLOCK, HEAD_DIM)), jnp.zeros(TOKENS, jnp.int32)
     with pytest.raises(Exception, match="cache write: shapes"):
         jax.block_until_ready(CACHE_WRITE("native", pool, new_tokens(), slots))

@@ -50,8 +50,8 @@ def test_the_best_that_takes_the_arguments_runs_and_the_record_says_why():
 
 
 def test_a_name_is_that_one_or_an_error_before_any_work():
-    refusing = Backend(never, lambda _: "it takes nothing")
-    operation = Operation("double", {"xla": Backend(lambda x: 2 * x), "reference": refusing})
+    rejecting = Backend(never, lambda _: "it takes nothing")
+    operation = Operation("double", {"xla": Backend(lambda x: 2 * x), "reference": rejecting})
     with pytest.raises(RequestError, match=r"^it takes nothing\.$") as caught:
         operation("reference", 1)
     assert caught.value.param == "kernels"

@@ -297,7 +297,7 @@ def test_products_of_many_rows_lose_nothing(format):
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("format", ["w4a16", "w8a8-g32", "mxfp4-a8"])
-def test_products_of_many_rows_that_would_lose_are_refused(format):
+def test_products_of_many_rows_that_would_lose_are_rejected(format):
     rows = jnp.zeros((17, 1120), jnp.bfloat16)
     why = linear_gpu.unsupported(arguments(rows, weights(format, 1120, 53)))
     assert f"for 16 rows of {format}" in why
@@ -386,7 +386,7 @@ def test_what_lies_behind_a_context_is_not_used(kind, interpreted):
 
 
 @pytest.mark.every_jax
-def test_caches_of_fp8_and_float16_are_refused():
+def test_caches_of_fp8_and_float16_are_rejected():
     q, *pools, paging, args = paged(replace(FEW[0], head_dim=128))
     narrow = {
         "fp8": [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools],

@@ -64,21 +64,21 @@ def test_unembed_is_float32_and_transposed(implementation, dtype):
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_axes_that_differ_are_refused_with_both():
+def test_axes_that_differ_are_rejected_with_both():
     with pytest.raises(ValueError, match=r"\(5,\).*\(6,\)"):
         linear(jnp.zeros((3, 5)), jnp.zeros((6, 7)))
     with pytest.raises(ValueError, match=r"\(4, 5\).*\(5, 4\)"):
         linear(jnp.zeros((3, 4, 5)), jnp.zeros((5, 4, 7)), contract=2)
 
 
-def test_an_implementation_that_is_not_here_is_refused_by_name():
+def test_an_implementation_that_is_not_here_is_rejected_by_name():
     with pytest.raises(RequestError, match="linear's 'pallas' cannot run: .* runs on cpu"):
         linear(jnp.zeros((3, 5)), jnp.zeros((5, 7)), implementation="pallas")
     with pytest.raises(RequestError, match="linear has no 'mosaic'"):
         unembed(jnp.zeros((3, 5)), jnp.zeros((7, 5)), implementation="mosaic")
 
 
-def test_without_the_library_xla_is_used_and_native_is_refused(monkeypatch):
+def test_without_the_library_xla_is_used_and_native_is_rejected(monkeypatch):
     monkeypatch.setattr(native, "status", lambda: native.Status(False, "it was not built"))
     assert chosen(None) == {"linear": "xla", "attention": "xla", "moe": "xla"}
     assert linear(jnp.ones((3, 5)), jnp.ones((5, 7))).shape == (3, 7)

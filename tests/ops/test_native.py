@@ -167,7 +167,7 @@ def test_a_layer_among_stacked_layers(format):
 
 
 @pytest.mark.parametrize("count", [0, 39, 41, 80])
-def test_a_bias_that_does_not_belong_to_the_stack_is_refused(count):
+def test_a_bias_that_does_not_belong_to_the_stack_is_rejected(count):
     x, _, _ = inputs(2, 8, 1)
     call = jax.jit(product)
     w, select = jnp.ones((3, 8, 40), jnp.float32), jnp.zeros(1, jnp.int32)
@@ -299,7 +299,7 @@ def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, hea
     np.testing.assert_array_equal(np.asarray(found)[:2, 0], whole[:2, 6])
 
 
-def test_wrong_shapes_are_refused_by_the_kernel():
+def test_wrong_shapes_are_rejected_by_the_kernel():
     packed = quantize(np.ones((64, 20), np.float32), "w4a8", (64,), (20,))
     wrong = [
         ((jnp.ones((2, 3)), jnp.ones((5, 4)), None), {}, "inputs of w"),

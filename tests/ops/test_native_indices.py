@@ -1,4 +1,4 @@
-"""The native kernels refuse indices outside the arrays they were given, and leave padding alone.
+"""The native kernels reject indices outside the arrays they were given, and leave padding alone.
 
 What tools/fuzz_ffi.cc draws at random, a few of each here, through jax.jit.
 """
@@ -31,7 +31,7 @@ def ints(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-def refuses(sentence, call, *args, **kwargs):
+def rejects(sentence, call, *args, **kwargs):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"rooflax {re.escape(sentence)}"):
         jax.block_until_ready(jax.jit(call)(*args, **kwargs))
 
@@ -39,17 +39,17 @@ def refuses(sentence, call, *args, **kwargs):
 @pytest.mark.parametrize("index", [5, *STRANGE])
 def test_rows_of_a_table(index):
     table = jnp.ones((5, 8))
-    refuses("rows: an index outside the table", cpu.rows, table, ints(0, index))
+    rejects("rows: an index outside the table", cpu.rows, table, ints(0, index))
     cpu.rows(table, ints(0, index), ints(1)[0])  # padding is not looked at
 
 
 @pytest.mark.parametrize("count", [3, *STRANGE])
 def test_numbers_of_rows(count):
     x, number = jnp.ones((2, 8)), ints(count)[0]
-    refuses("rows: number of rows", cpu.rows, x, ints(0, 1), number)
-    refuses("argmax: number of rows", partial(ARGMAX, "native"), x, number)
+    rejects("rows: number of rows", cpu.rows, x, ints(0, 1), number)
+    rejects("argmax: number of rows", partial(ARGMAX, "native"), x, number)
     call = partial(linear, implementation="native")
-    refuses("matmul: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
+    rejects("matmul: number of rows", call, x, jnp.ones((8, 4)), num_rows=number)
 
 
 @pytest.mark.parametrize("member", [3, *STRANGE])
@@ -60,7 +60,7 @@ def test_members_of_a_stack(rows, member):
 
     x, w = jnp.ones((rows, 8)), jnp.ones((3, 8, 4))
     select = ints(*[0] * (rows - 1), member)
-    refuses("matmul: an index outside the stack of w", call, x, w, select)
+    rejects("matmul: an index outside the stack of w", call, x, w, select)
 
 
 def test_a_gate_belongs_to_an_activation():
@@ -90,7 +90,7 @@ def test_slots_of_a_cache(slot):
         return cache_write(pool, new, slots, implementation="native")
 
     pool, new = jnp.zeros((3, 2, 4, 8)), jnp.ones((2, 2, 8))
-    refuses("cache write: a slot outside the pool", call, pool, new, ints(0, slot))
+    rejects("cache write: a slot outside the pool", call, pool, new, ints(0, slot))
 
 
 def test_slots_of_padding():
@@ -127,7 +127,7 @@ def attend(window=None, **changes):
 
 @pytest.mark.parametrize(("sentence", "changes"), BAD_ATTENTION)
 def test_attention(sentence, changes):
-    refuses(f"attention: {sentence}", *attend(**changes))
+    rejects(f"attention: {sentence}", *attend(**changes))
 
 
 def test_a_window_behind_the_context():
@@ -151,8 +151,8 @@ def test_slots_of_the_sampler(slot):
         return found.tokens
 
     logits = jnp.zeros((2, 40)).at[:, 7].set(9)
-    refuses("sample: a slot that is not there", call, logits, ints(0, slot), None)
-    refuses("sample: number of rows", call, logits, ints(0, 0), ints(3)[0])
+    rejects("sample: a slot that is not there", call, logits, ints(0, slot), None)
+    rejects("sample: number of rows", call, logits, ints(0, 0), ints(3)[0])
     tokens = jax.jit(call)(logits, ints(0, slot), ints(1)[0])  # of padding nothing is read
     assert np.asarray(tokens)[1] == 0
 
@@ -167,4 +167,4 @@ def test_mask_exchanges_of_the_sampler(numbers):
         more = (ints(0, 0), counts, ints(0, 1), masks, None, None)
         return SAMPLE("native", logits, params, *more, exchange=exchange).tokens
 
-    refuses("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))
+    rejects("sample: a mask exchange", call, jnp.zeros((2, 40)), ints(*numbers))

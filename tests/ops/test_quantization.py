@@ -182,7 +182,7 @@ def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
         rooflax.load(tmp_path / "m", quantize="int4")
 
 
-def test_a_damaged_quantised_folder_is_refused(tmp_path):
+def test_a_damaged_quantised_folder_is_rejected(tmp_path):
     rooflax.save(rooflax.load("preset:qwen2.5-tiny", quantize="int8"), tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
     formats = config["quantization_config"]["formats"]

@@ -664,7 +664,7 @@ def test_the_largest_come_in_order(implementation, size, kind):
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
 @REFERENCE
-def test_what_does_not_fit_the_native_sampler_is_refused():
+def test_what_does_not_fit_the_native_sampler_is_rejected():
     values, _ = arguments(normal(2, VOCAB), settings(2))
     for index, wrong in {1: values[1][:, :-1], 4: values[4] + 2}.items():
         with pytest.raises(Exception, match="rooflax sample: "):

@@ -231,7 +231,7 @@ def test_visits_follow_what_is_visible():
 
 
 @pytest.mark.every_jax
-def test_copied_heads_are_refused():
+def test_copied_heads_are_rejected():
     *arrays, args = paged(1, 8, 2, 16, 16, 20)
     with pytest.raises(RequestError, match="gqa=repeat"):
         attend("pallas")(*arrays, replace(args, repeat_kv=True))
@@ -392,7 +392,7 @@ def test_experts_that_nobody_chose_are_not_read(format):
 
 
 @pytest.mark.every_jax
-def test_slow_ways_are_refused():
+def test_slow_ways_are_rejected():
     x, logits, weights = MOE[1].arrays()
     ids, shares = route(jnp.asarray(logits), MOE[1].chosen)
     weights = [jnp.asarray(w) for w in weights]
@@ -596,6 +596,6 @@ def test_tiles_are_bounded_whatever_a_patterns_block(block):
 
 
 @pytest.mark.every_jax
-def test_patterns_that_are_none_are_refused():
+def test_patterns_that_are_none_are_rejected():
     with pytest.raises(ValueError, match="stride is 0; it must be at least 1"):
         Pattern(8, stride=0)

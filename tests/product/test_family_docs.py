@@ -17,7 +17,7 @@ def test_the_table_is_current_and_has_every_family():
     assert all(f"| `{name}` |" in text for name in FAMILIES)
 
 
-def test_a_row_says_what_a_definition_refuses_and_which_files_there_are():
+def test_a_row_says_what_a_definition_rejects_and_which_files_there_are():
     cells = family_docs.row("gpt_oss").split(" | ")
     assert cells[:2] == ["| `gpt_oss`", "GPT-OSS"]
     assert "gpt-oss-20b" in cells[2] and cells[3] == "`gpt-oss`"

@@ -103,10 +103,10 @@ def test_every_flag_has_its_effect_or_is_rejected(observe):
     for flag, wanted in FLAGS.items():
         if wanted is None:
             continue
-        values, refusal = wanted if isinstance(wanted, tuple) else (wanted, None)
+        values, rejection = wanted if isinstance(wanted, tuple) else (wanted, None)
         found = observe(*values) if flag == "MODEL" else observe(TINY, flag, *values)
-        if refusal is not None:
-            assert found[0] == 2 and refusal in found[1], (flag, found)
+        if rejection is not None:
+            assert found[0] == 2 and rejection in found[1], (flag, found)
         else:
             assert found[0] == 0, (flag, found)
             assert found[1:] != base[1:], flag

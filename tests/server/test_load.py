@@ -220,9 +220,9 @@ def test_every_flag_has_its_effect_or_is_rejected(live, scripted, capfd, monkeyp
     for flag, wanted in FLAGS.items():
         if wanted is None:
             continue
-        values, refusal = wanted if isinstance(wanted, tuple) else (wanted, None)
+        values, rejection = wanted if isinstance(wanted, tuple) else (wanted, None)
         code, err, seen = run(SMALL | {flag: values})
-        if refusal is not None:
-            assert code == 2 and refusal in err, (flag, err)
+        if rejection is not None:
+            assert code == 2 and rejection in err, (flag, err)
         else:
             assert seen != base[2], flag

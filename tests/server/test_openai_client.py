@@ -32,7 +32,7 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def strict(served):
-    """Refuses any answer that is not what OpenAI's own types say."""
+    """Rejects any answer that is not what OpenAI's own types say."""
     given = {"base_url": f"{served.url}/v1", "api_key": "any", "max_retries": 0}
     with openai.OpenAI(**given, _strict_response_validation=True) as found:
         yield found

@@ -496,9 +496,9 @@ def test_c8_a_draining_server_takes_no_more_and_lets_the_open_ones_finish(llm):
         asking.start()
         wait_for(lambda: scripted.num_open == 1)
         server.service.drains()
-        refused = server.post("/v1/chat/completions", CHAT)
-        assert (refused.status_code, error_of(refused)["code"]) == (503, "draining")
-        assert refused.headers["connection"] == "close"
+        rejected = server.post("/v1/chat/completions", CHAT)
+        assert (rejected.status_code, error_of(rejected)["code"]) == (503, "draining")
+        assert rejected.headers["connection"] == "close"
         assert server.http.get("/ready").status_code == 503
         assert server.http.get("/health").status_code == 200
         asking.join(30)

@@ -243,9 +243,9 @@ def test_c1_four_times_overload():
     with own_server("preset:gpt2", flags) as url:
         for is_last in (False, False, True):  # where others take the processor, no figure holds
             found = asyncio.run(_overload(url, tokens, seconds))
-            assert found["refused"] > found["overloaded"], found
+            assert found["rejected"] > found["overloaded"], found
             assert set(found["statuses"]) <= {200, 429} and found["retry_after"]
-            in_time = found["refusal_p99_s"] <= 0.05
+            in_time = found["rejection_p99_s"] <= 0.05
             if in_time and found["overloaded"] >= 0.95 * found["capacity"]:
                 return
             assert not is_last, found
@@ -283,15 +283,15 @@ async def _overload(url, tokens, seconds):
             await asyncio.sleep(0.005)
         await asyncio.gather(*tasks)
         overloaded = rate(opened, start + 0.25 * seconds, start + seconds)
-        refused = [reply for reply in opened if reply.status == 429]
-        waits = [reply.pieces[-1][0] - reply.started_s for reply in refused]
+        rejected = [reply for reply in opened if reply.status == 429]
+        waits = [reply.pieces[-1][0] - reply.started_s for reply in rejected]
         good = [answered(0.0, reply) for reply in opened if reply.status == 200]
         assert all(one.error is None and one.output_tokens == tokens for one in good)
         return {
             "capacity": capacity,
             "overloaded": overloaded,
-            "refused": len(refused) / seconds,
-            "refusal_p99_s": float(np.percentile(waits, 99)),
+            "rejected": len(rejected) / seconds,
+            "rejection_p99_s": float(np.percentile(waits, 99)),
             "statuses": Counter(reply.status for reply in opened),
-            "retry_after": all(1 <= int(reply.headers["retry-after"]) <= 30 for reply in refused),
+            "retry_after": all(1 <= int(reply.headers["retry-after"]) <= 30 for reply in rejected),
         }

@@ -252,7 +252,7 @@ def unless_over(function, failing):
 
 
 def test_a_file_that_may_not_grow(tmp_path):
-    """The system's own refusal, in the middle of the arrays."""
+    """The system's own rejection, in the middle of the arrays."""
     save(tmp_path, 1)
     large = state_of(2, size=100_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -271,13 +271,13 @@ def read(path):
 
 
 class TestDamage:
-    """A checkpoint that is not what was saved is refused in one sentence."""
+    """A checkpoint that is not what was saved is rejected in one sentence."""
 
     @pytest.fixture
     def path(self, tmp_path):
         return save(tmp_path, 5)
 
-    def refused(self, path, match):
+    def rejected(self, path, match):
         with pytest.raises(CheckpointError, match=match) as caught:
             read(path)
         assert "\n" not in str(caught.value)
@@ -286,20 +286,20 @@ class TestDamage:
     def test_truncated_arrays(self, path, kept):
         data = (path / "state.safetensors").read_bytes()
         (path / "state.safetensors").write_bytes(data[:kept])
-        self.refused(path, r"state\.safetensors")
+        self.rejected(path, r"state\.safetensors")
 
     def test_missing_arrays(self, path):
         (path / "state.safetensors").unlink()
-        self.refused(path, r"cannot read .*state\.safetensors")
+        self.rejected(path, r"cannot read .*state\.safetensors")
 
     def test_missing_state(self, path):
         (path / "state.json").unlink()
-        self.refused(path, r"state\.json cannot be read")
+        self.rejected(path, r"state\.json cannot be read")
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "{}", "[" * 100_000, "\udcff"])
     def test_state_that_is_none(self, path, text):
         (path / "state.json").write_text(text, errors="surrogateescape")
-        self.refused(path, r"state\.json (cannot be read|does not state)")
+        self.rejected(path, r"state\.json (cannot be read|does not state)")
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -310,14 +310,14 @@ class TestDamage:
     def test_entries_of_another_kind(self, path, key, value):
         entries = json.loads((path / "state.json").read_text())
         (path / "state.json").write_text(json.dumps(entries | {key: value}))
-        self.refused(path, r"state\.json does not state")
+        self.rejected(path, r"state\.json does not state")
 
     @pytest.mark.parametrize("key", ["step", "config", "loss", "log_position"])
     def test_missing_entries(self, path, key):
         entries = json.loads((path / "state.json").read_text())
         del entries[key]
         (path / "state.json").write_text(json.dumps(entries))
-        self.refused(path, r"state\.json does not state")
+        self.rejected(path, r"state\.json does not state")
 
     def test_a_loss_may_be_missing_before_the_first_step(self, path):
         entries = json.loads((path / "state.json").read_text())
@@ -449,7 +449,7 @@ class TestResuming:
         shutil.copytree(uninterrupted[0], tmp_path / "run")
         return tmp_path / "run"
 
-    def refused(self, folder, corpora, error, match, config=CONFIG, **model):
+    def rejected(self, folder, corpora, error, match, config=CONFIG, **model):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         with pytest.raises(error, match=match) as caught:
             run(folder, corpora, config, **model)
@@ -460,21 +460,23 @@ class TestResuming:
     def test_with_other_settings(self, folder, corpora):
         for name, value in (("learning_rate", 0.5), ("steps", 12), ("seed", 3), ("layers", "scan")):
             changed = tiny.settings(**CONFIG.to_json() | {name: value})
-            self.refused(folder, corpora, RequestError, rf"^{name} is .*was trained with", changed)
+            self.rejected(folder, corpora, RequestError, rf"^{name} is .*was trained with", changed)
 
     def test_with_another_model(self, folder, corpora):
-        self.refused(folder, corpora, RequestError, "num_hidden_layers is 3", num_hidden_layers=3)
-        self.refused(folder, corpora, RequestError, "intermediate_size is 60", intermediate_size=60)
+        self.rejected(folder, corpora, RequestError, "num_hidden_layers is 3", num_hidden_layers=3)
+        self.rejected(
+            folder, corpora, RequestError, "intermediate_size is 60", intermediate_size=60
+        )
 
     def test_from_a_damaged_checkpoint(self, folder, corpora):
         arrays = folder / "checkpoints" / "step-00000009" / "state.safetensors"
         arrays.write_bytes(arrays.read_bytes()[:-100])
-        self.refused(folder, corpora, CheckpointError, r"state\.safetensors is not a valid")
+        self.rejected(folder, corpora, CheckpointError, r"state\.safetensors is not a valid")
 
     def test_with_a_log_that_was_cut(self, folder, corpora):
         log = folder / "log.jsonl"
         log.write_bytes(log.read_bytes()[:100])
-        self.refused(
+        self.rejected(
             folder, corpora, CheckpointError, r"log\.jsonl has 100 bytes, but the checkpoint"
         )
 

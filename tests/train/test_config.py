@@ -1,4 +1,4 @@
-"""TrainConfig refuses what cannot be meant, naming the field."""
+"""TrainConfig rejects what cannot be meant, naming the field."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def make(**given):
     return TrainConfig(**given)
 
 
-def refused(**given):
+def rejected(**given):
     name = next(iter(given))
     with pytest.raises(RequestError, match=rf"^{name} is ") as caught:
         make(**given)
@@ -39,7 +39,7 @@ def test_every_field_is_of_one_kind():
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, True, "4", math.nan, math.inf])
 def test_sizes(name, value):
-    refused(**{name: value})
+    rejected(**{name: value})
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
@@ -47,7 +47,7 @@ def test_sizes(name, value):
 def test_counts_that_may_be_zero(name, value):
     assert getattr(make(**{name: 0}), name) == 0
     if value is not None or name not in MAY_BE_NONE:
-        refused(**{name: value})
+        rejected(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_the_default_warm_up_ends_long_before_the_steps_do(steps, warmup):
     [-1e-9, -math.inf, math.inf, math.nan, True, None, "0.1", pytest.param(10**400, id="huge")],
 )
 def test_numbers(name, value):
-    refused(**{name: value})
+    rejected(**{name: value})
 
 
 def test_edges_of_numbers():
-    refused(learning_rate=0)
-    refused(learning_rate=0.0)
-    refused(min_lr_ratio=1.5)
+    rejected(learning_rate=0)
+    rejected(learning_rate=0.0)
+    rejected(min_lr_ratio=1.5)
     for name in ("beta1", "beta2"):  # at 1 the moments never begin, and the step is 0 / 0
-        refused(**{name: 1.0})
-        refused(**{name: 1})
+        rejected(**{name: 1.0})
+        rejected(**{name: 1})
         assert getattr(make(**{name: 0.0}), name) == 0.0
     for name in ("min_lr_ratio", "weight_decay", "clip_norm"):
         assert getattr(make(**{name: 0}), name) == 0
@@ -86,7 +86,7 @@ def test_edges_of_numbers():
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", ["", "no such", True, 0, math.nan, "Float32", ("scan",)])
 def test_choices(name, value):
-    sentence = refused(**{name: value})
+    sentence = rejected(**{name: value})
     assert "must be one of" in sentence
 
 

@@ -211,26 +211,26 @@ class TestDamagedFiles:
         write_corpus(path, ["abcdefgh"], fake_tokenizer(300), 0)
         return path
 
-    def refused(self, path, match):
+    def rejected(self, path, match):
         with pytest.raises(CheckpointError, match=match) as caught:
             open_corpus(path)
         assert "\n" not in str(caught.value)
 
     def test_missing(self, path):
         path.unlink()
-        self.refused(path, "cannot open the token file")
+        self.rejected(path, "cannot open the token file")
 
     def test_without_description(self, path):
         path.with_name("a.bin.json").unlink()
-        self.refused(path, r"cannot open the token file .*a\.bin\.json")
+        self.rejected(path, r"cannot open the token file .*a\.bin\.json")
 
     def test_truncated(self, path):
         path.write_bytes(path.read_bytes()[:-4])
-        self.refused(path, r"a\.bin holds 7 tokens, but a\.bin\.json says 9; write it again")
+        self.rejected(path, r"a\.bin holds 7 tokens, but a\.bin\.json says 9; write it again")
 
     def test_empty(self, path):
         path.write_bytes(b"")
-        self.refused(path, "cannot open the token file")
+        self.rejected(path, "cannot open the token file")
 
     @pytest.mark.parametrize(
         "text", ["", "{", "[]", "3", "{}", '{"dtype": "uint16"}', "[" * 100_000],
@@ -238,13 +238,13 @@ class TestDamagedFiles:
     )  # fmt: skip
     def test_description_that_is_none(self, path, text):
         path.with_name("a.bin.json").write_text(text)
-        self.refused(path, "cannot open the token file")
+        self.rejected(path, "cannot open the token file")
 
     @pytest.mark.parametrize("dtype", ["int16", "float16", "object", "int64", "no such", 7, None])
     def test_types_that_no_corpus_has(self, path, dtype):
         note = path.with_name("a.bin.json")
         note.write_text(json.dumps(json.loads(note.read_text()) | {"dtype": dtype}))
-        self.refused(path, "cannot open the token file")
+        self.rejected(path, "cannot open the token file")
 
 
 class Vocabulary:
@@ -260,7 +260,7 @@ def test_documents_are_separated_by_what_ends_no_turn_of_a_chat():
     assert separator_of(Vocabulary("<end>", "a")) == 0
 
 
-def test_a_document_that_holds_the_separator_is_refused(tmp_path):
+def test_a_document_that_holds_the_separator_is_rejected(tmp_path):
     tokenizer = Tokenizer(embedded_folder())
     texts = ["import os", "one<|endoftext|>two"]
     with pytest.raises(RequestError, match=r"holds the token '<\|endoftext\|>', which separates"):

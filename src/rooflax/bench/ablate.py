@@ -100,7 +100,7 @@ def ablation(work: Workload, config: Decoder, kernels: dict[str, str]) -> list[R
         kernels: per operation the implementation that runs with these options.
     """
     best = work.options
-    if best.kernels == "native":  # the platform's best where it was found; by name it refuses
+    if best.kernels == "native":  # the platform's best where it was found; by name it rejects
         best = replace(best, kernels=None)  # what it does not do, such as copied heads
     switches = [s for s in SWITCHES if s.applies(best, config, kernels)]
     slow = _off(best, switches)

@@ -101,7 +101,7 @@ def write_page(path: Path, document: dict[str, Any]) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Refuses before anything is measured what `write_page` would refuse after it.
+    """Rejects before anything is measured what `write_page` would reject after it.
 
     Raises:
         RequestError: the folder does not exist, or matplotlib is not installed.

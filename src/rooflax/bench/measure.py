@@ -197,7 +197,7 @@ def _of_all(read: Callable[[], Ceiling], num_devices: int) -> Callable[[], Ceili
 
 
 def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:
-    """Refuses figures whose output is wrong.
+    """Rejects figures whose output is wrong.
 
     Raises:
         EngineError: a wrong number of tokens, NaN, or other tokens than the first trial's.

@@ -1,7 +1,7 @@
 """Flags that several verbs share, and what they become: the values that Python takes.
 
 The same name means the same on the command line and in Python. This module imports no jax, so
-that a wrong value is refused at once.
+that a wrong value is rejected at once.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
         return []
     if "rejected" in server:
         said = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
-        return textwrap.wrap(f"AsyncLLM would refuse it here. {said}", 80)
+        return textwrap.wrap(f"AsyncLLM would reject it here. {said}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
     line = (
         f"AsyncLLM with {server['sequences']} sequences: {blocks} KV blocks of "

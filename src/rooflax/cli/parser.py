@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self.color = False  # from Python 3.14 on; help is the same text everywhere
 
     def error(self, message: str) -> NoReturn:
-        """Refuses the arguments in one sentence, without printing the usage."""
+        """Rejects the arguments in one sentence, without printing the usage."""
         raise RequestError(f"{self._in_our_words(message)}; {see_help(self.verb)}")
 
     def _in_our_words(self, message: str) -> str:
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         return message
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """As argparse does; and refuses --quiet together with --verbose.
+        """As argparse does; and rejects --quiet together with --verbose.
 
         Returns:
             The values, and in `given` the names of those that were given, in the help's order.

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuses what does not go together, before anything is read."""
+    """Rejects what does not go together, before anything is read."""
     if args.config is not None and args.model is not None:
         raise RequestError("--config begins with new weights and MODEL goes on; give one of them.")
     if args.config is None and args.vocab_size is not None:

@@ -180,7 +180,7 @@ def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
 def check_beams(
     params: SamplingParams, stop_ids: frozenset[int], vocab_size: int, num_slots: int
 ) -> None:
-    """Refuses a beam search that could not run.
+    """Rejects a beam search that could not run.
 
     Args:
         num_slots: sequences that run at once.

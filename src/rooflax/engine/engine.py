@@ -196,7 +196,7 @@ class Engine:
         return 0 if self.runner.cache is None else self.runner.cache.num_bytes
 
     def check(self, sequences: Seq[Sequence]) -> None:
-        """Refuses what no step could run, and what could not run even alone; safe on any thread.
+        """Rejects what no step could run, and what could not run even alone; safe on any thread.
 
         Raises:
             RequestError: with the field, or the arithmetic.
@@ -303,7 +303,7 @@ class Engine:
             reads_in_place=self.runner.reads_in_place,
             pads=self.runner.pads,
             lookahead_tokens=self.runner.buckets.lookahead_tokens,
-            lists=self.runner.num_lists,
+            lists=self.runner.num_data_shards,
         )
 
     def forget_all(self) -> list[Sequence]:

@@ -42,7 +42,7 @@ class OffloadedFunctions:
         self.step = self.dense = self.decode = self._by_layer(whole.step)
         self.scored, self.verify = self._by_layer(whole.scored), self._by_layer(whole.verify)
         self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)
-        self.seat, self.copy = whole.seat, whole.copy
+        self.assign_slot, self.copy = whole.assign_slot, whole.copy
 
     def _by_layer(self, finish: Callable) -> Callable:
         def run(model: OffloadedModel, carry: Any, *host: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ MAX_SALT_BYTES = 4096
 
 
 def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None:
-    """Refuses a sequence that cannot run.
+    """Rejects a sequence that cannot run.
 
     Args:
         max_tokens: that the context holds.
@@ -47,7 +47,7 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
 def check_prompt(
     prompt_tokens: Seq[int], vocab_size: int, max_tokens: int, *, new_tokens: int = 1
 ) -> None:
-    """Refuses a prompt that cannot run.
+    """Rejects a prompt that cannot run.
 
     Args:
         max_tokens: that the context holds.
@@ -69,7 +69,7 @@ def check_prompt(
 
 
 def check_length(num_tokens: int, max_tokens: int, *, new_tokens: int = 1) -> None:
-    """Refuses a prompt that is too long; as `check_prompt`.
+    """Rejects a prompt that is too long; as `check_prompt`.
 
     Raises:
         RequestError: with both numbers.
@@ -84,7 +84,7 @@ def check_length(num_tokens: int, max_tokens: int, *, new_tokens: int = 1) -> No
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses token ids that the model does not have, and more log-probabilities than ids.
+    """Rejects token ids that the model does not have, and more log-probabilities than ids.
 
     Raises:
         RequestError: with the field and the number.

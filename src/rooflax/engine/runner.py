@@ -116,7 +116,7 @@ class Runner:
         self.num_blocks = num_blocks or self._enough_blocks(keeps_snapshots)
         self.kv_dtype = kv_dtype
         self._shards = shards_of(mesh) or Shards()
-        self.num_lists = 1 if num_slots % self._shards.data else self._shards.data
+        self.num_data_shards = 1 if num_slots % self._shards.data else self._shards.data
         self.pads = chosen(options.kernels)["linear"] != "native"
         self.buckets = Buckets((num_slots,), (), self._contexts(), lookahead_tokens, self.pads)
         self.is_fully_warm = False
@@ -124,7 +124,7 @@ class Runner:
         self._layouts: dict[Shape, Layout] = {}
         self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
-        self._greedy = True  # until a sequence wants more than the most likely token
+        self._greedy = True  # while every sequence is: a program without the full sampler
         self.reset()
 
     def _enough_blocks(self, keeps_snapshots: bool) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Runner:
         return tuple(1 + self.num_slots * n + kept * (w == STATE) for w, n in pairs)
 
     def reset(self) -> None:
-        """An empty cache, and nobody in the slots."""
+        """An empty cache, and all slots empty."""
         self.lost_state = False
         self.cache = self.counts = None  # before the new ones are there
         self.cache = self._allocate_cache() if self.options.use_cache else None
@@ -143,7 +143,7 @@ class Runner:
         latest = np.zeros((self.num_slots + 1, self.decode_steps), np.int32)
         counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32), latest)  # type: ignore[arg-type]
         self.counts = self._put(counts)
-        self._seated: list[tuple[Sequence, int] | None] = [None] * self.num_slots
+        self._slot_state: list[tuple[Sequence, int] | None] = [None] * self.num_slots
         self._params = sampling_columns.empty(self.num_slots + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
@@ -215,8 +215,11 @@ class Runner:
             if self.options.jit:
                 rows, context = self.num_slots, self.buckets.context(context)
             return Shape("dense", rows, context, context)
-        if self.num_lists > 1 and not decodes_alone:  # each list holds the longest one
-            rows, total = self.num_slots, self.num_lists * max(map(sum, self._parts(counts)))
+        if self.num_data_shards > 1 and not decodes_alone:  # each list holds the longest one
+            rows, total = (
+                self.num_slots,
+                self.num_data_shards * max(map(sum, self._by_data_shard(counts))),
+            )
         if not self.options.jit:
             return Shape("decode" if decodes_alone else "step", rows, total, context)
         if decodes_alone:
@@ -229,20 +232,20 @@ class Runner:
             assert shape is not None
         return shape
 
-    def _parts(self, counts: list[int]) -> list[list[int]]:
-        """The counts, shared out to the lists of the data shards as `_part_of` says."""
-        parts: list[list[int]] = [[] for _ in range(self.num_lists)]
-        for count, part in zip(counts, self._part_of(counts), strict=True):
+    def _by_data_shard(self, counts: list[int]) -> list[list[int]]:
+        """The counts, shared out to the lists of the data shards as `_shard_of_chunks` says."""
+        parts: list[list[int]] = [[] for _ in range(self.num_data_shards)]
+        for count, part in zip(counts, self._shard_of_chunks(counts), strict=True):
             parts[part].append(count)
         return parts
 
-    def _part_of(self, counts: list[int]) -> list[int]:
+    def _shard_of_chunks(self, counts: list[int]) -> list[int]:
         """Of each chunk its data shard's list: the longest first, each to the shortest list."""
-        lengths, rows = [0] * self.num_lists, [0] * self.num_lists
-        most = self.num_slots // self.num_lists
+        lengths, rows = [0] * self.num_data_shards, [0] * self.num_data_shards
+        most = self.num_slots // self.num_data_shards
         parts = [0] * len(counts)
         for index in sorted(range(len(counts)), key=lambda i: -counts[i]):
-            open_ = [part for part in range(self.num_lists) if rows[part] < most]
+            open_ = [part for part in range(self.num_data_shards) if rows[part] < most]
             parts[index] = min(open_, key=lambda part: lengths[part])
             lengths[parts[index]] += counts[index]
             rows[parts[index]] += 1
@@ -272,7 +275,7 @@ class Runner:
 
     def run(self, call: Call, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
-        self._seat(call.sequences)
+        self._load_slots(call.sequences)
         masks = self.masks.of(call.sequences, call.counts)
         with self.masks.during(call.sequences, 1 if masks is None else num_steps) as exchange:
             result = self._dispatch(call, num_steps, masks, exchange)
@@ -305,7 +308,7 @@ class Runner:
     def _function(self, kind: str) -> Any:
         return getattr(self.functions, kind.removesuffix(" dense"))
 
-    def _lists_of(self, shape: Shape) -> int:
+    def _data_shards_of(self, shape: Shape) -> int:
         """Parts of the list: the data shards, where they divide it (see `nn.mesh.local_tokens`)."""
         lists = self._shards.data
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
@@ -315,7 +318,7 @@ class Runner:
     ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
         layout, own = self._layout(call.shape), slice(len(call.sequences))
-        if call.shape.kind == "decode" and self._lists_of(call.shape) == 1:
+        if call.shape.kind == "decode" and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
@@ -329,12 +332,12 @@ class Runner:
 
     def _write(self, call: Call, layout: Layout, num_steps: int) -> tuple[np.ndarray, list[int]]:
         """The array of any step."""
-        rows, dense, lists = layout.sequences, layout.dense, self._lists_of(call.shape)
+        rows, dense, lists = layout.sequences, layout.dense, self._data_shards_of(call.shape)
         writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
         writer.header[:] = num_steps, len(call.sequences), 0
         parts = [0] * len(call.sequences)
         if lists > 1 and not dense:
-            parts = self._part_of(call.counts)
+            parts = self._shard_of_chunks(call.counts)
             writer.header[packing.NUM_SAMPLED] = rows
         elif not call.lookahead:
             ends = map(self._end, call.sequences, call.counts)
@@ -380,39 +383,39 @@ class Runner:
             for window in self.windows
         )
 
-    def _seat(self, sequences: list[Sequence]) -> None:
-        """Tells the device about sequences that are new in their slots."""
+    def _load_slots(self, sequences: list[Sequence]) -> None:
+        """Copies to the device what sequences that are new in their slots want of the sampler."""
         changed: set[int] = set()
         try:
             for sequence in sequences:
-                self._seat_one(sequence, changed)
+                self._load_slot(sequence, changed)
         finally:  # also of those before one that failed
             if changed:
                 self._device_params = self._put(self._params.copy())
 
-    def _seat_one(self, sequence: Sequence, changed: set[int]) -> None:
+    def _load_slot(self, sequence: Sequence, changed: set[int]) -> None:
         slot, stay = sequence.slot, (sequence, sequence.num_preemptions)
         assert slot is not None
         # what the device counted is not what the host chose
         miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
-        if self._seated[slot] == stay and not miscounts:
+        if self._slot_state[slot] == stay and not miscounts:
             return
-        before, self._seated[slot] = self._params[slot].copy(), None
+        before, self._slot_state[slot] = self._params[slot].copy(), None
         with fault_of(sequence):
             packing.write_params(self._params[slot], sequence)
-        self._seated[slot] = stay
+        self._slot_state[slot] = stay
         sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
         if not np.array_equal(before, self._params[slot]):
             changed.add(slot)
         if sequence.params.has_penalties:
-            self._seat_counts(slot, sequence)
+            self._load_counts(slot, sequence)
 
-    def _seat_counts(self, slot: int, sequence: Sequence | None) -> None:
+    def _load_counts(self, slot: int, sequence: Sequence | None) -> None:
         seen = np.zeros(self.model.config.vocab_size, np.int32)
         if sequence is not None:
             np.add.at(seen, sequence.output_tokens, 2)
             seen[sequence.prompt_tokens] += 1
-        _, self.counts = self.functions.seat(None, self.counts, np.int32(slot), seen)
+        _, self.counts = self.functions.assign_slot(None, self.counts, np.int32(slot), seen)
 
     def clear(self, sequence: Sequence) -> None:
         """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
@@ -460,7 +463,7 @@ class Runner:
             for shape in [*buckets.shapes(), *scored]
             if self.pooler is None or shape.kind == "step"
         }
-        programs["counts of a slot"] = lambda: self._seat_counts(self.num_slots, None)
+        programs["counts of a slot"] = lambda: self._load_counts(self.num_slots, None)
         programs["blocks to copy"] = lambda: self.copy([])
         found = []
         for name, compile_now in programs.items():
@@ -511,7 +514,7 @@ class Runner:
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
         if any(s.params.has_penalties for s in sequences):
-            self._seat_counts(self.num_slots, None)
+            self._load_counts(self.num_slots, None)
         if any(len(s.siblings) > 1 for s in sequences):
             self.copy([])
         give_back_freed()

@@ -261,7 +261,7 @@ def _accepted(
     return jnp.cumprod(same.astype(jnp.int32), axis=1) > 0
 
 
-def seat(
+def assign_slot(
     model: None,
     carry: TokenCounts,
     slot: Int[Array, ""],
@@ -481,7 +481,7 @@ class StepFunctions:
         self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
         self.verify = _compiled(verify, options.jit, mesh, **static)
         self.scored = _compiled(scored, options.jit, mesh, **static)
-        self.seat = _compiled(seat, options.jit, mesh, **static)
+        self.assign_slot = _compiled(assign_slot, options.jit, mesh, **static)
         self.copy = _compiled(copy, options.jit, mesh, **static)
         self.embed = _compiled(embed, options.jit, mesh, **static)
         self.layer = _compiled(layer, options.jit, mesh, **static)

@@ -55,7 +55,7 @@ def render(
         **kwargs: further variables of the template.
 
     Raises:
-        RequestError: there are no messages, they are not plain data, or the template refuses them
+        RequestError: there are no messages, they are not plain data, or the template rejects them
             or fails on them.
         CheckpointError: the template is not valid, does something forbidden, or would run or grow
             without end.
@@ -92,10 +92,10 @@ def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
 def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -> str:
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise CheckpointError(
-            f"the chat template is refused: it is longer than {MAX_TEMPLATE_CHARACTERS} characters"
+            f"the chat template is rejected: it is longer than {MAX_TEMPLATE_CHARACTERS} characters"
         )
     if lone_surrogate(template) is not None:
-        raise CheckpointError("the chat template is refused: it holds a lone surrogate")
+        raise CheckpointError("the chat template is rejected: it holds a lone surrogate")
     size = _size(variables)
     if size > MAX_INPUT_CHARACTERS:
         raise RequestError(
@@ -114,7 +114,7 @@ def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -
         # A control character takes six bytes of JSON.
         found = template_pool.ask(request, 6 * most + 10_000)
     except template_pool.WorkerEnded as error:
-        raise CheckpointError(f"the chat template is refused: {error}") from None
+        raise CheckpointError(f"the chat template is rejected: {error}") from None
     if "text" in found:
         return found["text"]
     kind, reason = found["error"], found["reason"]
@@ -125,9 +125,9 @@ def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -
 
 
 _ERRORS: Mapping[str, tuple[type[CheckpointError] | type[RequestError], str]] = {
-    "refusal": (RequestError, "refuses these messages:"),
+    "rejection": (RequestError, "rejects these messages:"),
     "failure": (RequestError, "fails on these messages:"),
-    "limit": (CheckpointError, "is refused:"),
+    "limit": (CheckpointError, "is rejected:"),
     "invalid": (CheckpointError, "is not valid"),
     "forbidden": (CheckpointError, "does what is forbidden:"),
 }

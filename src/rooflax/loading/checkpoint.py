@@ -1,6 +1,6 @@
 """A checkpoint folder as one mapping from names to tensors: one file, or shards with an index.
 
-It knows Hugging Face's file names and refuses pickle files. It does not know what the tensors
+It knows Hugging Face's file names and rejects pickle files. It does not know what the tensors
 mean: names, shapes and types are checked against a model elsewhere.
 """
 

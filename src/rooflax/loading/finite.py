@@ -1,4 +1,4 @@
-"""Weights that hold NaN, infinity or what their format cannot, which `--check` refuses."""
+"""Weights that hold NaN, infinity or what their format cannot, which `--check` rejects."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def check_scales(slot: Slot, scales: np.ndarray) -> None:
 
 
 def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> None:
-    """Refuses NaN and infinity, and what is too large for the format it will be quantised to."""
+    """Rejects NaN and infinity, and what is too large for the format it will be quantised to."""
     code, most = "", np.inf
     if format is not None:
         code, most = class_of(format).code, class_of(format).most

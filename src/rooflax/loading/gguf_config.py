@@ -334,7 +334,7 @@ class _Metadata:
         return found
 
     def finish(self, ignore: Sequence[str]) -> None:
-        """Refuses the architecture's keys that were not read."""
+        """Rejects the architecture's keys that were not read."""
         for key in self.file.metadata:
             known = not key.startswith(self._prefix) or key in self._read
             if not known and not any(fnmatchcase(key, pattern) for pattern in ignore):

@@ -2,7 +2,7 @@
 
 Two kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name, and "llama",
 SentencePiece's BPE, whose merges follow from the pieces' scores. Other kinds and pre-tokenizers
-are refused by name, because text that is cut elsewhere gives other ids without a word.
+are rejected by name, because text that is cut elsewhere gives other ids without a word.
 
 Source: the tokenizer.json files of the models named beside the patterns; llama.cpp,
 src/llama-vocab.cpp (names); transformers, convert_slow_tokenizer.py (merges from scores).

@@ -53,7 +53,7 @@ def load(
             bfloat16 and quantised weights as they are.
         quantize: format of the matmuls' weights ("int8", "int4", see ops.weights.formats).
         max_model_len: longest context; default what the model was made for.
-        check: refuse NaN and infinite weights.
+        check: reject NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         stacked: for `layers="scan"`.
         find: `revision`, `offline`, `ignore_config_keys`, as for `model_info`.

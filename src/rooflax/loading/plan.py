@@ -185,7 +185,7 @@ class Plan:
         }
 
     def check_fits(self, num_seqs: int | None = None, max_tokens: int = SMALL_CONTEXT) -> None:
-        """Refuses what does not fit into the memory that is free, with the arithmetic.
+        """Rejects what does not fit into the memory that is free, with the arithmetic.
 
         Args:
             num_seqs: of `max_tokens`, whose KV cache is needed while the weights are there; None

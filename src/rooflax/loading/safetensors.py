@@ -211,7 +211,7 @@ class SafetensorsFile:
                 f"tensor {name!r} of dtype {entry['dtype']} and shape {shape} takes {wanted} bytes "
                 f"but its offsets give it {end - begin}"
             )
-        if prod(size or 1 for size in shape) >= 2**60:  # of no values, but NumPy refuses it
+        if prod(size or 1 for size in shape) >= 2**60:  # of no values, but NumPy rejects it
             raise self._bad(f"tensor {name!r} has the shape {shape}, beyond any memory")
         return TensorInfo(entry["dtype"], tuple(shape), wanted), (begin, end)
 

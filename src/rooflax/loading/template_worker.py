@@ -43,7 +43,7 @@ CPU_SECONDS = 2
 _ROLE = "role of a message"  # a filter's name that no template can spell
 
 
-class _Refusal(jinja2.TemplateError):
+class _Rejection(jinja2.TemplateError):
     """The template itself called `raise_exception`."""
 
 
@@ -82,7 +82,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _raise_exception(message: Any) -> NoReturn:
-    raise _Refusal(str(message)[:500])
+    raise _Rejection(str(message)[:500])
 
 
 def _strftime_now(pattern: str) -> str:
@@ -281,7 +281,7 @@ def _render(request: Mapping[str, Any]) -> str:
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The rendered text, or what is wrong: `{"text"}`, or `{"error", "reason"}`.
 
-    Errors are "refusal", "limit", "invalid", "forbidden" and "failure"; reasons are one line.
+    Errors are "rejection", "limit", "invalid", "forbidden" and "failure"; reasons are one line.
 
     Raises:
         MemoryError: there is not enough of it.
@@ -290,8 +290,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         text = _render(request)
         text.encode()
         return {"text": text}
-    except _Refusal as error:
-        return _error("refusal", error)
+    except _Rejection as error:
+        return _error("rejection", error)
     except _LimitError as error:
         return _error("limit", error)
     except MemoryError:
@@ -347,7 +347,7 @@ def _limit(kind: int, most: int) -> None:
         most = min(most, hard)
     try:
         resource.setrlimit(kind, (most, hard))
-    except (OSError, ValueError):  # macOS refuses a limit of memory
+    except (OSError, ValueError):  # macOS rejects a limit of memory
         return
 
 

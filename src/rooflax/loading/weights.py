@@ -39,7 +39,7 @@ class WeightReader:
         source: the checkpoint's tensors.
         name: the family.
         storage: at which width each weight is kept.
-        check: refuse weights that hold NaN or infinity.
+        check: reject weights that hold NaN or infinity.
         place: reads of each slot what devices of a mesh hold, and puts it there.
         prequantized: gives the slots of `storage.prequantized`.
         own: by slot, tensors of ours that hold it packed, in place of the table's.

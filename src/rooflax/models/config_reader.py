@@ -60,7 +60,7 @@ MISSING = object()
 
 
 class ConfigReader:
-    """config.json, read key by key; `finish` refuses what nobody read."""
+    """config.json, read key by key; `finish` rejects what nobody read."""
 
     def __init__(self, raw: Mapping[str, Any], *, ignore: Sequence[str] = ()):
         self._raw = dict(raw)
@@ -176,7 +176,7 @@ class ConfigReader:
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and
-                another share is refused.
+                another share is rejected.
             scales_queries: `rope_parameters` have `llama_4_scaling_beta`.
         """
         modern = self.get("rope_parameters", None)
@@ -356,7 +356,7 @@ class ConfigReader:
         return number
 
     def finish(self) -> None:
-        """Refuses keys that were neither read nor waived.
+        """Rejects keys that were neither read nor waived.
 
         Raises:
             UnsupportedModelError: naming the keys, or the value of one that says what we do not do.

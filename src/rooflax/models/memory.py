@@ -210,7 +210,7 @@ def workspace_bytes(
 
 
 def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
-    """Refuses what does not fit, with the arithmetic; where nothing is known, nothing is refused.
+    """Rejects what does not fit, with the arithmetic; where nothing is known, nothing is rejected.
 
     Raises:
         RequestError: more is needed than available.

@@ -65,7 +65,7 @@ def plan_offloading(
     While a layer that stays computes, the next streamed one has time to come.
 
     Args:
-        what: whose weights these are, for the refusal.
+        what: whose weights these are, for the rejection.
 
     Raises:
         RequestError: the budget is below what cannot be streamed and the layers on their way.

@@ -72,7 +72,7 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
 
 
 def check_quantization(value: Any) -> None:
-    """Refuses by name a quantised checkpoint of a kind that we do not read."""
+    """Rejects by name a quantised checkpoint of a kind that we do not read."""
     if value is None:
         return
     method = value.get("quant_method") if isinstance(value, dict) else value

@@ -162,7 +162,7 @@ def offloading_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOp
     """
     if has_mesh:
         raise RequestError("A weights budget streams layers to one device; drop the mesh.")
-    for is_refused, why in (
+    for is_rejected, why in (
         (not options.jit, "runs compiled layers; leave jit on"),
         (options.layers == "scan", 'runs layers one by one; set layers to "unrolled"'),
         (
@@ -170,7 +170,7 @@ def offloading_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOp
             "reads layers at every step, so there is one in a dispatch; leave decode_steps out",
         ),
     ):
-        if is_refused:
+        if is_rejected:
             raise RequestError(f"A weights budget {why}.")
     return replace(options, decode_steps=1 if options.use_cache else None)
 

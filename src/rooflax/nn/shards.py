@@ -122,7 +122,7 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
-    """Refuses a split that leaves a remainder, with the arithmetic."""
+    """Rejects a split that leaves a remainder, with the arithmetic."""
     for axis in SPLIT:
         parts = getattr(shards, RULES[axis])
         if axis in sizes and sizes[axis] % parts:

@@ -162,7 +162,7 @@ def is_matmul(slot: Slot, config: Decoder) -> bool:
 
 
 def check_groups(slot: Slot, format: str, inner: int) -> None:
-    """Refuses a part of a weight that cuts a group of inputs with one scale.
+    """Rejects a part of a weight that cuts a group of inputs with one scale.
 
     Raises:
         RequestError: with the arithmetic.

@@ -25,7 +25,7 @@ OPERATIONS = {"linear": LINEAR, "attention": PAGED, "moe": EXPERTS}
 
 
 def check_kernels(name: str | None) -> None:
-    """Refuses a name that some operation does not have.
+    """Rejects a name that some operation does not have.
 
     Raises:
         RequestError: naming the operation and what it has.

@@ -143,7 +143,7 @@ MESSAGE = Table(
     Field("reasoning_content", str, "of an assistant"),
     Field("reasoning", str, "as reasoning_content"),
     Field("thinking", str, "as reasoning_content"),
-    label("refusal"),
+    label("rejection"),
     rejected("function_call", "use tool_calls"),
     rejected("audio", "the model reads text only"),
 )

@@ -114,7 +114,7 @@ class TrainConfig:
         return asdict(self)
 
     def check_same(self, saved: dict[str, Any]) -> None:
-        """Refuses to resume a run that was started with other settings.
+        """Rejects to resume a run that was started with other settings.
 
         Raises:
             RequestError: a field that would change the losses differs; it names the first.

@@ -107,7 +107,7 @@ def run_training(
 
 
 def check_trainable(model: Model) -> None:
-    """Refuses weights that have no gradients.
+    """Rejects weights that have no gradients.
 
     Raises:
         RequestError: some are quantized, or layers keep a state.
@@ -125,7 +125,7 @@ def check_trainable(model: Model) -> None:
 
 
 def check_same_model(saved: Any, now: dict[str, Any]) -> None:
-    """Refuses to resume a run of another architecture.
+    """Rejects to resume a run of another architecture.
 
     Raises:
         RequestError: naming the first key of config.json that differs.
@@ -310,7 +310,7 @@ def write_curves(folder: Path) -> None:
 
 
 def check_seq_len(config: TrainConfig, most: int) -> None:
-    """Refuses rows that are longer than the model's context."""
+    """Rejects rows that are longer than the model's context."""
     if config.seq_len > most:
         raise RequestError(
             f"seq_len is {config.seq_len}, but the model takes {most} tokens; choose at most that."

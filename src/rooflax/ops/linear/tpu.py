@@ -2,7 +2,7 @@
 
 XLA for TPU writes weights of four bits to memory at their full width before it multiplies, which
 moves many times their bytes; weights of one scale per output it widens inside the matmul, as this
-does. Unquantised weights are refused: XLA's own matmul reads them once already.
+does. Unquantised weights are rejected: XLA's own matmul reads them once already.
 
 Operands are multiplied in bfloat16 where that loses nothing (MXFP4 and codes of one scale per
 output, over bfloat16 activations), int8 by int8 where activations are rounded per row, and else in

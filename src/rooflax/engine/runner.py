@@ -216,10 +216,8 @@ class Runner:
                 rows, context = self.num_slots, self.buckets.context(context)
             return Shape("dense", rows, context, context)
         if self.num_data_shards > 1 and not decodes_alone:  # each list holds the longest one
-            rows, total = (
-                self.num_slots,
-                self.num_data_shards * max(map(sum, self._by_data_shard(counts))),
-            )
+            longest = max(map(sum, self._by_data_shard(counts)))
+            rows, total = self.num_slots, self.num_data_shards * longest
         if not self.options.jit:
             return Shape("decode" if decodes_alone else "step", rows, total, context)
         if decodes_alone:

@@ -532,7 +532,7 @@ void FuzzAttention() {
   const Type type = draw.Of({kF32, kBf16, kF16, kS8, kFp8});
   const bool bytes = type == kS8 || type == kFp8;
   const float scale = 0.25f;
-  Call call{rooflax_attention, {}, {}, {Real("scale", scale), Whole("window", window), Whole("ahead", ahead)}};
+  Call call{rooflax_attention, {}, {}, {Whole("ahead", ahead), Real("scale", scale), Whole("window", window)}};
   const std::vector<int64_t> pool{blocks, kv, size, dim};
   call.args.emplace_back(kF32, std::vector<int64_t>{tokens, heads, dim});
   for (int i = 0; i < 2; ++i) call.args.emplace_back(type, pool);

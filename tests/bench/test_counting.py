@@ -9,6 +9,8 @@ from rooflax.bench.workload import Workload
 from rooflax.loading.model_info import model_info
 from rooflax.nn.storage import Storage
 
+pytestmark = pytest.mark.oldest_jax
+
 WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}
 
 

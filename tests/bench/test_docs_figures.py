@@ -8,6 +8,8 @@ import pytest
 from benchmarks import optimizations, rules
 from tests.product.snippets import ROOT
 
+pytestmark = pytest.mark.oldest_jax
+
 SCHEMA = json.loads(resources.files("rooflax.bench").joinpath("bench.schema.json").read_text())
 
 

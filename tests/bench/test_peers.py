@@ -9,6 +9,8 @@ import pytest
 
 from tests.product.snippets import ROOT
 
+pytestmark = pytest.mark.oldest_jax
+
 PEERS = ROOT / "benchmarks" / "peers"
 DRIVER = """
 from serve import serve

@@ -14,6 +14,8 @@ from rooflax.bench.workload import Workload
 from rooflax.nn.execution import KERNELS, ExecutionOptions
 from tests.bench.samples import row
 
+pytestmark = pytest.mark.oldest_jax
+
 Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 
 DATA = Path(__file__).parents[1] / "data" / "bench"

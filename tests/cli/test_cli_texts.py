@@ -11,6 +11,8 @@ from rooflax import LLM, SamplingParams
 from rooflax.cli.chat_commands import HELP
 from rooflax.cli.main import VERBS
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY = "preset:qwen2.5-tiny"
 LINES = [
     {"prompt": "def add(a, b):", "id": "first"},

@@ -97,8 +97,13 @@ def ids(seed, count):
     return np.random.RandomState(seed).randint(0, goldens.VOCAB, count).tolist()
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "drafts"),
+    cases(
+        [(variant, drafts) for variant in STATEFUL for drafts in (False, True)],
+        default=[("lfm2", False), ("qwen3_5_text", True)],
+    ),
+)
 def test_a_hit_at_any_length_gives_the_tokens_of_a_cold_run(engine, variant, drafts):
     """Prompts that share 1 to 200 tokens with one that was run before."""
     first = ids(1, 260)
@@ -214,7 +219,7 @@ def test_settings_change_no_token(checkpoint, variant, settings):
 
 
 @pytest.mark.parametrize("variant", STATEFUL)
-@pytest.mark.parametrize("kernels", [None, "xla"])
+@pytest.mark.parametrize("kernels", cases([None, "xla"], slow=["xla"]))
 def test_a_constraint_goes_on_from_the_state_of_the_token_that_was_taken(
     checkpoint, variant, kernels
 ):

@@ -9,6 +9,8 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import INDEX_FILE, WEIGHTS_FILE, Checkpoint
 from rooflax.loading.safetensors import write_safetensors
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def write(path, *names):
     rows = [(n, "F32", (2,), lambda n=n: np.full(2, len(n), np.float32)) for n in names]

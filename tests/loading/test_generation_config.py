@@ -7,6 +7,8 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def write(folder, name, value):
     (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))

@@ -10,6 +10,8 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading import hub
 
+pytestmark = pytest.mark.oldest_jax
+
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

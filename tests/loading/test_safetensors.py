@@ -13,6 +13,8 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading import safetensors as st
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def file_bytes(header, data=b""):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -13,6 +13,8 @@ from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 
+pytestmark = pytest.mark.oldest_jax
+
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]
 TEXTS = [
     "Hello world",

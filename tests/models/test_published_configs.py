@@ -16,6 +16,8 @@ from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())
 NOT_COLLECTED = set(FAMILIES) - {

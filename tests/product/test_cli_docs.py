@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from rooflax.cli.docs import page
 from rooflax.cli.main import VERBS, main
+
+pytestmark = pytest.mark.oldest_jax
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 

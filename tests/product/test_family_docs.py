@@ -3,7 +3,11 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from rooflax.models.registry import FAMILIES
+
+pytestmark = pytest.mark.oldest_jax
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("family_docs", ROOT / "tools" / "family_docs.py")

@@ -6,7 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.product.snippets import ROOT
+
+pytestmark = pytest.mark.oldest_jax
 
 SOURCES = sorted((ROOT / "src" / "rooflax").rglob("*.py"))
 

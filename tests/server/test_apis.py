@@ -16,6 +16,8 @@ from rooflax.server.app import POSTS
 from tests.product.test_embedded_chat import TOOL
 from tests.server.live import serving
 
+pytestmark = pytest.mark.oldest_jax
+
 QUESTION = "What is the weather in Oslo?"
 FUNCTION = TOOL["function"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -11,6 +11,8 @@ from rooflax.cli.main import main
 from rooflax.errors import EngineError
 from tests.cli.test_cli_flags import flags_of
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def line(name, body, **more):
     route = {"method": "POST", "url": "/v1/completions"} | more

@@ -14,6 +14,8 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, QueueFull
 from tests.server.live import wait_for
 
+pytestmark = pytest.mark.oldest_jax
+
 
 @pytest.fixture
 def chat(live, monkeypatch, capfd):

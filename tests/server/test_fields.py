@@ -18,6 +18,8 @@ from rooflax.server.docs import page
 from rooflax.server.fields import Table
 from tests.product.snippets import ROOT
 
+pytestmark = pytest.mark.oldest_jax
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 PATHS = {

@@ -23,6 +23,8 @@ from tests.cli.test_cli_flags import (
     flags_of,
 )
 
+pytestmark = pytest.mark.oldest_jax
+
 FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAFTS | DEVICE | {
     "--mesh": ["tensor=2"], "--quiet": [], "--verbose": [], "--help": None,
     "--host": ["::1"], "--port": ["1"], "--api-key": ["k"], "--api-key-file": ["KEYS"],

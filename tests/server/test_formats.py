@@ -22,6 +22,8 @@ from rooflax.structured import Grammars
 from tests.loading.conftest import byte_level
 from tests.server.test_reader import cut, read
 
+pytestmark = pytest.mark.oldest_jax
+
 FORMATS = {each.name: each for each in formats()}
 MARKS = {
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],

@@ -16,6 +16,8 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import Client, Reply, Server, _dechunked
 from tests.cli.test_cli_flags import flags_of
 
+pytestmark = pytest.mark.oldest_jax
+
 SMALL = {
     "--requests": ["10"], "--output-tokens": ["5"], "--prompt-tokens": ["8"],
     "--concurrency": ["3"],

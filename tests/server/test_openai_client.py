@@ -15,6 +15,8 @@ from tests.product.snippets import ROOT, snippets
 from tests.product.test_embedded_chat import TOOL
 from tests.server.live import serving, wait_for
 
+pytestmark = pytest.mark.oldest_jax
+
 QUESTION = [{"role": "user", "content": "Who are you?"}]
 
 

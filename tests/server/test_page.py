@@ -11,6 +11,8 @@ import pytest
 
 from tests.server.live import ScriptedLLM, serving, wait_for
 
+pytestmark = pytest.mark.oldest_jax
+
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
     "--disable-component-update",

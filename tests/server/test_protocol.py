@@ -24,6 +24,8 @@ from rooflax.server import answers, wire
 from rooflax.server.settings import Settings, host_name
 from tests.server.live import ScriptedLLM, serving, wait_for
 
+pytestmark = pytest.mark.oldest_jax
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"content-type": "application/json"}
 

@@ -12,6 +12,8 @@ from rooflax.server.formats import formats
 from rooflax.server.tools import tool_choice
 from tests.server.live import serving
 
+pytestmark = pytest.mark.oldest_jax
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SCHEMA = {

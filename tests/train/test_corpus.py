@@ -16,6 +16,8 @@ from rooflax.train.corpus import (
     split_held_out,
 )
 
+pytestmark = pytest.mark.oldest_jax
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("rooflax.server").setLevel(logging.INFO if args.verbose else logging.WARNING)
     says = (lambda _: None) if args.quiet else terminal.say
-    with listen(settings) as listener:
-        signal.signal(signal.SIGTERM, _end)  # until the loop has its own handlers
+    with listen(settings) as listener, _signals_end_it():
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         says(f"listening on http://{shown}:{port}; loading {args.model}")
@@ -100,8 +100,20 @@ def run(args: argparse.Namespace) -> int:
         return Runner(settings, _loader(args, template), says).run(listener)
 
 
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Until the loop has its own handlers; an event loop that starts may lose an exception."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [(number, signal.signal(number, _end)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 def _end(number: int, frame: Any) -> None:
-    raise SystemExit(0)
+    os._exit(0 if number == signal.SIGTERM else 130)
 
 
 def take_variables(args: argparse.Namespace) -> None:

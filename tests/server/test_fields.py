@@ -383,14 +383,14 @@ DIFFERENT = {
         "metadata": ({}, {"a": "b"}),
     },
     "/v1/messages": {
-        "model": ({}, "claude"), "messages": ({}, SAYS), "system": ({}, "Be brief."),
+        "model": ({}, "another"), "messages": ({}, SAYS), "system": ({}, "Be brief."),
         "tools": ({}, [NAMED]), "tool_choice": ({"tools": [NAMED]}, {"type": "none"}),
         "thinking": ({}, {"type": "enabled"}), "max_tokens": ({}, 2),
         "stop_sequences": ({}, ["world"]), "temperature": ({}, 0.5), "top_p": ({}, 0.5),
         "top_k": ({}, 3), "stream": ({}, True),
     },
     "/v1/messages/count_tokens": {
-        "model": ({}, "claude"), "messages": ({}, SAYS), "system": ({}, "Be brief."),
+        "model": ({}, "another"), "messages": ({}, SAYS), "system": ({}, "Be brief."),
         "tools": ({}, [NAMED]), "tool_choice": ({"tools": [NAMED]}, {"type": "none"}),
         "thinking": ({}, {"type": "enabled"}),
     },

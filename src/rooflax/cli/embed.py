@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
+from rooflax.cli.lines import json_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -76,24 +77,14 @@ def _read(path: str) -> list[tuple[Any, str]]:
     Raises:
         RequestError: naming the line.
     """
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
     found = []
-    for number, line in enumerate(terminal.decode(data, path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line)
-        except (ValueError, RecursionError):
-            raise RequestError(f"line {number} of {path} is not JSON.") from None
+    for number, raw in json_lines(path):
         name = number
         if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
             raw, name = raw.get("text"), raw.get("id", number)
         if not isinstance(raw, str):
             raise RequestError(
-                f"line {number} of {path} must be a text, or an object with text and perhaps id."
+                f"Line {number} of {path} must be a text, or an object with text and perhaps id."
             )
         found.append((name, raw))
     return found

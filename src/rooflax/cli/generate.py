@@ -32,7 +32,9 @@ def add_flags(parser: Parser) -> None:
         help="text to continue; default: stdin, without its last line break",
     )  # fmt: skip
     group.add_argument(
-        "--input", metavar="FILE", help="many prompts, as JSON lines with prompt or messages"
+        "--input",
+        metavar="FILE",
+        help="many prompts, as JSON lines with prompt or messages; - is stdin",
     )
     group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
     group.add_argument("--force", action="store_true", help="overwrite --output")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,29 +63,38 @@ def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     return 0
 
 
+def json_lines(path: str) -> Iterator[tuple[int, Any]]:
+    """The values of a file's lines that are not empty, each with its number; "-" is stdin.
+
+    Raises:
+        RequestError: the file cannot be read, or naming the line that is not JSON.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        lines = data.decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                raise RequestError(f"Line {number} of {path} is not JSON.") from None
+
+
 def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
     """The input's requests, all of them checked.
 
     Raises:
         RequestError: naming the line.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = list(enumerate(file, start=1))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
     found = []
-    for number, line in lines:
-        if line.strip():
-            try:
-                raw = json.loads(line)
-            except (ValueError, RecursionError):
-                raise RequestError(f"Line {number} of {path} is not JSON.") from None
-            try:
-                found.append(_request(llm, number, raw, params))
-            except RooflaxError as error:
-                raise RequestError(f"Line {number} of {path}: {error}") from None
+    for number, raw in json_lines(path):
+        try:
+            found.append(_request(llm, number, raw, params))
+        except RooflaxError as error:
+            raise RequestError(f"Line {number} of {path}: {error}") from None
     return found
 
 

@@ -60,3 +60,14 @@ def write_mixers(decoder: Decoder) -> dict[str, Any]:
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.taps,
     }  # fmt: skip
+
+
+def read_text_part(reader: ConfigReader, model_type: str) -> ConfigReader:
+    """text_config; whether embeddings are tied may stand beside it, and must then agree."""
+    text = reader.part("text_config")
+    text.expect("model_type", model_type)
+    if reader.given("tie_word_embeddings"):
+        tied = reader.flag("tie_word_embeddings", False)
+        text.assume(tie_word_embeddings=tied)
+        text.expect("tie_word_embeddings", tied)
+    return text

@@ -5,7 +5,7 @@ Source: transformers, models/qwen3_5/modeling_qwen3_5.py.
 
 from __future__ import annotations
 
-from rooflax.models import qwen3_5_text
+from rooflax.models import mixers, qwen3_5_text
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.qwen3_5_text import HF_PREFIXES, SKIPPED
 from rooflax.nn.decoder import Decoder
@@ -17,10 +17,5 @@ config_to_hf = qwen3_5_text.config_to_hf
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.waive("vision_config", "*_token_id", "language_model_only")
-    text = reader.part("text_config")
-    text.expect("model_type", "qwen3_5_text")
-    if reader.given("tie_word_embeddings"):
-        tied = reader.flag("tie_word_embeddings", False)
-        text.assume(tie_word_embeddings=tied)
-        text.expect("tie_word_embeddings", tied)
+    text = mixers.read_text_part(reader, "qwen3_5_text")
     return qwen3_5_text.config_from_hf(text)

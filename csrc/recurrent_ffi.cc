@@ -1,8 +1,10 @@
-// The gated delta rule over rows of a pool of states, in place, as an XLA custom call.
+// What goes on from rows of a pool of states, in place: the gated delta rule and the causal convolution, as
+// XLA custom calls.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "ffi_common.h"
@@ -24,15 +26,47 @@ __attribute__((noinline)) void Normalise(const float* x, int64_t count, float ep
 
 // Of each sequence its tokens one after the other: those of number [starts, starts + lens) go on from the
 // pool's row `rows`, or from zeros where `is_new`. States go to `targets`, each after `reached` of the
-// tokens; a target of kNoSlot or more is nowhere. The result is the pool itself. Outputs of tokens
-// that are no sequence's are zero.
+// tokens; a target of kNoSlot or more is nowhere.
+struct Runs {
+  S32 starts, lens, rows, is_new, targets, reached;
+
+  int64_t Count() const { return Dim(starts, 0); }
+  int64_t NumTargets() const { return Dim(targets, 1); }
+  int64_t Target(int64_t i, int64_t j) const { return targets.typed_data()[i * NumTargets() + j]; }
+  int64_t Reached(int64_t i, int64_t j) const { return reached.typed_data()[i * NumTargets() + j]; }
+
+  bool Fit() const {
+    return Rank(starts) == 1 && SameShape(starts, lens) && SameShape(starts, rows) &&
+           SameShape(starts, is_new) && Rank(targets) == 2 && SameShape(targets, reached) &&
+           Dim(targets, 0) == Dim(starts, 0);
+  }
+
+  // What leaves the list or the pool, or null; how many tokens are computed.
+  const char* Outside(int64_t tokens, int64_t num_rows, int64_t& computed) const {
+    computed = 0;
+    for (int64_t i = 0; i < Count(); ++i) {
+      const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
+      if (len == 0) continue;
+      if (len < 0 || start < 0 || start > tokens - len) return "tokens of a sequence";
+      const int64_t row = rows.typed_data()[i];
+      if (row < 0 || row >= num_rows) return "a row outside the pool";
+      for (int64_t j = 0; j < NumTargets(); ++j) {
+        const int64_t target = Target(i, j);
+        if (target < 0 || (target >= num_rows && target < kNoSlot)) return "a target outside the pool";
+      }
+      computed += len;
+    }
+    return nullptr;
+  }
+};
+
+// The result is the pool itself. Outputs of tokens that are no sequence's are zero.
 ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 pool,
                      S32 starts, S32 lens, S32 rows, S32 is_new, S32 targets, S32 reached,
                      ffi::Result<F32> out, ffi::Result<F32> states, float eps) {
+  const Runs runs{starts, lens, rows, is_new, targets, reached};
   if (Rank(q) != 3 || !SameShape(q, k) || Rank(v) != 4 || Rank(g) != 3 || !SameShape(g, beta) ||
-      Rank(pool) != 5 || !SameShape(pool, *states) || !SameShape(v, *out) || Rank(starts) != 1 ||
-      !SameShape(starts, lens) || !SameShape(starts, rows) || !SameShape(starts, is_new) ||
-      Rank(targets) != 2 || !SameShape(targets, reached) || Dim(targets, 0) != Dim(starts, 0)) {
+      Rank(pool) != 5 || !SameShape(pool, *states) || !SameShape(v, *out) || !runs.Fit()) {
     return Reject("delta rule: shapes");
   }
   const int64_t tokens = Dim(q, 0), heads = Dim(q, 1), key_dim = Dim(q, 2);
@@ -42,21 +76,10 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
       Dim(pool, 3) != key_dim || Dim(pool, 4) != value_dim) {
     return Reject("delta rule: sizes");
   }
-  const int64_t sequences = Dim(starts, 0), num_targets = Dim(targets, 1);
+  const int64_t sequences = runs.Count(), num_targets = runs.NumTargets();
   int64_t computed = 0;
-  for (int64_t i = 0; i < sequences; ++i) {
-    const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
-    if (len == 0) continue;
-    const int64_t row = rows.typed_data()[i];
-    if (len < 0 || start < 0 || start > tokens - len) return Reject("delta rule: tokens of a sequence");
-    if (row < 0 || row >= num_rows) return Reject("delta rule: a row outside the pool");
-    for (int64_t j = 0; j < num_targets; ++j) {
-      const int64_t target = targets.typed_data()[i * num_targets + j];
-      if (target < 0 || (target >= num_rows && target < kNoSlot)) {
-        return Reject("delta rule: a target outside the pool");
-      }
-    }
-    computed += len;
+  if (const char* why = runs.Outside(tokens, num_rows, computed)) {
+    return Reject((std::string("delta rule: ") + why).c_str());
   }
   const int64_t matrix = key_dim * value_dim;
   float* to = states->typed_data();
@@ -95,8 +118,8 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
                              g.typed_data()[one], beta.typed_data()[one], state.data(), o});
       std::copy_n(o, columns, out->typed_data() + one * value_dim + begin);
       for (int64_t j = 0; j < num_targets; ++j) {
-        const int64_t target = targets.typed_data()[i * num_targets + j];
-        if (reached.typed_data()[i * num_targets + j] != n + 1 || target >= num_rows) continue;
+        const int64_t target = runs.Target(i, j);
+        if (runs.Reached(i, j) != n + 1 || target >= num_rows) continue;
         float* kept = row_of(target);
         for (int64_t r = 0; r < key_dim; ++r) {
           std::copy_n(state.data() + r * kDeltaColumns, columns, kept + r * value_dim);
@@ -110,8 +133,76 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
   return ffi::Error::Success();
 }
 
+// y[t] = sum over j of weight[j] * x[t - taps + 1 + j], from the oldest input to the newest. A state is
+// the last taps - 1 inputs of each channel. The result is the pool itself; outputs of tokens that are no
+// sequence's are zero.
+ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 rows, S32 is_new, S32 targets,
+                      S32 reached, ffi::Result<F32> out, ffi::Result<F32> states) {
+  const Runs runs{starts, lens, rows, is_new, targets, reached};
+  if (Rank(x) != 2 || !SameShape(x, *out) || Rank(weight) != 2 || Rank(pool) != 3 ||
+      !SameShape(pool, *states) || !runs.Fit()) {
+    return Reject("causal conv: shapes");
+  }
+  const int64_t tokens = Dim(x, 0), channels = Dim(x, 1), taps = Dim(weight, 1), length = taps - 1;
+  const int64_t num_rows = Dim(pool, 0), num_targets = runs.NumTargets(), size = channels * length;
+  if (taps < 1 || Dim(weight, 0) != channels || Dim(pool, 1) != channels || Dim(pool, 2) != length) {
+    return Reject("causal conv: sizes");
+  }
+  int64_t computed = 0;
+  if (const char* why = runs.Outside(tokens, num_rows, computed)) {
+    return Reject((std::string("causal conv: ") + why).c_str());
+  }
+  float* to = states->typed_data();
+  if (to != pool.typed_data()) std::memcpy(to, pool.typed_data(), pool.size_bytes());
+  std::fill_n(out->typed_data(), x.element_count(), 0.0f);
+  // Taps and tails with the channels side by side.
+  std::vector<float> w(static_cast<size_t>(taps * channels)), tails(static_cast<size_t>(runs.Count() * size));
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t j = 0; j < taps; ++j) {
+      w[static_cast<size_t>(j * channels + c)] = weight.typed_data()[c * taps + j];
+    }
+  }
+  for (int64_t i = 0; i < runs.Count(); ++i) {  // all of them before any is written
+    if (lens.typed_data()[i] == 0 || is_new.typed_data()[i] != 0) continue;
+    const float* from = to + rows.typed_data()[i] * size;
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t j = 0; j < length; ++j) {
+        tails[static_cast<size_t>(i * size + j * channels + c)] = from[c * length + j];
+      }
+    }
+  }
+  for (int64_t i = 0; i < runs.Count(); ++i) {
+    const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
+    // The input of all channels at a number that counts from the sequence's first token here.
+    const auto input = [&](int64_t n) {
+      return n >= 0 ? x.typed_data() + (start + n) * channels
+                    : tails.data() + i * size + (length + n) * channels;
+    };
+    for (int64_t n = 0; n < len; ++n) {
+      float* y = out->typed_data() + (start + n) * channels;
+      std::fill_n(y, channels, 0.0f);
+      for (int64_t j = 0; j < taps; ++j) {
+        const float *from = input(n - length + j), *by = w.data() + j * channels;
+        for (int64_t c = 0; c < channels; ++c) y[c] += by[c] * from[c];
+      }
+    }
+    for (int64_t j = 0; j < num_targets && len > 0; ++j) {
+      const int64_t target = runs.Target(i, j), after = runs.Reached(i, j);
+      if (target >= num_rows || after < 1 || after > len) continue;
+      for (int64_t n = 0; n < length; ++n) {
+        const float* from = input(after - length + n);
+        for (int64_t c = 0; c < channels; ++c) to[target * size + c * length + n] = from[c];
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
+ROOFLAX_HANDLER(rooflax_causal_conv, CausalConv,
+                ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Ret<F32>().Ret<F32>());
 ROOFLAX_HANDLER(rooflax_delta_rule, DeltaRule,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
                     .Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()

@@ -1,10 +1,11 @@
-// Embedding rows and the largest logits as XLA custom calls.
+// Embedding rows, norms of rows and the largest logits as XLA custom calls.
 
 #include <algorithm>
 #include <cstring>
 
 #include "ffi_common.h"
 #include "kernels.h"
+#include "parallel.h"
 
 namespace rooflax {
 namespace {
@@ -39,6 +40,36 @@ ffi::Error Rows(ffi::AnyBuffer table, S32 index, S32 num_rows, ffi::Result<F32> 
   return ffi::Error::Success();
 }
 
+// Every row of x normed: RMSNorm, or with a bias LayerNorm.
+ffi::Error Norm(ffi::ThreadPool threads, F32 x, F32 weight, F32 bias, ffi::Result<F32> y, float eps) {
+  if (Rank(x) < 1 || !SameShape(x, *y) || Rank(weight) != 1 || Rank(bias) != 1) {
+    return Reject("norm: shapes");
+  }
+  const int64_t inner = Dim(x, static_cast<size_t>(Rank(x) - 1));
+  const bool centred = Dim(bias, 0) != 0;
+  if (Dim(weight, 0) != inner || (centred && Dim(bias, 0) != inner)) return Reject("norm: sizes");
+  const auto count = static_cast<int64_t>(x.element_count());
+  if (count == 0) return ffi::Error::Success();
+  BeforeArgs args{};
+  args.kind = centred ? Before::kLayerNorm : Before::kRmsNorm;
+  args.weight = weight.typed_data();
+  args.bias = OrNull(bias);
+  args.eps = eps;
+  args.inner = inner;
+  constexpr int64_t kPiece = 1 << 13;  // elements that are worth handing over
+  const int64_t rows = count / inner, piece = std::max<int64_t>(1, kPiece / inner);
+  ParallelFor(
+      (rows + piece - 1) / piece, ThreadsFor(threads, count),
+      [&](auto task) { threads.Schedule(std::move(task)); },
+      [&](int64_t number) {
+        const int64_t end = std::min(rows, (number + 1) * piece);
+        for (int64_t row = number * piece; row < end; ++row) {
+          ChosenKernels().before(args, x.typed_data() + row * inner, y->typed_data() + row * inner);
+        }
+      });
+  return ffi::Error::Success();
+}
+
 // Of the first `num_rows`; of the others it is 0.
 ffi::Error Argmax(F32 x, S32 num_rows, ffi::Result<S32> y) {
   if (Rank(x) != 2 || Rank(*y) != 1 || Dim(*y, 0) != Dim(x, 0) || Dim(x, 1) < 1) {
@@ -60,6 +91,9 @@ ffi::Error Argmax(F32 x, S32 num_rows, ffi::Result<S32> y) {
 
 ROOFLAX_HANDLER(rooflax_rows, Rows,
                 ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Ret<F32>());
+ROOFLAX_HANDLER(rooflax_norm, Norm,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Ret<F32>()
+                    .Attr<float>("eps"));
 ROOFLAX_HANDLER(rooflax_argmax, Argmax,
                 ffi::Ffi::Bind().Arg<F32>().Arg<S32>().Ret<S32>());
 

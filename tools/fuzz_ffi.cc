@@ -24,7 +24,7 @@ extern "C" {
 const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
-    rooflax_cache_write;
+    rooflax_cache_write, rooflax_norm, rooflax_delta_rule, rooflax_causal_conv;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
 void rooflax_masks_begin(int32_t number);
@@ -427,6 +427,187 @@ void FuzzArgmax() {
   for (int64_t row = 0; row < rows; ++row) {
     const float* x = call.args[0].As<float>() + row * columns;
     Expect(call.rets[0].At<int32_t>(row) == (row < real.rows ? NaiveArgmax(x, columns) : 0), "argmax");
+  }
+}
+
+void FuzzNorm() {
+  const int64_t rows = draw.In(0, 4), inner = draw.In(0, 40), centred = draw.OneIn(2) ? inner : 0;
+  const float eps = 1e-5f;
+  Call call{rooflax_norm, {}, {}, {Real("eps", eps)}};
+  call.args.emplace_back(kF32, std::vector<int64_t>{rows, inner});
+  call.args.emplace_back(kF32, std::vector<int64_t>{inner});
+  call.args.emplace_back(kF32, std::vector<int64_t>{centred});
+  call.rets.emplace_back(kF32, call.args[0].dims);
+  if (call.Mutate()) return call.RunMutated();
+  for (Array& arg : call.args) arg.Fill();
+  if (!call.RunExpecting(true)) return;
+  const float *weight = call.args[1].As<float>(), *bias = call.args[2].As<float>();
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = call.args[0].As<float>() + row * inner;
+    double mean = 0, squares = 0;
+    for (int64_t i = 0; i < inner && centred > 0; ++i) mean += static_cast<double>(x[i]) / inner;
+    for (int64_t i = 0; i < inner; ++i) squares += (x[i] - mean) * (x[i] - mean) / inner;
+    for (int64_t i = 0; i < inner; ++i) {
+      const double value = (x[i] - mean) / std::sqrt(squares + eps) * weight[i];
+      ExpectNear(call.rets[0].At<float>(row * inner + i), value + (centred > 0 ? bias[i] : 0), "a norm");
+    }
+  }
+}
+
+// Sequences that go on from rows of a pool, each with its targets.
+void AddRuns(Call& call, int64_t sequences, int64_t targets) {
+  for (int i = 0; i < 4; ++i) call.args.emplace_back(kS32, std::vector<int64_t>{sequences});
+  for (int i = 0; i < 2; ++i) call.args.emplace_back(kS32, std::vector<int64_t>{sequences, targets});
+}
+
+// Their numbers, from argument `first` on. Returns whether they may be; `alone`: no token is of two.
+bool DrawRuns(Call& call, size_t first, int64_t tokens, int64_t pool_rows, bool& alone) {
+  const int64_t sequences = call.args[first].dims[0], targets = call.args[first + 4].dims[1];
+  for (size_t i = 0; i < 6; ++i) call.args[first + i].Allocate();
+  const auto number = [&](size_t arg, int64_t i) -> int32_t& { return call.args[first + arg].At<int32_t>(i); };
+  int64_t end = 0;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t begin = draw.OneIn(4) ? draw.In(end, tokens) : end;
+    end = draw.In(begin, tokens);
+    number(0, i) = static_cast<int32_t>(begin);
+    number(1, i) = static_cast<int32_t>(end - begin);
+    number(2, i) = static_cast<int32_t>(draw.Below(pool_rows));
+    number(3, i) = static_cast<int32_t>(draw.Below(2));
+    for (int64_t j = 0; j < targets; ++j) {
+      number(4, i * targets + j) = static_cast<int32_t>(draw.OneIn(3) ? kNoSlot : draw.Below(pool_rows));
+      number(5, i * targets + j) = static_cast<int32_t>(draw.In(0, end - begin));
+    }
+  }
+  if (sequences > 0 && draw.OneIn(6)) {
+    const auto arg = static_cast<size_t>(draw.Below(6));
+    const int64_t count = call.args[first + arg].Count();
+    if (count > 0) number(arg, draw.Below(count)) = draw.Strange(arg < 2 ? tokens : pool_rows);
+  }
+  std::vector<int64_t> owners(static_cast<size_t>(tokens));
+  bool valid = true;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t begin = number(0, i), length = number(1, i), row = number(2, i);
+    if (length == 0) continue;
+    const bool fits = length > 0 && begin >= 0 && begin + length <= tokens && row >= 0 && row < pool_rows;
+    valid &= fits;
+    for (int64_t j = 0; j < targets; ++j) {
+      const int64_t target = number(4, i * targets + j);
+      valid &= target >= 0 && (target < pool_rows || target >= kNoSlot);
+    }
+    for (int64_t t = begin; fits && t < begin + length; ++t) ++owners[static_cast<size_t>(t)];
+  }
+  alone = std::all_of(owners.begin(), owners.end(), [](int64_t of) { return of < 2; });
+  return valid;
+}
+
+// A sequence's tokens one after the other, as the rule is written.
+void FuzzDeltaRule() {
+  const int64_t tokens = draw.In(0, 8), heads = draw.In(1, 2), group = draw.In(1, 2);
+  const int64_t key_dim = draw.In(1, 9), dim = draw.OneIn(4) ? draw.In(30, 70) : draw.In(1, 9);
+  const int64_t pool_rows = draw.In(1, 6), sequences = draw.In(0, 3), targets = draw.In(0, 2);
+  const float eps = 1e-6f;
+  Call call{rooflax_delta_rule, {}, {}, {Real("eps", eps)}};
+  using Dims = std::vector<int64_t>;
+  const Dims keys{tokens, heads, key_dim}, values{tokens, heads, group, dim}, gates{tokens, heads, group};
+  for (const Dims& dims : {keys, keys, values, gates, gates}) call.args.emplace_back(kF32, dims);
+  call.args.emplace_back(kF32, Dims{pool_rows, heads, group, key_dim, dim});
+  AddRuns(call, sequences, targets);
+  call.rets.emplace_back(kF32, values);
+  call.rets.emplace_back(kF32, call.args[5].dims);
+  if (call.Mutate()) return call.RunMutated();
+  for (size_t i = 0; i < 6; ++i) call.args[i].Fill();
+  bool alone;
+  const bool valid = DrawRuns(call, 6, tokens, pool_rows, alone);
+  if (!call.RunExpecting(valid) || !alone) return;
+  const auto number = [&](size_t arg, int64_t i) { return call.args[arg].At<int32_t>(i); };
+  const auto of = [&](size_t arg, int64_t i) { return static_cast<double>(call.args[arg].At<float>(i)); };
+  const auto factor = [&](size_t arg, int64_t first) {
+    double squares = eps;
+    for (int64_t d = 0; d < key_dim; ++d) squares += of(arg, first + d) * of(arg, first + d);
+    return 1 / std::sqrt(squares);
+  };
+  const int64_t matrix = key_dim * dim, each = heads * group * matrix;
+  std::vector<double> pool(static_cast<size_t>(pool_rows * each)), o(static_cast<size_t>(tokens * heads * group * dim));
+  for (int64_t i = 0; i < pool_rows * each; ++i) pool[static_cast<size_t>(i)] = of(5, i);
+  for (int64_t i = 0; i < sequences; ++i) {
+    for (int64_t m = 0; m < heads * group && number(7, i) > 0; ++m) {
+      std::vector<double> state(static_cast<size_t>(matrix));
+      const auto at = [&](int64_t r, int64_t c) -> double& { return state[static_cast<size_t>(r * dim + c)]; };
+      const double* from = pool.data() + number(8, i) * each + m * matrix;
+      if (number(9, i) == 0) std::copy(from, from + matrix, state.begin());
+      for (int64_t n = 0; n < number(7, i); ++n) {
+        const int64_t t = number(6, i) + n, key = (t * heads + m / group) * key_dim;
+        const int64_t one = t * heads * group + m;
+        const double q = factor(0, key) / std::sqrt(static_cast<double>(key_dim)), k = factor(1, key);
+        for (double& s : state) s *= std::exp(of(3, one));
+        for (int64_t c = 0; c < dim; ++c) {
+          double error = of(2, one * dim + c), out = 0;
+          for (int64_t r = 0; r < key_dim; ++r) error -= at(r, c) * of(1, key + r) * k;
+          for (int64_t r = 0; r < key_dim; ++r) {
+            at(r, c) += of(1, key + r) * k * of(4, one) * error;
+            out += at(r, c) * of(0, key + r) * q;
+          }
+          o[static_cast<size_t>(one * dim + c)] = out;
+        }
+        for (int64_t j = 0; j < targets; ++j) {
+          const int64_t target = number(10, i * targets + j);
+          if (number(11, i * targets + j) != n + 1 || target >= pool_rows) continue;
+          std::copy(state.begin(), state.end(), pool.begin() + target * each + m * matrix);
+        }
+      }
+    }
+  }
+  for (size_t i = 0; i < o.size(); ++i) ExpectNear(call.rets[0].At<float>(static_cast<int64_t>(i)), o[i], "o");
+  for (size_t i = 0; i < pool.size(); ++i) {
+    ExpectNear(call.rets[1].At<float>(static_cast<int64_t>(i)), pool[i], "a state");
+  }
+}
+
+void FuzzCausalConv() {
+  const int64_t tokens = draw.In(0, 8), channels = draw.In(1, 20), taps = draw.In(1, 4), length = taps - 1;
+  const int64_t pool_rows = draw.In(1, 6), sequences = draw.In(0, 3);
+  using Dims = std::vector<int64_t>;
+  Call call{rooflax_causal_conv, {}, {}, {}};
+  call.args.emplace_back(kF32, Dims{tokens, channels});
+  call.args.emplace_back(kF32, Dims{channels, taps});
+  call.args.emplace_back(kF32, Dims{pool_rows, channels, length});
+  AddRuns(call, sequences, draw.In(0, 2));
+  call.rets.emplace_back(kF32, call.args[0].dims);
+  call.rets.emplace_back(kF32, call.args[2].dims);
+  if (call.Mutate()) return call.RunMutated();
+  for (size_t i = 0; i < 3; ++i) call.args[i].Fill();
+  bool alone;
+  const bool valid = DrawRuns(call, 3, tokens, pool_rows, alone);
+  if (!call.RunExpecting(valid) || !alone) return;
+  const Array &x = call.args[0], &w = call.args[1], &pool = call.args[2];
+  const auto number = [&](size_t arg, int64_t i) { return call.args[3 + arg].At<int32_t>(i); };
+  const int64_t size = channels * length, targets = call.args[7].dims[1];
+  std::vector<float> out(static_cast<size_t>(x.Count())), states(static_cast<size_t>(pool.Count()));
+  for (int64_t i = 0; i < pool.Count(); ++i) states[static_cast<size_t>(i)] = pool.At<float>(i);
+  for (int64_t i = 0; i < sequences; ++i) {
+    const auto input = [&](int64_t n, int64_t c) {
+      if (n >= 0) return x.At<float>((number(0, i) + n) * channels + c);
+      return number(3, i) != 0 ? 0.0f : pool.At<float>(number(2, i) * size + c * length + length + n);
+    };
+    for (int64_t n = 0; n < number(1, i); ++n) {
+      for (int64_t c = 0; c < channels; ++c) {
+        float& y = out[static_cast<size_t>((number(0, i) + n) * channels + c)];
+        for (int64_t j = 0; j < taps; ++j) y += w.At<float>(c * taps + j) * input(n - length + j, c);
+      }
+    }
+    for (int64_t j = 0; j < targets && number(1, i) > 0; ++j) {
+      const int64_t target = number(4, i * targets + j), after = number(5, i * targets + j);
+      if (target >= pool_rows || after < 1 || after > number(1, i)) continue;
+      for (int64_t k = 0; k < size; ++k) {
+        states[static_cast<size_t>(target * size + k)] = input(after - length + k % length, k / length);
+      }
+    }
+  }
+  for (int64_t i = 0; i < x.Count(); ++i) {
+    ExpectNear(call.rets[0].At<float>(i), static_cast<double>(out[static_cast<size_t>(i)]), "y");
+  }
+  for (int64_t i = 0; i < pool.Count(); ++i) {
+    Expect(call.rets[1].At<float>(i) == states[static_cast<size_t>(i)], "a state");
   }
 }
 
@@ -877,7 +1058,10 @@ int main(int argc, char** argv) {
                   {"rooflax_rows", rooflax_rows, FuzzRows},
                   {"rooflax_argmax", rooflax_argmax, FuzzArgmax},
                   {"rooflax_sample", rooflax_sample, FuzzSample},
-                  {"rooflax_cache_write", rooflax_cache_write, FuzzCacheWrite}};
+                  {"rooflax_cache_write", rooflax_cache_write, FuzzCacheWrite},
+                  {"rooflax_norm", rooflax_norm, FuzzNorm},
+                  {"rooflax_delta_rule", rooflax_delta_rule, FuzzDeltaRule},
+                  {"rooflax_causal_conv", rooflax_causal_conv, FuzzCausalConv}};
   for (const char* name : {"generic", "avx2", "avx512"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {

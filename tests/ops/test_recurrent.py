@@ -129,21 +129,73 @@ def test_no_index_leaves_its_array(change):
         run(tokens(5), pool(), how, "native")
 
 
-@pytest.mark.parametrize("cuts", [(30,), (1,) * 30, (2, 17, 11)])
-def test_a_convolution_goes_on_where_it_was_cut(cuts):
-    state = np.random.RandomState(4)
-    x, weight = (state.standard_normal(s).astype(np.float32) for s in ((30, 3, 5), (3, 5, TAPS)))
-    padded = np.concatenate([np.zeros((TAPS - 1, 3, 5), np.float32), x])
-    wanted = sum(weight[..., j] * padded[j : j + 30] for j in range(TAPS))
-    states = jnp.asarray(state.standard_normal((ROWS, 3, 5, TAPS - 1)).astype(np.float32))
+WIDTH = 24
+
+
+def convolved(x, weight, states, cuts, implementation):
+    """A sequence's outputs, cut so, and the pool after them; every state between is kept too."""
+    function = jax.jit(lambda *args: causal_conv(*args, implementation=implementation))
     begin, out = 0, []
     for count in cuts:
         kept = [[(k, 5 + k % 2) for k in range(1, count)]]
         how = runs([0], [count], [begin], [2], snapshots=kept, grid=1)
-        part = jnp.asarray(x[begin : begin + count])
-        y, states = jax.jit(causal_conv)(part, jnp.asarray(weight), states, how)
+        y, states = function(x[begin : begin + count], weight, states, how)
         out.append(np.asarray(y))
         begin += count
-    np.testing.assert_allclose(np.concatenate(out), wanted, rtol=0, atol=TOLERANCE)
-    tail = np.moveaxis(x[-TAPS + 1 :], 0, -1)
-    np.testing.assert_array_equal(np.asarray(states)[2], tail)
+    return np.concatenate(out), np.asarray(states)
+
+
+@pytest.fixture
+def convolution():
+    state = np.random.RandomState(4)
+    shapes = (30, 3, WIDTH), (3, WIDTH, TAPS), (ROWS, 3, WIDTH, TAPS - 1)
+    x, weight, states = (state.standard_normal(s).astype(np.float32) for s in shapes)
+    return tuple(map(jnp.asarray, (x, weight, states)))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("cuts", [(30,), (1,) * 30, (2, 17, 11)])
+def test_a_convolution_goes_on_where_it_was_cut(convolution, cuts, implementation):
+    x, weight, states = convolution
+    x = np.asarray(x)
+    padded = np.concatenate([np.zeros((TAPS - 1, 3, WIDTH), np.float32), x])
+    wanted = sum(np.asarray(weight)[..., j] * padded[j : j + 30] for j in range(TAPS))
+    found, states = convolved(x, weight, states, cuts, implementation)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(states[2], np.moveaxis(x[-TAPS + 1 :], 0, -1))
+    before = np.moveaxis(padded[29 : 29 + TAPS - 1], 0, -1)  # what 29 tokens leave
+    if cuts == (30,):
+        np.testing.assert_array_equal(states[5 + 29 % 2], before)
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("cuts", [(1,) * 30, (2, 17, 11), (29, 1)])
+def test_a_native_convolution_has_the_same_bits_however_it_is_cut(convolution, cuts):
+    whole, _ = convolved(*convolution, (30,), "native")
+    np.testing.assert_array_equal(convolved(*convolution, cuts, "native")[0], whole)
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+def test_several_sequences_are_convolved_each_for_itself(convolution):
+    """One that another's target overwrites goes on from what was there before."""
+    x, weight, states = convolution
+    how = runs([10, 0], [20, 10], [7, 9], [1, 4], snapshots=[[(3, 4)], []])
+    found, wanted = (
+        jax.tree.map(np.asarray, causal_conv(x, weight, states, how, implementation=name))
+        for name in ("native", "xla")
+    )
+    np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE)
+    rows = [row for row in range(ROWS) if row != 4]  # two targets: either may be last
+    np.testing.assert_array_equal(found[1][rows], wanted[1][rows])
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize(
+    "change", [{"rows": [ROWS]}, {"targets": [[-1]]}, {"starts": [1]}, {"lens": [-1]}]
+)
+def test_no_index_of_a_convolution_leaves_its_array(convolution, change):
+    x, weight, states = convolution
+    how = runs([0], [30], [3], [2])
+    how = replace(how, **{name: jnp.asarray(v, jnp.int32) for name, v in change.items()})
+    with pytest.raises(Exception, match="rooflax causal conv"):
+        jax.block_until_ready(causal_conv(x, weight, states, how, implementation="native"))

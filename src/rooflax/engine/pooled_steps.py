@@ -32,12 +32,12 @@ def pooled(
     batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
     if pooler.kind == "mean":
-        vectors = _mean(model.final_hidden(hidden), batch)
+        vectors = _mean(model.final_hidden(hidden, options), batch)
     elif pooler.kind == "tokens":
         logits = model.logits(last_hidden(batch, hidden), options=options, shards=shards)
         vectors = logits[:, jnp.array(pooler.tokens)]
     else:
-        vectors = model.final_hidden(last_hidden(batch, hidden))
+        vectors = model.final_hidden(last_hidden(batch, hidden), options)
     is_finite = are_finite(batch, hidden) & jnp.all(jnp.isfinite(vectors), axis=1)
     return (packing.pack_pooled(is_finite)[None], vectors), (cache, counts)
 

@@ -81,9 +81,11 @@ class Model:
         )
         return mesh_lib.gather_tokens(hidden, own), cache
 
-    def final_hidden(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    def final_hidden(
+        self, hidden: Float[Array, "*batch D"], options: ExecutionOptions = DEFAULT_OPTIONS
+    ) -> Float[Array, "*batch D"]:
         """What the head reads, in float32, of hidden states as `forward` gives them."""
-        return self.config.final_hidden(self.weights, hidden)
+        return self.config.final_hidden(self.weights, hidden, options)
 
     def logits(
         self,

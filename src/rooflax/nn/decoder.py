@@ -231,10 +231,14 @@ class Decoder:
         return run_layers(layers, weights, x, batch, cache, **how)
 
     def final_hidden(
-        self, weights: dict[str, Any], hidden: Float[Array, "*batch D"]
+        self,
+        weights: dict[str, Any],
+        hidden: Float[Array, "*batch D"],
+        options: ExecutionOptions = DEFAULT_OPTIONS,
     ) -> Float[Array, "*batch D"]:
         """What the head reads, in float32, of what `forward` gives."""
-        return self.norm.of(weights, "final_norm")(hidden.astype(jnp.float32))
+        context = Context(options, None, None, {})
+        return context.norm(hidden.astype(jnp.float32), self.norm.of(weights, "final_norm"))
 
     def logits(
         self,

@@ -40,7 +40,6 @@ from rooflax.nn.wiring import (
 )
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
-from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 from rooflax.ops.weights import taken
 
@@ -125,7 +124,7 @@ class Attention:
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
         branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, "attn", w, x)
+        return self.wiring(branch, self.norm, "attn", w, x, context)
 
     def _branch(
         self,
@@ -143,14 +142,14 @@ class Attention:
             q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
             k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
         elif self.qk_norm is not None and not self.norm_after_rope:
-            q, k = self._normed(q, k, w)
+            q, k = self._normed(q, k, w, context)
         if self.rope is not None:
             cos, sin, factor = context.rope[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             if factor is not None:
                 q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
         if self.qk_norm is not None and self.norm_after_rope:
-            q, k = self._normed(q, k, w)
+            q, k = self._normed(q, k, w, context)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
         how = {"scale": scale, "sinks": sinks, "causal": self.causal}
@@ -164,19 +163,22 @@ class Attention:
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
 
-    def _normed(self, q: Array, k: Array, w: LayerWeights) -> tuple[Array, Array]:
+    def _normed(self, q: Array, k: Array, w: LayerWeights, context: Context) -> tuple[Array, Array]:
         """RMSNorm of every head."""
-        weights = (taken(w["attn.q_norm"]), taken(w["attn.k_norm"]))
         eps = self.qk_norm or 0.0
-        return rms_norm(q, weights[0], eps=eps), rms_norm(k, weights[1], eps=eps)
+        q_norm, k_norm = (Norm(w[f"attn.{part}_norm"], eps=eps) for part in "qk")
+        return context.norm(q, q_norm), context.norm(k, k_norm)
 
     def _flat(self, x: Array, weight: Any, heads: int, context: Context) -> Array:
         """RMSNorm over all heads; those of all tensor shards count."""
         assert self.qk_norm is not None
-        flat = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+        flat, weight = x.reshape(*x.shape[:2], -1), taken(weight).reshape(-1)
+        if context.shards is None or not context.shards.among(mesh.TENSOR):
+            return context.norm(flat, Norm(weight, eps=self.qk_norm)).reshape(x.shape)
+        flat = flat.astype(jnp.float32)
         squares = context.all_reduce(jnp.sum(jnp.square(flat), axis=-1, keepdims=True))
         scale = jax.lax.rsqrt(squares / (heads * self.head_dim) + self.qk_norm)
-        flat = flat * scale * taken(weight).astype(jnp.float32).reshape(1, 1, -1)
+        flat = flat * scale * weight.astype(jnp.float32)
         return flat.reshape(x.shape).astype(x.dtype)
 
 
@@ -234,7 +236,7 @@ class Mlp:
         """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
         branch = partial(self._branch, w, x, context)
         onto = x if onto is None else onto
-        return self.wiring(branch, self.norm, self.key, w, onto, prologue)
+        return self.wiring(branch, self.norm, self.key, w, onto, context, prologue)
 
     def _branch(
         self,
@@ -369,7 +371,7 @@ class Moe:
         if not self.shared_gated:
             return h
         weight = taken(w["mlp.shared_gate"]).astype(jnp.float32).reshape(1, 1, -1)
-        gate = jnp.sum(norm(x).astype(jnp.float32) * weight, axis=-1, keepdims=True)
+        gate = jnp.sum(context.norm(x, norm).astype(jnp.float32) * weight, axis=-1, keepdims=True)
         return (jax.nn.sigmoid(gate) * h.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -19,7 +19,6 @@ from rooflax.nn.layout import STATE
 from rooflax.nn.parts import PRE, Context, Hidden, NormKind, Table, Wiring
 from rooflax.nn.weights import Channels, Flat, Float32, FusedRows, HeadRows, Linear, Weight
 from rooflax.ops.linear import Norm
-from rooflax.ops.norm import rms_norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
 from rooflax.ops.weights import taken
 
@@ -70,7 +69,7 @@ class ShortConv:
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
         branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "conv", w, x)
+        return self.wiring(branch, self.norm, "conv", w, x, context)
 
     def _branch(
         self,
@@ -86,7 +85,8 @@ class ShortConv:
         inputs, taps = (b * h).reshape(-1, h.shape[-1]), taken(w["conv.taps"])
 
         def run(runs: Runs, states: tuple[Array, ...]) -> tuple[Float[Array, "T C"], tuple]:
-            y, pool = causal_conv(inputs, taps, states[0], runs)
+            kernels = context.options.kernels
+            y, pool = causal_conv(inputs, taps, states[0], runs, implementation=kernels)
             return y, (pool,)
 
         y = recall(run, ((h.shape[-1], self.taps - 1),))
@@ -176,7 +176,7 @@ class GatedDelta:
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
         branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "delta", w, x)
+        return self.wiring(branch, self.norm, "delta", w, x, context)
 
     def _branch(
         self,
@@ -194,15 +194,15 @@ class GatedDelta:
         gates = gates.reshape(-1, heads, 2, self.group).astype(jnp.float32)
 
         def run(runs: Runs, states: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-            mixed, tails = causal_conv(projected, taken(w["delta.taps"]), states[0], runs)
+            how, taps = {"implementation": context.options.kernels}, taken(w["delta.taps"])
+            mixed, tails = causal_conv(projected, taps, states[0], runs, **how)
             tokens = self._inputs(w, jax.nn.silu(mixed), gates)
-            kernels = context.options.kernels
-            o, matrices = delta_rule(tokens, states[1], runs, implementation=kernels)
+            o, matrices = delta_rule(tokens, states[1], runs, **how)
             return o, (tails, matrices)
 
         tail, matrix = self.state_shapes
         o = recall(run, ((heads, *tail[1:]), (heads, *matrix[1:])))
-        o = rms_norm(o, taken(w["delta.out_norm"]), eps=self.norm.eps)
+        o = context.norm(o, Norm(w["delta.out_norm"], eps=self.norm.eps))
         z = found[..., inputs:].reshape(o.shape).astype(jnp.float32)
         h = (o * jax.nn.silu(z)).astype(x.dtype).reshape(*x.shape[:2], heads, -1)
         residual = context.on_one_shard(residual)

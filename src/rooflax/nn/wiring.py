@@ -16,6 +16,8 @@ from rooflax.nn.layers import LayerWeights
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import Layout, PlusOne, Weight
 from rooflax.ops.linear import Norm, linear
+from rooflax.ops.norm import norm as ops_norm
+from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
 Table = dict[str, Weight]
@@ -40,6 +42,11 @@ class Context:
         """ops.linear of the real tokens, by the step's kernels."""
         how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
         return linear(x, weight, bias, **how)
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        """x normed, by the step's kernels; before a matmul `linear`'s prologue does it."""
+        weights = taken(norm.weight), taken(norm.bias)
+        return ops_norm(x, *weights, eps=norm.eps, implementation=self.options.kernels)
 
     def on_one_shard(self, x: Any) -> Any:
         """What is added before `all_reduce`: on one tensor shard only."""
@@ -107,6 +114,7 @@ class Wiring:
         key: str,
         w: LayerWeights,
         x: Hidden,
+        context: Context,
         prologue: Norm | None = None,
     ) -> Hidden:
         """x + scale * branch's result.
@@ -119,7 +127,7 @@ class Wiring:
         if not self.after and self.scale == 1.0:
             return branch(prologue, x)  # the matmul adds it
         h = branch(prologue, None)
-        h = norm.of(w, f"{key}.post_norm")(h) if self.after else h
+        h = context.norm(h, norm.of(w, f"{key}.post_norm")) if self.after else h
         return x + h * self.scale
 
 

@@ -17,11 +17,12 @@ import jax
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
-    "rooflax_cache_write", "rooflax_delta_rule",
+    "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv",
+    "rooflax_norm",
 )  # fmt: skip
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 9
+KERNELS_VERSION = 10
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")

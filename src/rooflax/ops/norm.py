@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from rooflax.ops import parts
+from rooflax.ops.dispatch import Backend, Operation
+
+
+@parts.norms
+def norm(
+    x: Float[Array, "*batch hidden"],
+    weight: Float[Array, " hidden"],
+    bias: Float[Array, " hidden"] | None = None,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> Float[Array, "*batch hidden"]:
+    """`rms_norm`, or with a bias `layer_norm`, where it stands alone and not before a matmul.
+
+    Numerics: float32, returned in x's dtype. The native kernel sums a row in one order, whatever
+    the number of rows.
+
+    Args:
+        implementation: None for the platform's best.
+    """
+    return NORM(implementation, x, weight, bias, eps)
 
 
 @parts.norms
@@ -46,3 +68,21 @@ def layer_norm(
 
 def _expand(vector: jax.Array, ndim: int) -> jax.Array:
     return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def _plain(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
+    if bias is None:
+        return rms_norm(x, weight, eps=eps)
+    return layer_norm(x, weight, bias, eps=eps)
+
+
+def _native(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
+    call = jax.ffi.ffi_call("rooflax_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    bias = jnp.zeros(0) if bias is None else bias
+    x32, weight, bias = (a.astype(jnp.float32) for a in (x, weight, bias))
+    return call(x32, weight, bias, eps=np.float32(eps)).astype(x.dtype)
+
+
+NORM = Operation(
+    "norm", {"reference": Backend(_plain), "xla": Backend(_plain), "native": Backend(_native)}
+)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.recurrent.runs import Runs
 
 
@@ -13,11 +15,14 @@ def causal_conv(
     weight: Float[Array, "... taps"],
     pool: Float[Array, "rows ..."],
     runs: Runs,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "T ..."], Float[Array, "rows ..."]]:
     """y[t] = sum over j of weight[j] * x[t - taps + 1 + j], from a sequence's first token on.
 
     The state of a sequence is its last taps - 1 inputs, the latest last. The taps are added from
-    the oldest input to the newest, so that a token's sum is the same in any list.
+    the oldest input to the newest; by the native kernel a token's sum has the same bits in any
+    list.
 
     Numerics: float32.
 
@@ -25,8 +30,18 @@ def causal_conv(
         y, and the pool with the states that `runs` names.
     """
     flat = x.reshape(len(x), -1).astype(jnp.float32)
-    taps = weight.shape[-1]
-    kernel = weight.reshape(-1, taps).astype(jnp.float32)
+    kernel = weight.reshape(-1, weight.shape[-1]).astype(jnp.float32)
+    y, pool = CAUSAL_CONV(implementation, flat, kernel, pool, runs)
+    return y.reshape(x.shape), pool
+
+
+def _shifted(
+    flat: Float[Array, "T channels"],
+    kernel: Float[Array, "channels taps"],
+    pool: Float[Array, "rows ..."],
+    runs: Runs,
+) -> tuple[Array, Array]:
+    taps = kernel.shape[1]
     tails = runs.states(pool).reshape(len(runs.starts), -1, taps - 1)
 
     def past(lag: int) -> Float[Array, "T channels"]:
@@ -40,7 +55,7 @@ def causal_conv(
     y = kernel[None, :, 0] * past(taps - 1)
     for tap in range(1, taps):
         y = y + kernel[None, :, tap] * past(taps - 1 - tap)
-    return y.reshape(x.shape), _with_tails(flat, tails, pool, runs)
+    return y, _with_tails(flat, tails, pool, runs)
 
 
 def _with_tails(
@@ -61,3 +76,18 @@ def _with_tails(
     found = jnp.where((number >= 0)[..., None], new, old)  # [R, targets, tail, channels]
     found = jnp.swapaxes(found, 2, 3).reshape(-1, *pool.shape[1:])
     return pool.at[runs.targets.reshape(-1)].set(found, mode="drop")
+
+
+def _native(flat: Array, kernel: Array, pool: Array, runs: Runs) -> tuple[Array, Array]:
+    """In place."""
+    tails = pool.reshape(len(pool), flat.shape[1], kernel.shape[1] - 1)
+    out = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (flat, tails)]
+    call = jax.ffi.ffi_call("rooflax_causal_conv", out, input_output_aliases={2: 1})
+    y, tails = call(flat, kernel, tails, *runs.numbers())
+    return y, tails.reshape(pool.shape)
+
+
+CAUSAL_CONV = Operation(
+    "causal_conv",
+    {"reference": Backend(_shifted), "xla": Backend(_shifted), "native": Backend(_native)},
+)

@@ -208,8 +208,7 @@ def _native(inputs: DeltaInputs, pool: Array, runs: Runs, eps: float) -> tuple[A
     """As `by_token`, in place; a token's sums are in one order, whatever the list."""
     out = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (inputs.v, pool)]
     call = jax.ffi.ffi_call("rooflax_delta_rule", out, input_output_aliases={5: 1})
-    numbers = (runs.starts, runs.lens, runs.rows, runs.is_new, runs.targets, runs.reached)
-    o, pool = call(*inputs, pool, *(x.astype(jnp.int32) for x in numbers), eps=np.float32(eps))
+    o, pool = call(*inputs, pool, *runs.numbers(), eps=np.float32(eps))
     return o, pool
 
 

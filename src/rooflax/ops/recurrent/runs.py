@@ -44,6 +44,11 @@ class Runs:
     longest: int = field(metadata={"static": True})
     grid: int = field(metadata={"static": True})
 
+    def numbers(self) -> tuple[Array, ...]:
+        """What the native kernels read."""
+        own = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
+        return tuple(x.astype(jnp.int32) for x in own)
+
     def states(self, pool: Float[Array, "rows ..."]) -> Float[Array, "R ..."]:
         """Of each sequence, before its tokens."""
         found = pool.at[self.rows].get(mode="clip")

@@ -2,10 +2,10 @@
 
     python -m tests.published_templates FOLDER
 
-FOLDER has files *.jinja, such as `models/templates` of llama.cpp's tree, which the source distribution
-of llama-cpp-python has. Each is rendered with one turn, several turns, a system prompt, reasoning,
-tools, calls and their results, with and without the beginning of an answer. Where transformers cannot
-render a conversation, ours must not either.
+FOLDER has files *.jinja, such as `models/templates` of llama.cpp's tree, which is in the source
+distribution of llama-cpp-python. Each is rendered with one turn, several turns, a system prompt,
+reasoning, tools, calls and their results, with and without the beginning of an answer. Where
+transformers cannot render a conversation, ours must not either.
 """
 
 import itertools

@@ -157,6 +157,15 @@ class AsyncLLM:
         """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics."""
         return self._thread.engine.metrics.as_dict()
 
+    def compares_with(self, ideal_decode_s: Callable[[int, float], float]) -> None:
+        """From now on the metrics state decoding as a share of what the machine allows.
+
+        Args:
+            ideal_decode_s: seconds that a decode step must take at least, of its number of
+                sequences and their mean number of tokens; as `bench.roofline.Roofline` counts them.
+        """
+        self._thread.engine.ideal_decode_s = ideal_decode_s
+
     def health(self) -> Health:
         """Whether the engine works, as of now."""
         return self._thread.health()

@@ -1,5 +1,7 @@
 """What the engine's histograms and metrics count: pure Python."""
 
+import pytest
+
 from rooflax.engine.metrics import Histogram, Metrics
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
@@ -42,4 +44,18 @@ def test_what_never_ran_has_no_times():
 
 def test_metrics_are_plain_values():
     found = Metrics().as_dict()
-    assert all(isinstance(v, int | list | dict) for v in found.values())
+    assert all(isinstance(v, int | float | list | dict | None) for v in found.values())
+
+
+def test_decoding_is_a_share_of_what_the_machine_allows():
+    metrics = Metrics()
+    assert metrics.decode_roofline is None
+    for _ in range(500):
+        metrics.decoded(0.4, 0.1)
+    assert metrics.decode_roofline == pytest.approx(0.25)
+    for _ in range(500):
+        metrics.decoded(0.2, 0.1)
+    assert metrics.decode_roofline == pytest.approx(0.5, abs=1e-3)  # what was long ago is forgotten
+    assert metrics.ideal_decode_seconds / metrics.decode_seconds == pytest.approx(1 / 3)
+    metrics.called(3, 16)
+    assert (metrics.num_program_tokens, metrics.num_padding_tokens) == (16, 13)

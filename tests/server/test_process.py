@@ -41,6 +41,9 @@ class Process:
     def status(self, path: str = "/ready") -> int:
         return httpx.get(f"{self.url}{path}", timeout=60, trust_env=False).status_code
 
+    def roofline(self) -> float | None:
+        return httpx.get(f"{self.url}/props", trust_env=False).json()["decode_roofline"]
+
     def end(self, *signals: int) -> int:
         for number in signals:
             self.process.send_signal(number)
@@ -70,6 +73,9 @@ def test_c8_it_serves_and_drains_without_cutting_an_answer():
         reader = threading.Thread(target=read)
         reader.start()
         wait_for(lambda: "content" in text)
+        wait_for(lambda: server.roofline() is not None)
+        assert 0 < server.roofline() < 2
+        assert "rooflax:decode_roofline_ratio{" in httpx.get(f"{server.url}/metrics").text
         code = server.end(signal.SIGTERM)
         reader.join(30)
         assert code == 0, server.lines

@@ -207,6 +207,8 @@ def _loader(
     """Makes the engine, on whatever thread it is called."""
 
     def load(progress: Callable[[str], None]) -> AsyncLLM:
+        from rooflax.bench.roofline import Roofline
+
         with terminal.statuses(args.quiet) as show:
 
             def tell(text: str) -> None:
@@ -225,6 +227,9 @@ def _loader(
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
             engine.llm.tokenizer.response_template = None  # it is of the template before
+        if engine.llm.info.pooling is None:
+            tell("measuring what the machine allows")
+            engine.compares_with(Roofline(engine.llm).decode_s)
         gc.collect()
         gc.freeze()  # what is there now stays; the collector need not look at it again
         return engine

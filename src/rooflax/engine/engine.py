@@ -141,6 +141,9 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self._set_steps_per_dispatch(BURST_S)
         self.metrics = Metrics()
+        self.ideal_decode_s: Callable[[int, float], float] | None = (
+            None  # see AsyncLLM.compares_with
+        )
 
     def _new_blocks(self) -> BlockManager:
         return BlockManager(
@@ -334,11 +337,12 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Runs one scheduled step; what each sequence got."""
+        begun_s = time.perf_counter()
         step = self.scheduler.schedule()
         if step is None:
             return []
         try:
-            return self._run(step)
+            return self._run(step, begun_s)
         except Exception as error:
             if exhaustion.is_exhausted(error):
                 raise EngineError(self._why_exhausted(error)) from error
@@ -355,7 +359,7 @@ class Engine:
             drafter=self.speculation.num_bytes,
         )
 
-    def _run(self, step: ScheduledStep) -> list[StepOutput]:
+    def _run(self, step: ScheduledStep, step_s: float) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         try:
             if step.copies:
@@ -391,6 +395,8 @@ class Engine:
             now_s = time.perf_counter()
             self._watch_call(call, result, now_s - start_s)
             self._set_steps_per_dispatch((now_s - start_s) / result.num_steps)
+            self._count_call(call, result.num_steps, now_s - step_s)
+            step_s = now_s
             if call.shape.kind == "decode":
                 gap_s = begun_s - self._last_end_s
                 self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
@@ -404,6 +410,13 @@ class Engine:
         self.metrics.step(step.num_tokens)
         self._set_gauges()
         return outputs
+
+    def _count_call(self, call: Call, num_steps: int, seconds: float) -> None:
+        self.metrics.called(num_steps * sum(call.counts), num_steps * call.shape.tokens)
+        if call.shape.kind == "decode" and self.ideal_decode_s is not None:
+            rows = len(call.sequences)
+            context = sum(sequence.num_tokens for sequence in call.sequences) / rows
+            self.metrics.decoded(seconds, num_steps * self.ideal_decode_s(rows, context))
 
     def _isolates(self, error: BaseException) -> bool:
         """Whether a fault ends its requests alone; a library's panic is no Exception."""

@@ -18,6 +18,8 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Bounds, those of vLLM with finer ones below."""
+KEPT = 0.98
+"""Of what `decode_roofline` remembers, with every dispatch."""
 
 
 @dataclass
@@ -54,6 +56,12 @@ class Metrics:
         num_draft_tokens, num_accepted_tokens: of speculative decoding.
         num_finished: sequences by finish_reason.
         num_compilations: after warm-up.
+        num_program_tokens, num_padding_tokens: that programs of steps were made for, and how many
+            of those were nobody's.
+        decode_seconds, ideal_decode_seconds: what decode steps took, from scheduling to their
+            tokens, and what the machine allows, where that is known.
+        decode_roofline: the latter as a share of the former, of about the last fifty dispatches;
+            None where it is not known.
         ttft_s, itl_s: time to first token, and between tokens, of every sequence.
         e2e_s, queue_s, prefill_s, decode_s, inference_s: of a sequence that ended by itself, its
             whole time; until it was first admitted; from there to its first token; from there to
@@ -76,6 +84,11 @@ class Metrics:
     num_accepted_tokens: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)
     num_compilations: int = 0
+    num_program_tokens: int = 0
+    num_padding_tokens: int = 0
+    decode_seconds: float = 0.0
+    ideal_decode_seconds: float = 0.0
+    decode_roofline: float | None = None
     ttft_s: Histogram = field(default_factory=partial(Histogram.of, FIRST_S))
     itl_s: Histogram = field(default_factory=partial(Histogram.of, TOKEN_S))
     e2e_s: Histogram = field(default_factory=partial(Histogram.of, REQUEST_S))
@@ -90,6 +103,9 @@ class Metrics:
     samples: Histogram = field(default_factory=partial(Histogram.of, SAMPLES))
     step_tokens: Histogram = field(default_factory=partial(Histogram.of, TOKENS))
 
+    def __post_init__(self) -> None:
+        self._recent = [0.0, 0.0]
+
     def token(self, sequence: Sequence, now_s: float) -> None:
         """A token of the sequence is about to be appended."""
         self.num_generated_tokens += 1
@@ -99,6 +115,20 @@ class Metrics:
             self.ttft_s.observe(now_s - sequence.arrival_s)
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_cached_tokens or 0
+
+    def called(self, num_tokens: int, num_program_tokens: int) -> None:
+        """A program of so many tokens ran, some of which are padding."""
+        self.num_program_tokens += num_program_tokens
+        self.num_padding_tokens += num_program_tokens - num_tokens
+
+    def decoded(self, seconds: float, ideal_s: float) -> None:
+        """A dispatch of decode steps ended."""
+        self.decode_seconds += seconds
+        self.ideal_decode_seconds += ideal_s
+        self._recent = [
+            KEPT * old + new for old, new in zip(self._recent, (seconds, ideal_s), strict=True)
+        ]
+        self.decode_roofline = self._recent[1] / self._recent[0]
 
     def step(self, num_tokens: int) -> None:
         """A step ran."""

@@ -194,10 +194,10 @@ class GatedDelta:
         gates = gates.reshape(-1, heads, 2, self.group).astype(jnp.float32)
 
         def run(runs: Runs, states: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-            how, taps = {"implementation": context.options.kernels}, taken(w["delta.taps"])
-            mixed, tails = causal_conv(projected, taps, states[0], runs, **how)
+            kernels, taps = context.options.kernels, taken(w["delta.taps"])
+            mixed, tails = causal_conv(projected, taps, states[0], runs, implementation=kernels)
             tokens = self._inputs(w, jax.nn.silu(mixed), gates)
-            o, matrices = delta_rule(tokens, states[1], runs, **how)
+            o, matrices = delta_rule(tokens, states[1], runs, implementation=kernels)
             return o, (tails, matrices)
 
         tail, matrix = self.state_shapes

@@ -74,6 +74,10 @@ class Exporter:
             ("kv_cache_usage_perc", usage),
         ):
             yield _with(GaugeMetricFamily(f"vllm:{what}", what, labels=list(labels)), labels, value)
+        if found["decode_roofline"] is not None:
+            text = "Decoding as a share of what the machine allows, of about fifty dispatches."
+            family = GaugeMetricFamily("rooflax:decode_roofline_ratio", text, labels=list(labels))
+            yield _with(family, labels, found["decode_roofline"])
         blocks = GaugeMetricFamily(
             "rooflax:kv_blocks", "By layer group.", labels=[*labels, "group", "state"]
         )
@@ -106,6 +110,10 @@ _ENGINE_COUNTERS = {
     "rooflax:draft_tokens": "num_draft_tokens",
     "rooflax:accepted_tokens": "num_accepted_tokens",
     "rooflax:compilations_after_warmup": "num_compilations",
+    "rooflax:program_tokens": "num_program_tokens",
+    "rooflax:padding_tokens": "num_padding_tokens",
+    "rooflax:decode_seconds": "decode_seconds",
+    "rooflax:ideal_decode_seconds": "ideal_decode_seconds",
 }
 _ENGINE_HISTOGRAMS = {
     "time_to_first_token_seconds": "ttft_s",

@@ -115,7 +115,7 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def props(service: Service, request: Request) -> Response:
-    """GET /props: what a chat page wants to know."""
+    """GET /props: what a chat page wants to know; `decode_roofline` is as in /metrics, or null."""
     llm = service.ready().llm
     template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
     format = service.format
@@ -131,6 +131,7 @@ async def props(service: Service, request: Request) -> Response:
             "total_slots": service.slots,
             "model_alias": service.names[0],
             "n_ctx": llm.max_model_len,
+            "decode_roofline": service.ready().metrics()["decode_roofline"],
             "chat_template_caps": {
                 "chat": template is not None,
                 "tools": format is not None and format.calls is not None,

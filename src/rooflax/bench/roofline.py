@@ -1,0 +1,48 @@
+"""The ideal time of a decode step, for a server that states its speed as a share of it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+
+from rooflax.bench.ceilings import ceiling_reader
+from rooflax.bench.counting import StepCost, decode_cost
+from rooflax.bench.measure import multiplied_as
+from rooflax.llm import LLM
+
+READINGS = 3
+CONTEXT_STEP = 64
+"""Tokens; contexts are rounded up to multiples, so that few different steps are counted."""
+
+
+class Roofline:
+    """What this machine allows a model, read once.
+
+    Attributes:
+        decode_s: (rows, mean context) -> seconds that a decode step must take at least, to read its
+            weights, keys and values, or to multiply them, whichever is longer.
+    """
+
+    def __init__(self, llm: LLM):
+        info, plan = llm.info, llm.plan
+        simulated = jax.default_backend() == "cpu"  # devices of a mesh are then a single CPU
+        devices = 1 if llm.mesh is None or simulated else llm.mesh.size
+
+        def cost(rows: int, context: int) -> StepCost:
+            return decode_cost(
+                info.family, info.config, batch=rows, context=context, storage=plan.storage,
+                kv_dtype=plan.kv_dtype,
+            )  # fmt: skip
+
+        read = ceiling_reader(cost(1, CONTEXT_STEP).total_bytes, multiplied_as(plan.storage))
+        readings = [read() for _ in range(READINGS)]
+        bytes_per_s = devices * 1e9 * max(one.read_gb_per_s for one in readings)
+        flops_per_s = devices * max(one.flops_per_s for one in readings)
+
+        @lru_cache(maxsize=4096)
+        def ideal(rows: int, blocks: int) -> float:
+            one = cost(rows, blocks * CONTEXT_STEP)
+            return max(one.total_bytes / bytes_per_s, one.operations / flops_per_s)
+
+        self.decode_s = lambda rows, context: ideal(rows, -(-int(context) // CONTEXT_STEP))

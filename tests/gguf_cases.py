@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tests import goldens
+from rooflax.models.registry import read_config
+from tests import goldens, tokenizer_cases
 
 FOLDER = Path(__file__).parent / "data" / "gguf"
 
@@ -109,8 +110,6 @@ def gguf(name: str, kind: str) -> Path:
 
 def write_original(folder: Path, name: str) -> Path:
     """The checkpoint folder of a case, with its weights, and its tokenizer if there is one yet."""
-    from rooflax.models.registry import read_config
-
     _, config = read_config(CONFIGS[name])
     shapes = {
         hf: tuple(shape)
@@ -123,4 +122,111 @@ def write_original(folder: Path, name: str) -> Path:
     goldens.write_checkpoint(folder, variant, reference)
     for path in (FOLDER / name).glob("*.json"):
         shutil.copy(path, folder / path.name)
+    return folder
+
+
+_SIZES = {
+    "vocab_size": tokenizer_cases.ROWS, "hidden_size": 96, "intermediate_size": 128,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "head_dim": 32,
+    "shared_intermediate_size": 128, "n_embd": 64, "n_inner": 256, "n_ctx": 131,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+"""Of matrices that divide into blocks of 32."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"n_ctx": 131}),
+    "llama": ("llama3_tied", {}),
+    "llama_bias": ("llama_bias", {}),
+    "llama_linear": ("llama_linear", {}),
+    "mistral": ("mistral_full", {"head_dim": 32, "num_key_value_heads": 2}),
+    "mixtral": ("mixtral", {"intermediate_size": 64}),
+    "qwen2": (
+        "qwen2",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen2_moe": ("qwen2_moe", {"head_dim": 16}),
+    "smollm3": ("smollm3", {}),
+    "seed_oss": ("seed_oss", {}),
+    "gpt_oss": ("gpt_oss", {"intermediate_size": 64}),
+    "gemma3": ("gemma3_text", {"sliding_window_pattern": 6, "query_pre_attn_scalar": 32}),
+    "granite": ("granite", {}),
+    "granite4": ("granitemoehybrid", {"intermediate_size": 128}),
+    "granite4_nope": (
+        "granitemoehybrid", {"position_embedding_type": None, "intermediate_size": 128},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "phi3": ("phi3", {}),
+    "phi3_long": (
+        "phi3_long",
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0, 1.25, 2.0, 4.0],
+                "long_factor": [1.5, 3.0, 9.0, 33.0],
+            },
+        },
+    ),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4_full", {"head_dim": 16}),
+    "cohere2": ("cohere2", {"rotary_pct": 1.0}),
+    "ministral3": ("ministral3", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, "block_ff_dim": 128}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+}  # fmt: skip
+"""A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
+
+
+KEPT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3")
+"""Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
+
+
+def kept(name: str) -> Path:
+    """The kept file of a family."""
+    return FOLDER / f"{name}.bf16.gguf"
+
+
+def kept_sizes(name: str) -> dict[str, Any]:
+    """What is smaller in the checkpoint that a kept file was made from."""
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20, "block_ff_dim": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6,
+        "linear_value_head_dim": 6, "head_dim": 8,
+    }  # fmt: skip
+    raw = family_config(name)
+    return {key: size for key, size in sizes.items() if key in raw}
+
+
+def family_config(name: str) -> dict[str, Any]:
+    """config.json of a family's checkpoint."""
+    variant, changes = FAMILIES[name]
+    raw = goldens.VARIANTS[variant]
+    return raw | {key: size for key, size in _SIZES.items() if key in raw} | changes
+
+
+def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: Any) -> Path:
+    """A family's checkpoint with a tokenizer of `tokenizer_cases`."""
+    variant, raw = FAMILIES[name][0], family_config(name) | changes
+    _, config = read_config(raw)
+    shapes = {
+        hf: tuple(shape)
+        for slot in config.slots()
+        for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
+    }
+    nothing = np.zeros(0)
+    reference = goldens.Reference(raw, shapes, (), nothing, nothing)
+    goldens.write_checkpoint(folder, variant, reference)
+    tokenizer_cases.write(folder, tokenizer)
     return folder

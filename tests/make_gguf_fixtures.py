@@ -177,15 +177,27 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
         print(target.name, target.stat().st_size)
 
 
+def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
+    """The kept file of a family: a small checkpoint, converted."""
+    gguf_cases.write_family(work, name, **gguf_cases.kept_sizes(name))
+    target = gguf_cases.kept(name)
+    command = [llama_cpp, "gpt-2", "convert", str(work), "--outfile", str(target)]
+    flags = ["--outtype", "bf16", *(["--no-mtp"] if name.startswith("qwen3_") else [])]
+    subprocess.run([python, "-c", CONVERT, *command, *flags], check=True)
+    print(target.name, target.stat().st_size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-cpp", required=True)
     parser.add_argument("--python", required=True)
-    parser.add_argument("names", nargs="*", default=list(gguf_cases.CONFIGS))
+    names = [*gguf_cases.CONFIGS, *gguf_cases.KEPT]
+    parser.add_argument("names", nargs="*", default=names)
     args = parser.parse_args()
     for name in args.names:
         with tempfile.TemporaryDirectory() as work:
-            make(name, args.llama_cpp, args.python, Path(work))
+            one = make_family if name in gguf_cases.KEPT else make
+            one(name, args.llama_cpp, args.python, Path(work))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from rooflax.loading import gguf_config
+from rooflax.loading.gguf_metadata import ARCHITECTURES
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import FAMILIES, family
 
@@ -21,8 +21,11 @@ HEAD = """\
 | --- | --- | --- | --- | --- | --- |
 """
 TABLE = re.compile(re.escape(HEAD.partition("\n")[0]) + r"\n(\|.*\n)+")
-IN_LLAMA_FILES = ("mistral", "mistral3", "mixtral")
-"""Families whose GGUF files say that their architecture is llama."""
+TEXT_PARTS = {
+    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+}  # fmt: skip
+"""Families with a tower, whose GGUF files are those of their text models."""
 
 
 def page(text: str) -> str:
@@ -37,8 +40,8 @@ def row(name: str) -> str:
     models, _, _ = about.partition(": ")
     rejected = re.search(r"Rejected: (.*?)\. Source:", about)
     presets = [p for p, raw in PRESETS.items() if raw["model_type"] == name and "tiny" not in p]
-    files = [arch for arch, ours in gguf_config.FAMILIES.items() if ours == name]
-    files += ["llama"] if name in IN_LLAMA_FILES else []
+    texts = TEXT_PARTS.get(name, (name,))
+    files = [ARCHITECTURES[text] for text in texts if text in ARCHITECTURES]
     cells = (
         f"`{name}`",
         models,

@@ -179,7 +179,8 @@ COMMANDS = {
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],
         FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT
-        | {"--dtype": ["bfloat16"], "--output": ["OTHER"], "--force": None},
+        | {"--dtype": ["bfloat16"], "--output": ["OTHER"], "--force": None,
+           "--gguf": (["Q8_0"], "given beside --gguf")},
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),

@@ -12,7 +12,7 @@ from rooflax import LLM, SamplingParams, load, save
 from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
-from rooflax.loading.gguf_config import llama3_scaling
+from rooflax.loading.gguf_config import end_texts, llama3_scaling
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
@@ -214,3 +214,18 @@ def test_generate_speaks(capsys):
     flags = ["-p", "def main", "-n", "4", "--temp", "0", "--json", "--quiet"]
     assert main(["generate", path, *flags]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("control", "ends"),
+    [
+        (("<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"), 3),  # Phi-3
+        (("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"), 3),  # GPT-OSS
+        (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), 2),  # Gemma 3
+        (("<s>", "</s>", "[INST]"), 1),  # Mistral
+    ],
+)
+def test_control_tokens_that_end_an_answer(control, ends):
+    found = end_texts(control)
+    assert len(found) == ends and set(found) < set(control)
+    assert ("<|end|>" in found) == ("<|end|>" in control and "<|return|>" not in control)

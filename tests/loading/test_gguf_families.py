@@ -1,14 +1,17 @@
-"""Families for which no converted GGUF file is kept: files written with gguf-py's own names."""
+"""Files of more families: by llama.cpp's converter, and written with gguf-py's own names."""
 
 import re
 
 import gguf
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from rooflax import load
-from tests import goldens
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_weights import tensor_entries
+from tests import gguf_cases, goldens
 
 FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
@@ -142,4 +145,59 @@ def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
     theirs = load(folder)
     assert (ours.family, ours.config) == (theirs.family, theirs.config)
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, theirs.weights)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", gguf_cases.KEPT)
+def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
+    """Its matrices are the checkpoint's to the nearest bfloat16, all else as it was."""
+    path = gguf_cases.kept(name)
+    sizes = gguf_cases.kept_sizes(name)
+    ours, theirs = load(path), load(gguf_cases.write_family(tmp_path / "m", name, **sizes))
+    assert ours.family == theirs.family
+    assert ours.config == theirs.config
+    file = GGUFFile(path)
+    bfloat16 = {n for n in file.names() if file.info(n).dtype == "BF16"}
+    entries, seen = tensor_entries(ours.family, ours.config), 0
+    for slot in ours.config.slots():
+        a, b = (
+            np.asarray(
+                (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]
+            )
+            for m in (ours, theirs)
+        )
+        stored = {stored for hf in slot.hf_names for stored in entries[hf].stored}
+        b = b.astype(ml_dtypes.bfloat16).astype(np.float32) if stored <= bfloat16 else b
+        exact = slot.key != "delta.a_log"  # of which the file has the exponential
+        np.testing.assert_allclose(a, b, rtol=0, atol=0 if exact else 1e-6, err_msg=slot.name)
+        seen += stored <= bfloat16
+    assert seen > 3
+
+
+def test_a_layer_that_predicts_further_tokens_is_passed_over(tmp_path):
+    reader = gguf.GGUFReader(gguf_cases.kept("qwen3_5"))
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "qwen35")
+    last = 3  # the number of layers
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            more = field.name in ("qwen35.block_count",)
+            kind, value = field.types[0], field.contents()
+            sub = field.types[-1] if len(field.types) > 1 else None
+            value = value + 1 if more else value
+            if field.name == "qwen35.attention.recurrent_layers":
+                value = [*value, False]
+            writer.add_key_value(field.name, value, kind, sub_type=sub)
+    writer.add_nextn_predict_layers(1)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
+        writer.add_tensor(f"blk.{last}.{name}.weight", np.ones((2, 16), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, plain = load(path), load(gguf_cases.kept("qwen3_5"))
+    assert ours.config == plain.config
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, plain.weights)
     assert all(jax.tree.leaves(same))

@@ -1,11 +1,13 @@
-"""`rooflax quantize`: writes a checkpoint folder whose matmuls' weights are quantized."""
+"""`rooflax quantize`: writes a checkpoint folder whose matmuls' weights are quantized, or a GGUF
+file."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from rooflax.cli import flags, terminal
+from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -18,15 +20,32 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_check(parser)
     add = parser.group("what to write").add_argument
-    add("-o", "--output", metavar="FOLDER", required=True, help="empty or new folder")
-    add("--force", action="store_true", help="overwrite a model in it")
+    add(
+        "-o", "--output", metavar="PATH", required=True, help="empty or new folder, or a .gguf file"
+    )
+    add(
+        "--gguf", metavar="TYPE",
+        help="a GGUF file for llama.cpp in place of a folder: F32, BF16, Q8_0 or Q4_0",
+    )  # fmt: skip
+    add("--force", action="store_true", help="overwrite a model in it, or the file")
     flags.add_precision(parser, kv=False)
     flags.add_device(parser)
     flags.add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model quantised and saves it as it lies in memory."""
+    """Loads the model quantised and saves it as it lies in memory, or writes its GGUF file."""
+    written = _write_folder(args) if args.gguf is None else _write_gguf(args)
+    if args.json:
+        terminal.print_json(written)
+    else:
+        path = written.get("folder", written.get("file"))
+        size = written["file_bytes"] / 2**20
+        terminal.write(f"{path}: {written['format']}, {size:.1f} MiB\n")
+    return 0
+
+
+def _write_folder(args: argparse.Namespace) -> dict[str, Any]:
     if Path(args.output).is_file():
         raise RequestError(f"{args.output} is a file; give the name of a folder.")
     if (Path(args.output) / "config.json").exists() and not args.force:
@@ -41,17 +60,39 @@ def run(args: argparse.Namespace) -> int:
     dtype = "bfloat16" if llm.plan.storage.keeps_bfloat16 else llm.plan.storage.dtype
     with terminal.status(f"writing {args.output}", args.quiet):
         save(llm.model, args.output, dtype=dtype, files_from=llm.info.folder)
-    written = {
+    return {
         "model": llm.info.name,
         "folder": str(args.output),
         "format": llm.format,
         "weights_bytes": llm.model.weights_bytes,
         "file_bytes": (Path(args.output) / "model.safetensors").stat().st_size,
     }
-    if args.json:
-        terminal.print_json(written)
-    else:
-        terminal.write(
-            f"{written['folder']}: {written['format']}, {written['file_bytes'] / 2**20:.1f} MiB\n"
-        )
-    return 0
+
+
+def _write_gguf(args: argparse.Namespace) -> dict[str, Any]:
+    path = Path(args.output)
+    for flag, value in (("--quantize", args.quantize), ("--dtype", args.dtype)):
+        if value is not None:
+            raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
+    if path.is_dir() or path.suffix != ".gguf":
+        raise RequestError(f"{path} must be the name of a file that ends in .gguf.")
+    if path.exists() and not args.force:
+        raise RequestError(f"{path} exists; give another name, or replace it with --force.")
+    where = flags.find_arguments(args)
+    with terminal.status("starting JAX", args.quiet):
+        platform.start_jax(args)
+        from rooflax.loading.gguf_save import save_gguf
+        from rooflax.loading.model_info import model_info
+
+    info = model_info(args.model, **where)
+    with terminal.status(f"writing {path}", args.quiet):
+        notes = save_gguf(info, path, args.gguf, check=args.check)
+    for note in [] if args.quiet else notes:
+        terminal.say(f"{path.name}: {note}.")
+    return {
+        "model": info.name,
+        "file": str(path),
+        "format": args.gguf,
+        "file_bytes": path.stat().st_size,
+        "differences": notes,
+    }

@@ -9,6 +9,7 @@ as the numbers that it was made from.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import Header
 from rooflax.loading.pooling import GGUF_POOLING
 from rooflax.models.common import layer_types
 from rooflax.models.registry import read_config
@@ -29,9 +30,14 @@ FAMILIES = {
     "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "granite": "granite", "olmo2": "olmo2",
     "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
     "hunyuan-dense": "hunyuan_v1_dense", "exaone4": "exaone4", "cohere2": "cohere2",
-    "mistral3": "ministral3", "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe",
+    "mistral3": "ministral3", "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe", "lfm2": "lfm2",
+    "qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
 }  # fmt: skip
 """A file's architecture to our family."""
+ALIASES = {
+    "mixtral": "llama", "mistral": "llama", "olmo3": "olmo2", "granitemoehybrid": "granite",
+}  # fmt: skip
+"""Families whose files have another's architecture."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
@@ -39,17 +45,19 @@ LONGROPE_FACTORS = {
 }  # fmt: skip
 _NO_BIAS_KEY = (
     "gpt2", "qwen2", "qwen2_moe", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3",
-    "mistral",
+    "mistral", "lfm2",
 )  # fmt: skip
-PARTIAL = ("phi3", "glm4", "glm4_moe")
+PARTIAL = ("phi3", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
 
 END_TEXTS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|return|>",
-    "<|call|>", "<end_of_turn>",
+    "<|call|>", "<end_of_turn>", "<|end|>", "<eos>", "</s>", "[EOS]", "[EOT]", "<EOT>",
 )  # fmt: skip
-"""Control tokens that end an answer; a file names one of them at most as its end of sequence."""
+"""Control tokens that end an answer, as llama.cpp has them; a file names three of them at most."""
+ENDS_A_MESSAGE = "<|end|>"
+"""In GPT-OSS's vocabulary, which has <|return|> for an answer."""
 
 _COMMON = {
     "context_length": "max_position_embeddings",
@@ -73,7 +81,11 @@ _GPT2 = {
     "vocab_size": "vocab_size",
 }
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_QWEN3_MOE = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_QWEN3_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _QWEN2_MOE = _QWEN3_MOE | {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -110,7 +122,7 @@ _PHI3 = {
     "attention.sliding_window": "sliding_window",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-_KEYS = {
+KEYS = {
     "gpt2": _GPT2, "llama": _COMMON, "qwen2": _COMMON, "qwen3": _COMMON, "smollm3": _COMMON,
     "gpt_oss": _COMMON | _GPT_OSS, "seed_oss": _COMMON,
     "qwen3_moe": _COMMON | _QWEN3_MOE, "mixtral": _COMMON | _EXPERTS,
@@ -121,14 +133,36 @@ _KEYS = {
     "ernie4_5": _COMMON, "cohere2": _COMMON | _COHERE2,
     "exaone4": _COMMON | {"attention.sliding_window": "sliding_window"},
 }  # fmt: skip
-_YARN = {
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+KEYS |= {
+    "lfm2": _COMMON | _LFM2, "olmo3": _COMMON | {"attention.sliding_window": "sliding_window"},
+    "granitemoehybrid": _COMMON | _GRANITE | {"feed_forward_length": "shared_intermediate_size"},
+    "qwen3_next": _COMMON | _QWEN2_MOE | _DELTA, "qwen3_5_text": _COMMON | _DELTA,
+    "qwen3_5_moe_text": {k: v for k, v in _COMMON.items() if k != "feed_forward_length"}
+    | _QWEN2_MOE | _DELTA,
+}  # fmt: skip
+_AS_COMPUTED = {
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": None},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_next": {"norm_topk_prob": True},
+}
+"""What files cannot say, and llama.cpp computes."""
+YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 
-_SAMPLING = {
+SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -138,7 +172,7 @@ _SAMPLING = {
 
 
 def read_gguf_config(
-    file: GGUFFile, *, ignore: Sequence[str] = ()
+    file: Header, *, ignore: Sequence[str] = ()
 ) -> tuple[str, Any, dict[str, Any]]:
     """The family's name, its config, and the config.json that the metadata stands for.
 
@@ -163,7 +197,7 @@ def read_gguf_config(
 class _Metadata:
     """The keys of one architecture, read one by one."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: Header):
         self.file = file
         architecture = file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
@@ -185,6 +219,10 @@ class _Metadata:
             self.family = "mixtral"
         if self.family == "ministral3" and not self.get("attention.temperature_scale"):
             self.family = "mistral"
+        if self.family == "olmo2" and self.get("attention.sliding_window"):
+            self.family = "olmo3"
+        if self.family == "granite" and self.get("rope.scaling.finetuned") is False:
+            self.family = "granitemoehybrid"  # whose layers may all be without RoPE
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -196,6 +234,14 @@ class _Metadata:
             )
         return value
 
+    def per_layer(self, key: str) -> list[Any] | None:
+        """A value of each layer; None where the file has none, or one for all."""
+        value = self.file.metadata.get(self._prefix + key)
+        if not isinstance(value, list | np.ndarray):
+            return None
+        self._read.add(self._prefix + key)
+        return value if isinstance(value, list) else value.tolist()
+
     def expect(self, key: str, *wanted: Any) -> None:
         """The key is absent or has one of these values."""
         value = self.get(key)
@@ -206,37 +252,85 @@ class _Metadata:
             )
 
     def config(self) -> dict[str, Any]:
-        found = {hf: self.get(key) for key, hf in _KEYS[self.family].items()}
+        per_layer = self._heads_per_layer()
+        keys = ((key, hf) for key, hf in KEYS[self.family].items() if hf not in per_layer)
+        found = {hf: self.get(key) for key, hf in keys} | per_layer
         raw = {key: value for key, value in found.items() if value is not None}
         names = set(self.file.names())
         raw["model_type"] = self.family
         raw["tie_word_embeddings"] = "output.weight" not in names
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
+        biased = {name.split(".")[2] for name in names if re.fullmatch(r"blk\.\d+\..*\.bias", name)}
         if self.family not in _NO_BIAS_KEY:
             key = "use_bias" if self.family == "ernie4_5" else "attention_bias"
-            raw[key] = "blk.0.attn_q.bias" in names
+            raw[key] = "attn_q" in biased
         if self.family in ("llama", "smollm3", "seed_oss", "granite"):
-            raw["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+            raw["mlp_bias"] = "ffn_gate" in biased
         if self.family == "seed_oss":
-            raw["attention_out_bias"] = "blk.0.attn_output.bias" in names
+            raw["attention_out_bias"] = "attn_output" in biased
         if self.family == "qwen2_moe":
-            raw["qkv_bias"] = "blk.0.attn_q.bias" in names
+            raw["qkv_bias"] = "attn_q" in biased
+        raw |= _AS_COMPUTED.get(self.family, {})
+        if self.family == "granitemoehybrid":
+            raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
+        if self.family in ("granite", "granitemoehybrid"):
+            self._waive("ssm.*", "expert_shared_feed_forward_length")
+        if "ssm.state_size" in KEYS[self.family]:
+            raw |= self._delta(raw)
         if self.family == "glm4_moe":
             raw |= self._glm4_moe(raw, names)
-        if self.family == "mistral":
-            raw["sliding_window"] = None
         if self.family == "exaone4":
-            raw |= {"sliding_window": raw.get("sliding_window")} | self._window_layers()
+            raw.setdefault("sliding_window", None)
+        if "attention.sliding_window" in KEYS[self.family]:
+            raw |= self._window_layers()
         if self.family == "gemma3_text":
             raw |= _query_scale(raw)
-        if self.family == "qwen3_moe":
-            raw["norm_topk_prob"] = True  # as llama.cpp computes it; the metadata does not say
         if self.family != "gpt2":
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
             raw["torch_dtype"] = "bfloat16"
         return raw | _end_tokens(self.file)
+
+    def _waive(self, *patterns: str) -> None:
+        """Keys that change nothing here."""
+        for key in self.file.metadata:
+            if any(fnmatchcase(key, self._prefix + pattern) for pattern in patterns):
+                self._read.add(key)
+
+    def _heads_per_layer(self) -> dict[str, Any]:
+        """K/V heads of each layer, of which one with a convolution has none."""
+        found = self.per_layer("attention.head_count_kv")
+        if found is None:
+            return {}
+        counts = sorted(set(found) - ({0} if self.family == "lfm2" else set()))
+        if len(counts) != 1:
+            raise UnsupportedModelError(
+                f"{self.file.path} has layers with {' and with '.join(map(str, counts)) or 'no'} "
+                f"K/V heads, which rooflax does not compute."
+            )
+        types = ["full_attention" if heads else "conv" for heads in found]
+        return {"num_key_value_heads": counts[0]} | (
+            {"layer_types": types} if self.family == "lfm2" else {}
+        )
+
+    def _delta(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The gated delta rule's value heads, its layers, and the count without further ones."""
+        self._waive("rope.dimension_sections", "nextn_predict_layers")
+        layers, more = raw.get("num_hidden_layers"), self.get("nextn_predict_layers", 0)
+        count = layers - more if type(layers) is int and type(more) is int else layers
+        found = {"num_hidden_layers": count}
+        inner, heads = self.get("ssm.inner_size"), raw.get("linear_num_value_heads")
+        if type(inner) is int and type(heads) is int and heads > 0:
+            found["linear_value_head_dim"] = inner // heads
+        interval = self.get("full_attention_interval")
+        recurrent = self.per_layer("attention.recurrent_layers")
+        if recurrent is not None:
+            kinds = "full_attention", "linear_attention"
+            found["layer_types"] = [kinds[bool(flag)] for flag in recurrent[:count]]
+        elif interval is not None:
+            found["full_attention_interval"] = interval
+        return found
 
     def _glm4_moe(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
         """Without the layers that predict further tokens, which files count too."""
@@ -268,10 +362,12 @@ class _Metadata:
             self.expect("rope.dimension_count", head_dim)
         self.expect("attention.causal", True)
         self.expect("pooling_type", 0, *GGUF_POOLING)
-        if "expert_count" not in _KEYS[self.family]:
+        if "expert_count" not in KEYS[self.family]:
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)
         theta = raw.get("rope_theta", 10_000.0)
+        if "rope.freq_base_swa" not in KEYS[self.family]:
+            self.expect("rope.freq_base_swa", theta)
         scaling = self._rope_scaling(head_dim, theta)
         if self.family == "gpt_oss" and scaling["rope_type"] == "yarn":
             scaling["truncate"] = False  # as every checkpoint of it says; the metadata cannot
@@ -282,16 +378,16 @@ class _Metadata:
         factor = self.get("rope.scaling.factor", self.get("rope.scale_linear"))
         if all(name in self.file.names() for name in LONGROPE_FACTORS.values()):
             return self._longrope()
-        for harmless in ("finetuned", "yarn_ext_factor", "attn_factor"):
+        for harmless in ("finetuned", "yarn_ext_factor"):
             self.expect(f"rope.scaling.{harmless}", True, False, 1.0)
+        if kind != "yarn":
+            self.expect("rope.scaling.attn_factor", 1.0)
         if ROPE_FACTORS in self.file.names():
             if factor not in (None, 0.0, 1.0):
                 raise UnsupportedModelError(
                     f"{self.file.path} scales RoPE both by {ROPE_FACTORS} and by its metadata."
                 )
             return self._recovered(head_dim, theta)
-        if self.family == "granite":
-            self.expect("rope.scaling.finetuned", True)  # false is no RoPE at all
         if self.family == "hunyuan_v1_dense":
             self.get("rope.scaling.original_context_length")  # its scaling is in theta already
         if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
@@ -300,7 +396,11 @@ class _Metadata:
             return {"rope_type": "linear", "factor": factor}
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            scaling |= {hf: self.get(f"rope.scaling.{key}") for key, hf in _YARN.items()}
+            times = self.get("rope.scaling.attn_factor", 1.0)
+            if times != 1.0:  # beside llama.cpp's own
+                scaling["attention_factor"] = times * (1 + 0.1 * math.log(factor))
+            found = {hf: self.get(f"rope.scaling.{key}") for key, hf in YARN.items()}
+            scaling |= {hf: value for hf, value in found.items() if value is not None}
         if self.family == "ministral3":
             scaling["llama_4_scaling_beta"] = self.get("attention.temperature_scale")
             scaling |= {"mscale_all_dim": self.get("rope.scaling.yarn_log_multiplier")}
@@ -389,26 +489,32 @@ def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, A
     }
 
 
-def _end_tokens(file: GGUFFile) -> dict[str, Any]:
+def end_texts(control: Sequence[str]) -> list[str]:
+    """Those of a vocabulary's control tokens that end an answer, whatever else the file names."""
+    left_out = {ENDS_A_MESSAGE} if "<|return|>" in control else set()
+    return [text for text in END_TEXTS if text in control and text not in left_out]
+
+
+def _end_tokens(file: Header) -> dict[str, Any]:
     """`eos_token_id` and `bos_token_id`: what the file names, and control tokens known to end."""
     found = dict(file.metadata)
     ends = [found.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = found.get("tokenizer.ggml.tokens"), found.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
         control = [tokens[i] for i in np.flatnonzero(types == 3)]
-        ends += [tokens.index(text) for text in END_TEXTS if text in control]
+        ends += [tokens.index(text) for text in end_texts(control)]
     bos = found.get("tokenizer.ggml.bos_token_id")
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))
     return {"eos_token_id": ids, "bos_token_id": bos if type(bos) is int else None}
 
 
-def gguf_generation_defaults(file: GGUFFile) -> GenerationDefaults:
+def gguf_generation_defaults(file: Header) -> GenerationDefaults:
     """What a file recommends for generation, and the ids that end a sequence.
 
     Raises:
         CheckpointError: a value has the wrong type or range.
     """
-    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in _SAMPLING.items()}
+    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING.items()}
     found["do_sample"] = True if found["temperature"] else None
     found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
     return generation_defaults(found | _end_tokens(file), file.path)

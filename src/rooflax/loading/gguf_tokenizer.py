@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_PIECE = 1000
@@ -40,41 +40,81 @@ def _cased(end: str) -> str:
 
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = (
+    rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = rf"{_cased('')}|\p{{N}}|{_CASED_REST}"
 _GPT4O = rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
+_DEEPSEEK3_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _DEEPSEEK3_WORDS)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """How text is cut before the merges.
 
     Attributes:
-        pattern: of the pieces; None is GPT-2's own.
+        patterns: of the pieces, one after the other; GPT-2's own where there is none.
         digits: single digits are pieces, before anything else.
         nfc: text is composed first.
         whole: a piece that is a token is taken without merging.
     """
 
-    pattern: str | None
+    patterns: tuple[str, ...] = ()
     digits: bool = False
     nfc: bool = False
     whole: bool = False
 
 
-_PRE_TOKENIZERS: Mapping[str, _Cut] = {
-    "gpt-2": _Cut(None),
-    "llama-bpe": _Cut(_LLAMA3, whole=True),  # LLaMA 3
-    "smaug-bpe": _Cut(_LLAMA3),  # SmolLM3
-    "llama3": _Cut(_LLAMA3, whole=True),
-    "llama-v3": _Cut(_LLAMA3, whole=True),
-    "qwen2": _Cut(_QWEN2, nfc=True),
-    "deepseek-r1-qwen": _Cut(_QWEN2),
-    "gpt-4o": _Cut(_GPT4O),  # GPT-OSS
-    "smollm": _Cut(None, digits=True),
-    "tekken": _Cut(_TEKKEN, whole=True),  # Mistral Nemo
+_WHOLE_LLAMA3 = Cut((_LLAMA3,), whole=True)
+PRE_TOKENIZERS: Mapping[str, Cut] = {
+    "gpt-2": Cut(),
+    "llama-bpe": _WHOLE_LLAMA3,  # LLaMA 3
+    "dbrx": Cut((_LLAMA3,)),  # OLMo 2 and 3, Granite 4, Phi-4
+    "smaug-bpe": Cut((_LLAMA3,)),  # SmolLM3
+    "llama3": _WHOLE_LLAMA3,
+    "llama-v3": _WHOLE_LLAMA3,
+    "lfm2": _WHOLE_LLAMA3,
+    "falcon3": _WHOLE_LLAMA3,
+    "pixtral": _WHOLE_LLAMA3,
+    "midm-2.0": _WHOLE_LLAMA3,
+    "glm4": _WHOLE_LLAMA3,  # GLM-4 and 4.5, without BOS
+    "chatglm-bpe": Cut((_LLAMA3,)),
+    "qwen2": Cut((_QWEN2,), nfc=True),
+    "deepseek-r1-qwen": Cut((_QWEN2,)),
+    "hunyuan": Cut((_QWEN2,)),
+    "stablelm2": Cut((_QWEN2,)),
+    "megrez": Cut((_QWEN2,)),
+    "qwen35": Cut((_QWEN35,), nfc=True),
+    "gpt-4o": Cut((_GPT4O,)),  # GPT-OSS, Phi-4-mini
+    "llama4": Cut((_GPT4O,)),
+    "smollm": Cut(digits=True),
+    "refact": Cut(digits=True),  # Granite 3
+    "exaone": Cut(digits=True),
+    "starcoder": Cut(digits=True),
+    "command-r": Cut(digits=True, nfc=True),  # Cohere
+    "exaone4": Cut(),
+    "olmo": Cut(),
+    "phi-2": Cut(),
+    "tekken": Cut((_TEKKEN,), whole=True),  # Mistral Nemo and later
+    "seed-coder": Cut((_SEED,)),  # Seed-OSS
+    "hunyuan-dense": Cut(_DEEPSEEK3),
+    "deepseek-v3": Cut(_DEEPSEEK3),
 }
+"""What llama.cpp computes by these names; of equal ones the first is written."""
+BEGINS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0", "tekken")
+"""Names of which a file that says nothing of BOS has one."""
 
-_SPECIAL_IDS = {
+SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -87,7 +127,7 @@ _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 
 
 def read_gguf_tokenizer(
-    file: GGUFFile,
+    file: Header,
 ) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
     """The tokenizer, its special tokens by name ("bos_token"), and its chat templates by name.
 
@@ -114,7 +154,7 @@ def read_gguf_tokenizer(
 class _Vocabulary:
     """The tokens with their types and scores, checked against one another."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: Header):
         self.file = file
         self.tokens = self.array("tokens", list, None)
         count = len(self.tokens)
@@ -169,7 +209,7 @@ class _Vocabulary:
     def special_tokens(self) -> dict[str, str]:
         found = {}
         customary = _SENTENCEPIECE_IDS if self.get("model", str, "") == "llama" else {}
-        for name, key in _SPECIAL_IDS.items():
+        for name, key in SPECIAL_IDS.items():
             token_id = self.get(key, int, customary.get(name))
             if token_id is None:
                 continue
@@ -182,21 +222,20 @@ class _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = vocabulary.get("pre", str, "default")
-    if name not in _PRE_TOKENIZERS:
+    if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{vocabulary.file.path} cuts its text by the pre-tokenizer {name!r}; only "
-            f"{', '.join(_PRE_TOKENIZERS)} are read."
+            f"{', '.join(PRE_TOKENIZERS)} are read."
         )
-    cut = _PRE_TOKENIZERS[name]
+    cut = PRE_TOKENIZERS[name]
     pairs = [_pair(vocabulary, merge) for merge in vocabulary.array("merges", list, None)]
     model = _build(vocabulary, merges=pairs, ignore_merges=cut.whole)
     backend = tokenizers.Tokenizer(model)
     if cut.nfc:
         backend.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
-    if cut.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in cut.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.patterns))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -271,9 +310,9 @@ def _surround(
 ) -> None:
     """BOS and EOS around a text; where the file is silent, as llama.cpp has it."""
     sentencepiece = vocabulary.get("model", str, "") == "llama"
-    llama3 = vocabulary.get("pre", str, "") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    begins = sentencepiece or vocabulary.get("pre", str, "") in BEGINS
     wanted = {
-        "bos_token": vocabulary.get("add_bos_token", bool, sentencepiece or llama3),
+        "bos_token": vocabulary.get("add_bos_token", bool, begins),
         "eos_token": vocabulary.get("add_eos_token", bool, False),
     }
     bos, eos = (special.get(name) if wanted[name] else None for name in wanted)
@@ -287,7 +326,7 @@ def _surround(
     )
 
 
-def _chat_templates(file: GGUFFile) -> dict[str, str]:
+def _chat_templates(file: Header) -> dict[str, str]:
     found = {"default": file.metadata.get("tokenizer.chat_template")}
     prefix = "tokenizer.chat_template."
     found |= {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}

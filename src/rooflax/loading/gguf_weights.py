@@ -1,10 +1,9 @@
 """A GGUF file's tensors under the names and in the layouts of a Hugging Face checkpoint.
 
-llama.cpp's converter renames tensors and changes some: rows of q and k in LLaMA files are permuted
-(its RoPE pairs neighbours, ours halves), GPT-2's matmuls are transposed, and GPT-OSS's interleaved
-gate and up are two tensors. Each entry here names the stored tensors and how they go back.
+llama.cpp's converter renames tensors and changes some (`gguf_changes`). Each entry here names the
+stored tensors of a checkpoint's and their change; reading and writing take the same entries.
 
-It knows these changes and nothing of devices; how blocks become numbers is `gguf_blocks`' matter.
+It knows nothing of devices; how blocks become numbers is `gguf_blocks`' matter.
 
 Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and conversion/.
 """
@@ -12,7 +11,6 @@ Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and convers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,23 +27,31 @@ from rooflax.loading.gguf_blocks import (
     is_plain,
     rounded_codes,
 )
+from rooflax.loading.gguf_changes import (
+    KEEP,
+    Change,
+    Decay,
+    Halves,
+    HeadKinds,
+    Interleaved,
+    InterleavedBias,
+    Kernel,
+    LessOne,
+    Permuted,
+    Row,
+    Tiled,
+    Transposed,
+    moves_groups,
+)
 from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.recurrent import GatedDelta
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape
 from rooflax.nn.weights import Slot
+from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Change:
-    """How stored tensors become the checkpoint's: their values, and the shape of one."""
-
-    apply: Callable[[Sequence[np.ndarray]], np.ndarray]
-    shape: Callable[[Shape], Shape] = lambda shape: shape
 
 
 @dataclass(frozen=True)
@@ -59,36 +65,6 @@ class Entry:
     stored: tuple[str, ...]
     change: Change
     expert: int | None = None
-
-
-def unpermute(heads: int) -> Change:
-    """Rows of q or k in LLaMA files: pairs (i, i + half) of a head lie side by side there."""
-
-    def apply(parts: Sequence[np.ndarray]) -> np.ndarray:
-        (rows,) = parts
-        pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-    return Change(apply)
-
-
-def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Experts' gate and up [experts, mlp, hidden] as [experts, hidden, 2 mlp], alternating."""
-    both = np.stack(parts, axis=2)
-    return both.reshape(both.shape[0], -1, both.shape[3]).swapaxes(1, 2)
-
-
-def _interleave_bias(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Biases [experts, mlp] of gate and up as [experts, 2 mlp], alternating."""
-    return np.stack(parts, axis=-1).reshape(len(parts[0]), -1)
-
-
-KEEP = Change(lambda parts: parts[0])
-LESS_ONE = Change(lambda parts: parts[0].astype(np.float32) - 1)
-ROW = Change(lambda parts: parts[0].reshape(1, -1), lambda s: (1, *s[-1:]))
-TRANSPOSE = Change(lambda parts: parts[0].swapaxes(-1, -2), lambda s: (*s[:-2], *s[:-3:-1]))
-INTERLEAVE = Change(_interleave, lambda s: (*s[:-2], s[-1], *(2 * n for n in s[-2:-1])))
-INTERLEAVE_BIAS = Change(_interleave_bias, lambda s: (*s[:-1], 2 * s[-1]))
 
 
 Table = dict[str, tuple[tuple[str, ...], Change]]
@@ -105,13 +81,22 @@ class GGUFWeights:
 
     def __init__(self, file: GGUFFile, name: str, config: Decoder):
         self.file, self.family, self.config = file, name, config
-        self.entries = _entries(name, config)
+        self.entries = tensor_entries(name, config)
         present = set(file.names())
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
         if name != "gpt2":
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
-        self._unknown = [name for name in file.names() if name not in used]
+        further = self._further_blocks()
+        self._unknown = [n for n in file.names() if n not in used and not n.startswith(further)]
+
+    def _further_blocks(self) -> tuple[str, ...]:
+        """Prefixes of the layers that predict further tokens, for which we have no use."""
+        architecture = self.file.metadata.get("general.architecture")
+        count = self.file.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+        first = self.config.num_layers
+        count = min(count, MOST_FURTHER) if type(count) is int else 0
+        return tuple(f"blk.{layer}." for layer in range(first, first + count))
 
     def names(self) -> list[str]:
         """Checkpoint names; a tensor that has none keeps its own."""
@@ -128,12 +113,14 @@ class GGUFWeights:
             CheckpointError: the stored tensors do not fit together.
         """
         infos = [self._info(stored, self._expert(name)) for stored in self._stored(name)]
-        if len({info.shape for info in infos}) > 1:
+        shapes, change = [info.shape for info in infos], self._change(name)
+        shape = change.shape(shapes)
+        if len(shapes) > 1 and list(change.stored_shapes(shape)) != shapes:
             raise CheckpointError(
-                f"{self.file.path}: {' and '.join(self._stored(name))} differ in shape."
+                f"{self.file.path}: {' and '.join(self._stored(name))} have the shapes "
+                f"{' and '.join(map(str, shapes))}, which do not belong together."
             )
         kinds = {info.dtype if is_plain(info.dtype) else "F32" for info in infos}
-        shape = self._change(name).shape(infos[0].shape)
         kind = kinds.pop() if len(kinds) == 1 else "F32"
         return TensorInfo(kind, shape, sum(info.nbytes for info in infos))
 
@@ -179,11 +166,16 @@ class GGUFWeights:
         kinds: dict[str, set[str]] = {}
         products = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
         for slot in products:
-            known = all(name in self.entries for name in slot.hf_names)
+            known = all(name in self.entries and self._keeps(name) for name in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
             kinds.setdefault(slot.key, set()).update(found)
         formats = {key: format for key, found in kinds.items() if (format := _format(found))}
         return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
+
+    def _keeps(self, name: str) -> bool:
+        """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
+        order = self._change(name).inputs()
+        return order is None or moves_groups(order, GROUP)
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the file's own codes, its outputs in our order."""
@@ -199,6 +191,9 @@ class GGUFWeights:
             codes, scales = zip(*found, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
         codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
+        if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
+            codes = tuple(code[:, inputs] for code in codes)
+            scales = tuple(scale[:, inputs[::GROUP] // GROUP] for scale in scales)
         order = self._order(slot)
         if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
             return codes[0], scales[0]
@@ -212,11 +207,13 @@ class GGUFWeights:
         """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
         numbers, begin = [], 0
         for name in slot.hf_names:
-            (stored,) = self.entries[name].stored
-            rows = self.file.info(stored).shape[0]
-            ids = np.arange(begin, begin + rows, dtype=np.int32)[:, None]
-            numbers.append(self.entries[name].change.apply([ids]))
-            begin += rows
+            ids = []
+            for stored in self.entries[name].stored:
+                rows = self.file.info(stored).shape[0]
+                ids.append(np.arange(begin, begin + rows, dtype=np.int32)[:, None])
+                begin += rows
+            change = self.entries[name].change
+            numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
         in_shape, out_shape = matmul_shape(slot, self.config)
         one_input = (1,) * len(in_shape)
         head = is_head(slot, self.config)
@@ -233,12 +230,20 @@ def _format(kinds: set[str]) -> str | None:
     return formats.pop() if len(formats) == 1 else ROUNDED
 
 
-PERMUTED = ("llama", "smollm3", "mixtral", "granite", "mistral", "ministral3")
+PERMUTED = (
+    "llama", "smollm3", "mixtral", "granite", "granitemoehybrid", "mistral", "ministral3",
+)  # fmt: skip
 """Families whose q and k rows the converter permutes, in layers without RoPE too."""
+MOST_FURTHER = 64
+"""Layers that predict further tokens."""
 
 
-def _entries(family: str, config: Decoder) -> dict[str, Entry]:
+def tensor_entries(family: str, config: Decoder) -> dict[str, Entry]:
+    """By a checkpoint's name the stored tensors and their change."""
     table = _OTHERS.get(family, _LAYERS | _DENSE)
+    delta = next((x.attention for x in config.layers if isinstance(x.attention, GatedDelta)), None)
+    if delta is not None:
+        table = _less_one(table) | _delta(delta)
     found = {}
     for hf, (stored, change) in table.items():
         for layer in range(config.num_layers) if "{i}" in hf else [0]:
@@ -254,7 +259,7 @@ def _entries(family: str, config: Decoder) -> dict[str, Entry]:
             for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 for end in ("weight", "bias"):
                     hf = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
-                    found[hf] = Entry(found[hf].stored, unpermute(heads))
+                    found[hf] = Entry(found[hf].stored, Permuted(heads))
     return found
 
 
@@ -305,7 +310,7 @@ _SANDWICH = _POST_NORM | _renamed(
 def _less_one(table: Table) -> Table:
     """A table whose norms the converter adds one to."""
     return {
-        name: (stored, LESS_ONE if "norm.weight" in name else change)
+        name: (stored, LessOne() if "norm.weight" in name else change)
         for name, (stored, change) in table.items()
     }
 
@@ -331,9 +336,9 @@ def _shared(name: str) -> Table:
 _GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
 _GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
     f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
-    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), INTERLEAVE),
-    f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), INTERLEAVE_BIAS),
-    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), TRANSPOSE),
+    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), Interleaved()),
+    f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), InterleavedBias()),
+    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), Transposed()),
     f"{_MLP}.experts.down_proj_bias": ((f"{_DOWN}.bias",), KEEP),
 }
 _H = "transformer.h.{i}"
@@ -351,8 +356,73 @@ _GPT2 = _renamed(
     (f"{_H}.ln_1", "blk.{i}.attn_norm"),
     (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
     *_PRODUCTS.items(),
-) | {f"{name}.weight": ((f"{stored}.weight",), TRANSPOSE) for name, stored in _PRODUCTS.items()}
+) | {f"{name}.weight": ((f"{stored}.weight",), Transposed()) for name, stored in _PRODUCTS.items()}
 
+_DELTA = "model.layers.{i}.linear_attn"
+
+
+def _delta(part: GatedDelta) -> Table:
+    """The gated delta rule; Qwen 3.5's files have value heads in an order of their own."""
+    values = part.group * part.value_dim
+    if part.fused:
+        kinds = (part.key_dim, part.key_dim, values, values)
+        order = {"qkvz": HeadKinds(part.num_heads, kinds)}
+        stored = {"qkvz": ("attn_qkv.weight", "attn_gate.weight"), "ba": ("ssm_ba.weight",)}
+        heads, kernel, out = KEEP, Kernel(), KEEP
+    else:
+        size, keys = (part.num_heads, part.group), 2 * part.num_heads * part.key_dim
+        heads, out = Tiled(*size), Tiled(*size, part.value_dim, is_columns=True)
+        rows = Tiled(*size, part.value_dim, keys)
+        order = {"qkv": rows, "z": Tiled(*size, part.value_dim), "b": heads, "a": heads}
+        names = {"qkv": "attn_qkv", "z": "attn_gate", "b": "ssm_beta", "a": "ssm_alpha"}
+        stored = {name: (f"{gguf}.weight",) for name, gguf in names.items()}
+        kernel = Kernel(rows)
+    found = {
+        f"in_proj_{name}.weight": (names, order.get(name, KEEP)) for name, names in stored.items()
+    } | {
+        "conv1d.weight": (("ssm_conv1d.weight",), kernel),
+        "A_log": (("ssm_a",), Decay(heads)),
+        "dt_bias": (("ssm_dt.bias",), heads),
+        "norm.weight": (("ssm_norm.weight",), KEEP),
+        "out_proj.weight": (("ssm_out.weight",), out),
+    }
+    return {
+        f"{_DELTA}.{name}": (tuple(f"blk.{{i}}.{one}" for one in names), change)
+        for name, (names, change) in found.items()
+    }
+
+
+_FEED, _CONV = "model.layers.{i}.feed_forward", "model.layers.{i}.conv"
+_LFM2 = _renamed(
+    ("model.embed_tokens", "token_embd"),
+    ("model.embedding_norm", "token_embd_norm"),
+    ("lm_head", "output"),
+    ("model.layers.{i}.operator_norm", "blk.{i}.attn_norm"),
+    ("model.layers.{i}.ffn_norm", "blk.{i}.ffn_norm"),
+    *((f"{_ATTN}.{part}_proj", f"blk.{{i}}.attn_{part}") for part in "qkv"),
+    *((f"{_ATTN}.{part}_layernorm", f"blk.{{i}}.attn_{part}_norm") for part in "qk"),
+    (f"{_ATTN}.out_proj", "blk.{i}.attn_output"),
+    (f"{_FEED}.w1", "blk.{i}.ffn_gate"),
+    (f"{_FEED}.w3", "blk.{i}.ffn_up"),
+    (f"{_FEED}.w2", "blk.{i}.ffn_down"),
+    (f"{_CONV}.in_proj", "blk.{i}.shortconv.in_proj"),
+    (f"{_CONV}.out_proj", "blk.{i}.shortconv.out_proj"),
+) | {f"{_CONV}.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())}
+_QWEN3_EXPERTS = _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
+_GATED_SHARED = _shared("shared_expert") | {
+    f"{_MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
+}
+_STACKED = _renamed((f"{_MLP}.gate", "blk.{i}.ffn_gate_inp")) | {
+    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), Halves()),
+    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), KEEP),
+}
+_SHARED_MLP = "model.layers.{i}.shared_mlp"
+_GRANITE4 = _renamed(("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm")) | {
+    f"{_SHARED_MLP}.input_linear.weight": (
+        ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"), Halves(),
+    ),
+    f"{_SHARED_MLP}.output_linear.weight": (("blk.{i}.ffn_down.weight",), KEEP),
+}  # fmt: skip
 _HUNYUAN = {"q": "query", "k": "key"}
 _OTHERS = {
     "gpt2": _GPT2,
@@ -367,18 +437,18 @@ _OTHERS = {
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,
     "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
     "olmo2": _LAYERS | _DENSE | _SANDWICH,
-    "qwen3_moe": _LAYERS
-    | _DENSE
-    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj"),
-    "qwen2_moe": _LAYERS
-    | _DENSE
-    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
-    | _shared("shared_expert")
-    | {f"{_MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), ROW)},
+    "olmo3": _LAYERS | _DENSE | _SANDWICH,
+    "granitemoehybrid": _LAYERS | _GRANITE4,
+    "lfm2": _LFM2,
+    "qwen3_moe": _LAYERS | _DENSE | _QWEN3_EXPERTS,
+    "qwen2_moe": _LAYERS | _DENSE | _QWEN3_EXPERTS | _GATED_SHARED,
+    "qwen3_next": _LAYERS | _DENSE | _POST_NORM | _QWEN3_EXPERTS | _GATED_SHARED,
+    "qwen3_5_text": _LAYERS | _DENSE | _POST_NORM,
+    "qwen3_5_moe_text": _LAYERS | _POST_NORM | _STACKED | _GATED_SHARED,
     "glm4_moe": _LAYERS
     | _DENSE
     | _POST_NORM
-    | _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
+    | _QWEN3_EXPERTS
     | _shared("shared_experts")
     | {f"{_MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)},
     "mixtral": _LAYERS | _DENSE | _experts(_SPARSE, f"{_SPARSE}.experts.{{e}}", "w1", "w3", "w2"),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.mixers import read_layers, read_mixers, write_mixers
-from rooflax.models.sparse import read_mlps, read_sparse_layers
+from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 
 
@@ -25,7 +26,6 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    moe = qwen3_moe.config_to_hf(decoder)
-    del moe["sliding_window"], moe["use_sliding_window"]
-    names = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
-    return moe | names | write_mixers(decoder)
+    written = common.write_decoder(decoder, "qwen3_next", "Qwen3NextForCausalLM")
+    biases = {"attention_bias": decoder.attention.qkv_bias}
+    return written | write_mlps(decoder) | biases | write_mixers(decoder)

@@ -1,0 +1,307 @@
+"""From a model to the metadata of a GGUF file: what `gguf_config` reads, the other way round.
+
+The same tables name the keys. What a file cannot say is found by reading the metadata back: the
+architecture that llama.cpp would compute must be the model's own, or the key of config.json that
+differs is named.
+
+Source: https://github.com/ggml-org/llama.cpp, conversion/ and src/models/ (which keys it asks for).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import RooflaxError, UnsupportedModelError
+from rooflax.loading.generation_config import GenerationDefaults
+from rooflax.loading.gguf_config import (
+    ALIASES,
+    FAMILIES,
+    KEYS,
+    LONGROPE_FACTORS,
+    ROPE_FACTORS,
+    SAMPLING,
+    YARN,
+    read_gguf_config,
+)
+from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.recurrent import GatedDelta
+from rooflax.nn.rope import Rope, inverse_frequencies
+
+ARCHITECTURES = {ours: arch for arch, ours in FAMILIES.items()} | ALIASES
+"""Our family to a file's architecture."""
+
+FLOATS = (
+    "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base",
+    "rope.freq_base_swa", "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
+    "expert_weights_scale",
+)  # fmt: skip
+"""Keys whose values are floats, also where config.json has a whole number."""
+SQUARE = (
+    "qwen2", "qwen2_moe", "olmo2", "olmo3", "phi3", "exaone4", "cohere2", "lfm2",
+)  # fmt: skip
+"""Families of which llama.cpp wants heads as wide as the hidden states together."""
+UNTIED = ("gpt_oss", "olmo2", "olmo3", "qwen2_moe")
+"""Families of which llama.cpp wants a head of its own."""
+OUTPUT_BIASES = (
+    "gpt2", "llama", "mistral", "mixtral", "gpt_oss", "granite", "granitemoehybrid", "ernie4_5",
+    "ministral3",
+)  # fmt: skip
+"""Families of which llama.cpp adds a bias to attention's result."""
+MLP_BIASES = ("gpt2", "llama", "granite", "gpt_oss")
+"""Families of which llama.cpp adds biases in feed-forward networks."""
+EXAONE4_WINDOWED = 64
+"""Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
+CLOSE = 1e-6
+"""Of two numbers that one float32 stands for."""
+
+Metadata = dict[str, Any]
+"""By key: bool, int, float, str, a list of one of them, or an array."""
+
+
+class HeaderOnly:
+    """What `gguf_config` asks of a file, of one that is not written yet.
+
+    Args:
+        path: for errors.
+        metadata: as a file gives it.
+        infos: of the tensors.
+        tensors: those that are read beside the metadata.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: Metadata,
+        infos: Mapping[str, TensorInfo],
+        tensors: Mapping[str, np.ndarray],
+    ):
+        self.path, self._infos, self._tensors = path, infos, tensors
+        self.metadata = {key: _as_read(value) for key, value in metadata.items()}
+
+    def names(self) -> list[str]:
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+
+def _as_read(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
+    return np.array(value) if isinstance(value, list) and not isinstance(value[0], str) else value
+
+
+def architecture_metadata(config: Decoder, raw: Mapping[str, Any]) -> Metadata:
+    """The architecture's keys.
+
+    Args:
+        raw: config.json, as the family writes it.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no such architecture.
+    """
+    name = raw["model_type"]
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"llama.cpp has no architecture for {name}; GGUF files are written of "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    found = {key: raw[hf] for key, hf in KEYS[name].items() if raw.get(hf) is not None}
+    found |= _positions(name, config) | _layers(name, config, raw)
+    found = {key: float(value) if key in FLOATS else value for key, value in found.items()}
+    architecture = ARCHITECTURES[name]
+    named = {f"{architecture}.{key}": value for key, value in found.items()}
+    return {"general.architecture": architecture} | named
+
+
+def _positions(name: str, config: Decoder) -> Metadata:
+    """Sizes of heads, and RoPE; tensors of its factors are `rope_tensors`."""
+    if config.learned_positions:
+        return {}
+    size = config.head_dim
+    found: Metadata = {"attention.key_length": size, "attention.value_length": size}
+    if not config.ropes:
+        return found | {"rope.scaling.finetuned": False, "rope.dimension_count": size}
+    rope = _rope(config)
+    found |= {"rope.freq_base": rope.theta, "rope.dimension_count": rope.dim or size}
+    scaling = rope.scaling
+    if scaling is None or scaling.kind == "llama3":
+        return found
+    found["rope.scaling.type"] = scaling.kind
+    if scaling.kind == "longrope":
+        return found | {
+            "rope.scaling.original_context_length": scaling.original_max_position,
+            "rope.scaling.attn_factor": scaling.attention_factor,
+        }
+    found["rope.scaling.factor"] = scaling.factor
+    if scaling.kind == "linear":
+        return found
+    hf = scaling.to_hf()
+    found |= {f"rope.scaling.{key}": hf[name] for key, name in YARN.items()}
+    if name == "ministral3":  # its logarithm's factor cancels llama.cpp's own
+        return found | {
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": rope.query_beta,
+        }
+    own = 1 + 0.1 * math.log(scaling.factor)
+    if math.isclose(scaling.attention_factor, own, rel_tol=CLOSE):
+        del found["rope.scaling.yarn_attn_factor"]
+    else:
+        found["rope.scaling.attn_factor"] = scaling.attention_factor / own
+    return found
+
+
+def _rope(config: Decoder) -> Rope:
+    """That of layers without a window, where there are some."""
+    ropes = {layer.attention.window is None: layer.attention.rope for layer in config.layers[::-1]
+             if layer.attention.rope is not None}  # fmt: skip
+    return ropes.get(True) or config.ropes[0]
+
+
+def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
+    """What differs by layer, and what llama.cpp wants of a family beside the common keys."""
+    found: Metadata = {}
+    windows = [layer.attention.window for layer in config.layers]
+    is_mixed = len(set(windows)) > 1
+    if "attention.sliding_window" in KEYS[name] and name != "phi3" and is_mixed:
+        found["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    if name == "phi3":
+        found["attention.sliding_window"] = windows[0] or 0
+    if name == "gemma3_text":
+        local = next((x.attention.rope for x in config.layers if x.attention.window), None)
+        found |= {"rope.freq_base_swa": local.theta} if local else {}
+    if name == "glm4_moe":
+        found["expert_gating_func"] = 2
+    if name == "lfm2":
+        heads = config.num_kv_heads
+        types = raw["layer_types"]
+        found["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in types]
+    delta = next((x.attention for x in config.layers if isinstance(x.attention, GatedDelta)), None)
+    if delta is not None:
+        found |= _delta(name, config, delta)
+    return found
+
+
+def _delta(name: str, config: Decoder, part: GatedDelta) -> Metadata:
+    if part.value_dim != part.key_dim:
+        raise UnsupportedModelError(
+            f"llama.cpp computes {name} with one size of key and value heads; the model has "
+            f"linear_key_head_dim = {part.key_dim} and linear_value_head_dim = {part.value_dim}."
+        )
+    found: Metadata = {
+        "ssm.inner_size": part.num_heads * part.group * part.value_dim,
+        "attention.recurrent_layers": [
+            isinstance(layer.attention, GatedDelta) for layer in config.layers
+        ],
+    }
+    if name != "qwen3_next":  # of RoPE's frequencies, how many turn by time, height and width
+        half = (_rope(config).dim or config.head_dim) // 2
+        found["rope.dimension_sections"] = [-(-(half - i) // 3) for i in range(3)] + [0]
+    return found
+
+
+def rope_tensors(config: Decoder) -> dict[str, np.ndarray]:
+    """Divisors of RoPE's frequencies, float32, where its scaling is kept as such."""
+    if not config.ropes or _rope(config).scaling is None:
+        return {}
+    rope = _rope(config)
+    scaling, size = rope.scaling, rope.dim or config.head_dim
+    assert scaling is not None
+    if scaling.kind == "longrope":
+        return {
+            name: np.asarray(getattr(scaling, hf), np.float32)
+            for hf, name in LONGROPE_FACTORS.items()
+        }
+    if scaling.kind != "llama3":
+        return {}
+    plain, scaled = (inverse_frequencies(size, rope.theta, s) for s in (None, scaling))
+    return {ROPE_FACTORS: (plain / scaled).astype(np.float32)}
+
+
+def sampling_metadata(defaults: GenerationDefaults) -> Metadata:
+    """What the checkpoint recommends for generation."""
+    if not defaults.do_sample:
+        return {}
+    found = {key: getattr(defaults, hf) for key, hf in SAMPLING.items()}
+    floats = {k: v if k == "top_k" else float(v) for k, v in found.items() if v is not None}
+    return {f"general.sampling.{key}": value for key, value in floats.items()}
+
+
+def check_metadata(header: HeaderOnly, name: str, config: Decoder) -> None:
+    """Whether a file of these metadata and tensors is the model.
+
+    Raises:
+        UnsupportedModelError: it names what llama.cpp would compute otherwise, or does not compute.
+    """
+    if reason := _not_computed(name, config, header.names()):
+        raise UnsupportedModelError(f"llama.cpp computes no {name} {reason}.")
+    try:
+        _, found, _ = read_gguf_config(header)
+    except RooflaxError as error:
+        raise UnsupportedModelError(
+            f"no GGUF file can say what this model is: {str(error).removeprefix(f'{header.path}')}"
+        ) from error
+    wanted, written = (family(name).config_to_hf(each) for each in (config, found))
+    for key in wanted:
+        if not _same(wanted[key], written.get(key)):
+            raise UnsupportedModelError(
+                f"a GGUF file of {name} cannot say {key} = {wanted[key]!r:.80}: llama.cpp would "
+                f"compute {written.get(key)!r:.80}."
+            )
+
+
+def _not_computed(name: str, config: Decoder, tensors: Sequence[str]) -> str | None:
+    """What llama.cpp, which opens the other models of a family, has not in this one."""
+    ends = {tensor.partition(".")[2].partition(".")[2] for tensor in tensors}
+    biases = {"ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"}
+    windows = {layer.attention.window for layer in config.layers}
+    if name in SQUARE and config.num_heads * config.head_dim != config.hidden_size:
+        return (
+            f"whose {config.num_heads} heads of {config.head_dim} dimensions are not as wide as "
+            f"its hidden size, {config.hidden_size}"
+        )
+    if name in UNTIED and config.tied_embeddings:
+        return "whose head is the embedding"
+    if name == "cohere2" and not config.tied_embeddings:
+        return "whose head is not the embedding"
+    if "attn_output.bias" in ends and name not in OUTPUT_BIASES:
+        return "with a bias on attention's result"
+    if biases & ends and name not in MLP_BIASES:
+        return "with biases in feed-forward networks"
+    if name == "exaone4" and windows != {None} and config.num_layers != EXAONE4_WINDOWED:
+        return f"with windows in {config.num_layers} layers (only {EXAONE4_WINDOWED})"
+    return None
+
+
+def otherwise(name: str, config: Decoder) -> list[str]:
+    """A sentence for each thing that llama.cpp computes otherwise in every file of a family."""
+    found, rope = [], _rope(config) if config.ropes else None
+    window = config.attention.window
+    if name == "phi3" and window is not None:
+        found.append(f"llama.cpp attends to all tokens, and the model to the last {window}")
+    if rope and rope.scaling and rope.scaling.kind == "yarn" and not rope.scaling.truncate:
+        found.append(
+            "llama.cpp rounds the band of YaRN to whole dimensions, and the model does not"
+        )
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal, floats as far as float32 goes."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=CLOSE)
+    return a == b

@@ -1,0 +1,230 @@
+"""Writing a model as a GGUF file that llama.cpp opens.
+
+Matrices get the type that was asked for, as llama.cpp's own quantizer would make it; norms, biases
+and the small ones that it wants so stay float32. The file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.loading.gguf_changes import Shape
+from rooflax.loading.gguf_metadata import (
+    HeaderOnly,
+    Metadata,
+    architecture_metadata,
+    check_metadata,
+    otherwise,
+    rope_tensors,
+    sampling_metadata,
+)
+from rooflax.loading.gguf_vocabulary import vocabulary_metadata
+from rooflax.loading.gguf_weights import Entry, tensor_entries
+from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.packed import is_packed
+from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.storage import Storage, is_matmul
+from rooflax.nn.weights import Slot
+
+FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}
+"""Types of matrices to llama.cpp's numbers of such files."""
+FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "ssm_conv1d.", "shortconv.conv.")
+"""Matrices that llama.cpp wants in float32."""
+STORAGE = Storage(keeps_bfloat16=True)
+
+
+def save_gguf(
+    info: ModelInfo, path: str | os.PathLike[str], kind: str, *, check: bool = False
+) -> list[str]:
+    """Writes a model's file, one weight in memory at a time.
+
+    Args:
+        path: of the file; an existing one is replaced once the new one is complete.
+        kind: "F32", "BF16", "Q8_0" or "Q4_0", of matrices; one whose inputs do not divide into
+            blocks of 32 is float32 in place of a quantized type.
+        check: reject weights with NaN or infinity.
+
+    Returns:
+        A sentence for each thing that llama.cpp computes otherwise.
+
+    Raises:
+        RequestError: an unknown type, a preset, or the checkpoint is quantized by rooflax.
+        UnsupportedModelError: llama.cpp computes no such model, or has no such tokenizer.
+        OSError: the disk is full or not writable; what was there before stays.
+    """
+    from gguf import GGUFWriter
+
+    if kind not in FILE_TYPES:
+        raise RequestError(f"gguf is {kind!r}; a file is written as {', '.join(FILE_TYPES)}.")
+    if info.folder is None:
+        raise RequestError(
+            f"{info.name} has random weights and no tokenizer of its own; give a checkpoint."
+        )
+    if is_packed(info.raw_config):
+        raise RequestError(
+            f"{info.name} is quantized already; give the checkpoint that it was made from."
+        )
+    path = Path(path).resolve()
+    metadata, tensors, notes = _header(info, path, kind)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    writer = GGUFWriter(new, metadata["general.architecture"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for key, value in metadata.items():
+            if key != "general.architecture":  # the writer has added it
+                _add(writer, key, value)
+        for name, tensor in tensors.items():
+            kinds = np.dtype(np.float32), tensor.nbytes, _ggml_type(tensor.dtype)
+            writer.add_tensor_info(name, tensor.shape, *kinds)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        written = _written(info, check)
+        for name, tensor in tensors.items():
+            found, array = next(written)
+            assert (found, array.shape) == (name, tensor.shape)
+            writer.write_tensor_data(_encoded(array, tensor.dtype))
+        writer.close()
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        writer.close()
+        new.unlink(missing_ok=True)
+        raise
+    return notes
+
+
+def _header(
+    info: ModelInfo, path: Path, kind: str
+) -> tuple[Metadata, dict[str, TensorInfo], list[str]]:
+    """Metadata and tensors, checked to be the model's."""
+    config = info.config
+    if not (config.has_head and config.is_causal):
+        raise UnsupportedModelError(
+            f"{info.name} is a model that only embeds, of which no GGUF files are written."
+        )
+    raw = family(info.family).config_to_hf(config)
+    tokenizer, defaults = info.tokenizer(), info.generation_defaults()
+    vocabulary, notes = vocabulary_metadata(tokenizer, config.vocab_size, defaults.eos_token_ids)
+    metadata = architecture_metadata(config, raw) | {
+        "general.type": "model",
+        "general.name": Path(info.name).name,
+        "general.file_type": FILE_TYPES[kind],
+        "general.quantization_version": 2,
+    }
+    metadata |= sampling_metadata(defaults) | vocabulary
+    tensors, factors = _tensors(raw["model_type"], config, kind), rope_tensors(config)
+    check_metadata(HeaderOnly(path, metadata, tensors, factors), raw["model_type"], config)
+    return metadata, tensors, otherwise(raw["model_type"], config) + notes
+
+
+def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
+    """Every tensor of the file, in its order."""
+    found = {
+        name: TensorInfo("F32", array.shape, array.nbytes)
+        for name, array in rope_tensors(config).items()
+    }
+    entries = tensor_entries(name, config)
+    for slot in config.slots():
+        shapes = slot.weight.hf_shapes(config.axis_sizes)
+        for stored, shape in _stored_shapes(slot, shapes, entries).items():
+            found[stored] = _tensor_info(slot, config, stored, shape, kind)
+    return found
+
+
+def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
+    if name not in entries:
+        raise UnsupportedModelError(f"llama.cpp has no place for the model's tensor {name}.")
+    return entries[name]
+
+
+def _stored_shapes(
+    slot: Slot, shapes: list[Shape], entries: Mapping[str, Entry]
+) -> dict[str, Shape]:
+    found: dict[str, Shape] = {}
+    count: dict[str, int] = {}
+    for hf, shape in zip(slot.hf_names, shapes, strict=True):
+        entry = _entry(entries, hf)
+        parts = entry.change.stored_shapes(shape)
+        for stored, part in zip(entry.stored, parts, strict=True):
+            count[stored] = count.get(stored, 0) + 1
+            found[stored] = part if entry.expert is None else (count[stored], *part)
+    return found
+
+
+def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
+    from gguf import GGML_QUANT_SIZES
+
+    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key == "embed")
+    divides = max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0] == 0
+    if not is_matrix or not divides or any(part in name for part in FLOAT32):
+        kind = "F32"
+    values, nbytes = GGML_QUANT_SIZES[_ggml_type(kind)]
+    return TensorInfo(kind, shape, int(np.prod(shape)) // values * nbytes)
+
+
+def _ggml_type(kind: str) -> Any:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType[kind]
+
+
+def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor of the file, in its order, float32 or bfloat16."""
+    config = info.config
+    yield from rope_tensors(config).items()
+    name = family(info.family).config_to_hf(config)["model_type"]
+    entries = tensor_entries(name, config)
+    reader = info.reader(STORAGE, check=check)
+    for slot, array in reader.leaves(reader.slots):
+        tensors = slot.weight.split(np.asarray(array), config.axis_sizes)
+        yield from _stored(slot, tensors, entries).items()
+
+
+def _stored(
+    slot: Slot, tensors: list[np.ndarray], entries: Mapping[str, Entry]
+) -> dict[str, np.ndarray]:
+    found: dict[str, Any] = {}
+    for hf, tensor in zip(slot.hf_names, tensors, strict=True):
+        entry = _entry(entries, hf)
+        for stored, part in zip(entry.stored, entry.change.undo(tensor), strict=True):
+            if entry.expert is None:
+                found[stored] = part
+            else:
+                found.setdefault(stored, []).append(part)
+    return {k: np.stack(v) if isinstance(v, list) else v for k, v in found.items()}
+
+
+def _encoded(array: np.ndarray, kind: str) -> np.ndarray:
+    """An array's bytes as a type has them."""
+    from gguf import quants
+
+    if kind == "BF16" and array.dtype.itemsize == 2:
+        return np.ascontiguousarray(array).view(np.uint16)
+    array = np.ascontiguousarray(array, np.float32)
+    return array if kind == "F32" else quants.quantize(array, _ggml_type(kind))
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """A key of metadata, with its type."""
+    from gguf import GGUFValueType
+
+    kinds = {
+        bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }  # fmt: skip
+    if not isinstance(value, list):
+        writer.add_key_value(key, value, kinds[type(value)])
+        return
+    kinds[int] = GGUFValueType.INT32
+    writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=kinds[type(value[0])])

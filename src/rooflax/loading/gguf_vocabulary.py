@@ -1,0 +1,236 @@
+"""From a tokenizer to a GGUF file's metadata: what `gguf_tokenizer` reads, the other way round.
+
+Byte-level BPE keeps its merges and the name of its pre-tokenizer; SentencePiece's BPE becomes
+scores, by the order of its merges. What is written is read back, and must cut and merge as the
+tokenizer does; one that llama.cpp has no name for is rejected.
+
+Source: llama.cpp, conversion/base.py (types of tokens) and src/llama-vocab.cpp (what they do).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import UnsupportedModelError
+from rooflax.loading.gguf_config import end_texts
+from rooflax.loading.gguf_metadata import HeaderOnly, Metadata
+from rooflax.loading.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    SPECIAL_IDS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Cut,
+    read_gguf_tokenizer,
+)
+from rooflax.loading.tokenizer import Tokenizer
+
+SPACE = "▁"
+PREFIX = "tokenizer.ggml."
+
+
+def vocabulary_metadata(
+    tokenizer: Tokenizer, rows: int, end_ids: Sequence[int]
+) -> tuple[Metadata, list[str]]:
+    """The tokenizer's keys, and a sentence for each thing that llama.cpp does otherwise.
+
+    Args:
+        rows: of the embedding; ids without a token are filled up.
+        end_ids: that end a sequence.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no such tokenizer.
+    """
+    parts: dict[str, Any] = json.loads(tokenizer.backend.to_str())
+    model = parts["model"]
+    if model.get("type") != "BPE" or model.get("end_of_word_suffix") or model.get("dropout"):
+        raise _unsupported(f"its model is {model.get('type')!r}; only BPE is written.")
+    found, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
+    tokens, types = _tokens(parts, rows)
+    found |= {"tokens": tokens, "token_type": types}
+    if found["model"] == "llama":
+        found["scores"] = _scores(model["merges"], tokens)
+    else:
+        found["merges"] = [" ".join(pair) for pair in model["merges"]]
+    found |= _special_ids(tokenizer, end_ids, tokens, types)
+    found = {PREFIX + key: value for key, value in found.items()}
+    for name, template in tokenizer.chat_templates.items():
+        key = "tokenizer.chat_template"
+        found[key if name == "default" else f"{key}.{name}"] = template
+    named = [name for name in tokenizer.chat_templates if name != "default"]
+    found |= {"tokenizer.chat_templates": named} if named else {}
+    _check(found, parts)
+    return found, notes + _strip_notes(parts)
+
+
+def _unsupported(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"no GGUF file can hold the tokenizer: {reason}")
+
+
+def _byte_level(parts: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
+    cut = _cut(parts)
+    name = next((name for name, other in PRE_TOKENIZERS.items() if other == cut), None)
+    if cut is None or name is None:
+        raise _unsupported(
+            f"llama.cpp has no name for how it cuts text, {_shown(parts['pre_tokenizer'])} after "
+            f"{_shown(parts['normalizer'])}."
+        )
+    composes = "llama.cpp does not compose characters (NFC), which the tokenizer does first"
+    return {"model": "gpt2", "pre": name}, [composes] if cut.nfc else []
+
+
+def _shown(part: Any) -> str:
+    return f"{json.dumps(part, ensure_ascii=False):.200}"
+
+
+def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """A normalizer's or pre-tokenizer's steps; none where there is none."""
+    if part is None:
+        return []
+    return part[key] if part["type"] == "Sequence" else [part]
+
+
+def _cut(parts: Mapping[str, Any]) -> Cut | None:
+    """How a byte-level tokenizer cuts; None for a way that has no name here."""
+    normal = _steps(parts["normalizer"], "normalizers")
+    *steps, last = _steps(parts["pre_tokenizer"], "pretokenizers") or [{"type": None}]
+    digits = bool(steps) and steps[0] == {"type": "Digits", "individual_digits": True}
+    patterns = []
+    for step in steps[digits:]:
+        # What is not matched is a piece as well, or there is nothing that is not.
+        behavior = (step.get("behavior"), step.get("invert"))
+        regex = step.get("pattern", {}).get("Regex")
+        if behavior not in (("Isolated", False), ("Removed", True)) or regex is None:
+            return None
+        patterns.append(regex)
+    is_level = last["type"] == "ByteLevel" and not last["add_prefix_space"]
+    composes = [step["type"] for step in normal]
+    if not is_level or last["use_regex"] == bool(patterns) or composes not in ([], ["NFC"]):
+        return None
+    whole = bool(parts["model"].get("ignore_merges"))
+    return Cut(tuple(patterns), digits, bool(composes), whole)
+
+
+def _sentencepiece(parts: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
+    """SentencePiece's, whose spaces are letters; with one before the text, or without."""
+    steps = _steps(parts["normalizer"], "normalizers")
+    before = _steps(parts["pre_tokenizer"], "pretokenizers")
+    prepends = {"type": "Prepend", "prepend": SPACE}
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    notes, has_prefix = [], bool(steps) and steps[0] == prepends
+    if not steps and [step["type"] for step in before] == ["Metaspace"] and not before[0]["split"]:
+        scheme = before[0]["prepend_scheme"]
+        has_prefix = scheme != "never"
+        if has_prefix:
+            notes.append(
+                "llama.cpp puts a space before the text after each special token, and the "
+                f"tokenizer {'at the start alone' if scheme == 'first' else 'where none is'}"
+            )
+    elif steps[has_prefix:] != [replaces] or any(not _finds_no_space(step) for step in before):
+        raise _unsupported(
+            f"llama.cpp has no name for how it cuts text, {_shown(parts['pre_tokenizer'])} after "
+            f"{_shown(parts['normalizer'])}."
+        )
+    return {"model": "llama", "pre": "default", "add_space_prefix": has_prefix}, notes
+
+
+def _finds_no_space(step: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer cuts at spaces, of which the normalizer has left none."""
+    return step["type"] == "Split" and step["pattern"] == {"String": " "}
+
+
+def _tokens(parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    model = parts["model"]
+    pieces = {i: token for token, i in model["vocab"].items()}
+    merged = {"".join(pair) for pair in model["merges"]}
+    added = {token["id"]: token for token in parts["added_tokens"]}
+    tokens, types = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    for i in range(rows):
+        if i in added:
+            text, is_special = added[i]["content"], added[i]["special"]
+            kind = CONTROL if is_special else USER_DEFINED
+            if model.get("byte_fallback"):
+                # Runs of spaces come by merging, from spaces that are letters by then.
+                kind = NORMAL if SPACE in text and text in merged and not is_special else kind
+                kind = UNKNOWN if text == model["unk_token"] else kind
+        elif i in pieces:
+            text, kind = pieces[i], NORMAL
+            if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x"):
+                kind = BYTE
+            kind = UNKNOWN if text == model["unk_token"] else kind
+        else:
+            continue
+        tokens[i], types[i] = text, kind
+    return tokens, types
+
+
+def _scores(merges: Sequence[Sequence[str]], tokens: Sequence[str]) -> list[float]:
+    """The better the sooner a piece is merged, as SentencePiece's are."""
+    order = dict.fromkeys("".join(pair) for pair in merges)
+    ranks = {piece: rank for rank, piece in enumerate(order)}
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _special_ids(
+    tokenizer: Tokenizer, end_ids: Sequence[int], tokens: Sequence[str], types: Sequence[int]
+) -> Metadata:
+    """Ids of special tokens, and which stand around a text."""
+    found: Metadata = {}
+    for name, key in SPECIAL_IDS.items():
+        token_id = tokenizer.token_to_id(tokenizer.special_tokens.get(name, ""))
+        if token_id is not None:
+            found[key] = token_id
+    before, after = _around(tokenizer)
+    for ids, key in ((before, "bos_token_id"), (after, "eos_token_id")):
+        if len(ids) > 1 or (ids and found.setdefault(key, ids[0]) != ids[0]):
+            shown = " ".join(tokenizer.id_to_token(i) or str(i) for i in (*before, *after))
+            raise _unsupported(
+                f"it puts {shown} around a text, and llama.cpp puts BOS before it and EOS after it."
+            )
+    found |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
+    if end_ids and found.get("eos_token_id") not in end_ids and not after:
+        found["eos_token_id"] = end_ids[0]
+    control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    known = {found.get("eos_token_id"), *(tokens.index(text) for text in end_texts(control))}
+    others = [i for i in end_ids if i not in known]
+    for key, token_id in zip(("eot_token_id", "eom_token_id"), others, strict=False):
+        found[key] = token_id
+    if len(others) > 2:
+        raise _unsupported(f"{len(end_ids)} ids end a sequence, of which it can name three.")
+    return found
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before a text and after it."""
+    with_all, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    extra = len(with_all) - len(plain)
+    start = next(i for i in range(extra + 1) if with_all[i : i + len(plain)] == plain)
+    return with_all[:start], with_all[start + len(plain) :]
+
+
+def _strip_notes(parts: Mapping[str, Any]) -> list[str]:
+    flags = ("lstrip", "rstrip", "single_word")
+    found = [t["content"] for t in parts["added_tokens"] if any(t.get(flag) for flag in flags)]
+    if not found:
+        return []
+    shown = f"{', '.join(found[:3])}{' ...' if found[3:] else ''}"
+    return [f"llama.cpp keeps spaces beside {shown}, where the tokenizer drops them"]
+
+
+def _check(metadata: Metadata, parts: Mapping[str, Any]) -> None:
+    """Reads what would be written: it must merge as the tokenizer does."""
+    backend, _, _ = read_gguf_tokenizer(HeaderOnly(Path("tokenizer.json"), metadata, {}, {}))
+    again = json.loads(backend.to_str())["model"]
+    wanted = parts["model"]["merges"]
+    if _pieces(again["merges"]) != _pieces(wanted):
+        raise _unsupported("its merges are not in the order of scores that its pieces could have.")
+
+
+def _pieces(merges: Sequence[Sequence[str]]) -> tuple[list[str], set[tuple[str, ...]]]:
+    return list(dict.fromkeys("".join(pair) for pair in merges)), {tuple(pair) for pair in merges}

@@ -1,0 +1,317 @@
+"""GGUF files that we write: read back by our own reader, and against gguf-py's quantization.
+
+That llama.cpp opens them and computes the same is shown by benchmarks/peers/gguf_families.py.
+"""
+
+import json
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rooflax import load
+from rooflax.cli.main import main
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_save import FILE_TYPES, save_gguf
+from rooflax.loading.gguf_weights import GGUFWeights
+from rooflax.loading.model_info import model_info
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.models.registry import family
+from rooflax.nn.storage import is_head
+from tests import gguf_cases, tokenizer_cases
+from tests.marks import cases
+
+pytestmark = pytest.mark.oldest_jax
+
+RENAMED = {"mistral": "llama", "granite4": "granite"}
+"""Cases that come back as another family of the same architecture."""
+EXPONENTS = "a_log"
+"""Weights of which the file has an exponential."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """The checkpoint folder of a family, written once."""
+    root, made = tmp_path_factory.mktemp("families"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = gguf_cases.write_family(root / name, name)
+        return made[name]
+
+    return get
+
+
+def written(folder, path, kind):
+    save_gguf(model_info(folder), path, kind)
+    return path
+
+
+def tensors_by_our_names(model):
+    """Weights by name; those of another family's are the same ones."""
+    found = {key: array for key, array in model.weights.items() if key != "layers"}
+    layers = model.weights["layers"]
+    found |= {f"{i}.{key}": array for i, layer in enumerate(layers) for key, array in layer.items()}
+    return {key: np.asarray(array, np.float32) for key, array in found.items()}
+
+
+def as_float32(model):
+    """config.json with numbers as a file's metadata has them."""
+
+    def rounded(value):
+        if isinstance(value, dict):
+            return {key: rounded(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [rounded(one) for one in value]
+        return np.float32(value) if isinstance(value, float) else value
+
+    return rounded(family(model.family).config_to_hf(model.config))
+
+
+def same_weights(ours, theirs, change=lambda array: array):
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        if EXPONENTS in key:
+            np.testing.assert_allclose(ours[key], array, rtol=0, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(ours[key], change(array), err_msg=key)
+
+
+@pytest.mark.parametrize("name", gguf_cases.FAMILIES)
+def test_a_float32_file_is_the_checkpoint(name, checkpoint, tmp_path):
+    ours = load(written(checkpoint(name), tmp_path / "m.gguf", "F32"))
+    theirs = load(checkpoint(name))
+    if name in RENAMED:
+        assert ours.family == RENAMED[name]
+    else:
+        assert ours.family == theirs.family
+        assert as_float32(ours) == as_float32(theirs)
+    same_weights(tensors_by_our_names(ours), tensors_by_our_names(theirs))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma3", "qwen3_5"])
+def test_a_bfloat16_file_has_matrices_to_the_nearest(name, checkpoint, tmp_path):
+    path = written(checkpoint(name), tmp_path / "m.gguf", "BF16")
+    file, exact = GGUFFile(path), GGUFFile(written(checkpoint(name), tmp_path / "x.gguf", "F32"))
+    kinds = {file.info(tensor).dtype for tensor in file.names()}
+    assert kinds == {"BF16", "F32"}
+    for tensor in file.names():
+        wanted = exact.read(tensor)
+        if file.info(tensor).dtype == "BF16":
+            wanted = wanted.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(file.read(tensor), wanted, err_msg=tensor)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", cases(gguf_cases.FAMILIES, default=["llama", "qwen3_5", "lfm2"]))
+def test_a_quantized_file_is_what_gguf_py_makes(name, kind, checkpoint, tmp_path):
+    file = GGUFFile(written(checkpoint(name), tmp_path / "m.gguf", kind))
+    exact = GGUFFile(written(checkpoint(name), tmp_path / "x.gguf", "F32"))
+    quantized, theirs = gguf.GGMLQuantizationType[kind], {}
+    for tensor in file.names():
+        wanted = exact.read(tensor)
+        if file.info(tensor).dtype == kind:
+            blocks = gguf.quants.quantize(np.asarray(wanted), quantized)
+            np.testing.assert_array_equal(file.read(tensor).reshape(blocks.shape), blocks)
+            wanted = gguf.quants.dequantize(blocks, quantized)
+        theirs[tensor] = wanted
+    info = model_info(file.path)
+    ours, plain = info.weights(), GGUFWeights(exact, info.family, info.config)
+    plain._numbers = lambda stored, expert: (  # the file's numbers, by gguf-py
+        theirs[stored] if expert is None else theirs[stored][expert]
+    )
+    for tensor in ours.names():
+        np.testing.assert_array_equal(ours.read(tensor), plain.read(tensor), err_msg=tensor)
+    assert any(file.info(tensor).dtype == kind for tensor in file.names())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2"])
+def test_blocks_keep_their_codes_in_our_order(name, checkpoint, tmp_path):
+    """Value heads of 32 dimensions move whole groups of columns."""
+    path = written(checkpoint(name), tmp_path / "m.gguf", "Q8_0")
+    kept, plain, formats = load(path, dtype=None), load(path), model_info(path).weights().formats
+    found = 0
+    for slot in kept.config.slots():
+        if slot.name not in formats:
+            continue
+        leaf, wanted = (
+            (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]
+            for m in (kept, plain)
+        )
+        matrix, wanted = np.asarray(leaf.numbers()), np.asarray(wanted)
+        matrix = matrix.T if is_head(slot, kept.config) else matrix
+        np.testing.assert_array_equal(matrix.reshape(wanted.shape), wanted, err_msg=slot.name)
+        found += 1
+    assert found > 8
+    assert {"layers.0.delta.out", "layers.0.conv.out"} & formats.keys()
+
+
+def test_blocks_that_an_order_would_cut_become_numbers(tmp_path):
+    """Value heads of 16 dimensions share a group of columns."""
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    folder = gguf_cases.write_family(tmp_path / "m", "qwen3_5", **sizes)
+    path = written(folder, tmp_path / "m.gguf", "Q8_0")
+    assert GGUFFile(path).info("blk.0.ssm_out.weight").dtype == "Q8_0"
+    assert "layers.0.delta.out" not in model_info(path).weights().formats
+    kept, plain = load(path, dtype=None), load(path)
+    found, wanted = (m.weights["layers"][0]["delta.out"] for m in (kept, plain))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", [*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.SENTENCEPIECE])
+def test_a_tokenizer_comes_back(name, tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "llama", name)
+    path = written(folder, tmp_path / "m.gguf", "Q8_0")
+    ours, theirs = Tokenizer(path), Tokenizer(folder)
+    metadata = GGUFFile(path).metadata
+    is_bytes = name in tokenizer_cases.BYTE_LEVEL
+    assert metadata["tokenizer.ggml.pre"] == (name if is_bytes else "default")
+    assert ours.special_tokens == theirs.special_tokens
+    assert ours.special_token_ids == theirs.special_token_ids
+    assert ours.chat_templates == theirs.chat_templates
+    for text in tokenizer_cases.TEXTS:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.encode_plain(text) == theirs.encode_plain(text)
+        assert ours.decode(ids) == theirs.decode(ids)
+    defaults, wanted = (model_info(m).generation_defaults() for m in (path, folder))
+    known = {theirs.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>")}  # as llama.cpp
+    assert set(defaults.eos_token_ids) == set(wanted.eos_token_ids) | known
+    assert (defaults.temperature, defaults.top_k) == (wanted.temperature, wanted.top_k)
+
+
+def test_a_tokenizers_ids_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for name in (*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.SENTENCEPIECE):
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer_cases.write(folder, name)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        path = folder / "m.gguf"
+        written(gguf_cases.write_family(folder, "llama", name), path, "Q8_0")
+        for text in tokenizer_cases.TEXTS:
+            assert Tokenizer(path).encode(text) == theirs(text)["input_ids"], (name, text)
+
+
+def tokenizer_changed(folder, change):
+    path = folder / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    change(parts)
+    path.write_text(json.dumps(parts))
+
+
+def cut_by(pattern):
+    def change(parts):
+        parts["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+
+    return change
+
+
+def lacks_a_way(parts):
+    """SentencePiece makes a piece in every way that there is."""
+    parts["model"]["merges"].pop()
+
+
+def around(*texts):
+    def change(parts):
+        ids = {token["content"]: token["id"] for token in parts["added_tokens"]}
+        parts["post_processor"] = {
+            "type": "TemplateProcessing", "pair": [],
+            "single": [
+                *({"SpecialToken": {"id": text, "type_id": 0}} for text in texts),
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "special_tokens": {
+                text: {"id": text, "ids": [ids[text]], "tokens": [text]} for text in texts
+            },
+        }  # fmt: skip
+
+    return change
+
+
+TOKENIZERS = {
+    "cut": ("qwen2", cut_by(r"\p{L}+|[^\p{L}]"), "no name for how it cuts text"),
+    "scores": ("llama2", lacks_a_way, "not in the order of scores"),
+    "around": ("llama-bpe", around("<|begin|>", "<|im_end|>"), "around a text"),
+    "another BOS": ("llama-bpe", around("<|im_end|>"), "around a text"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_tokenizer_that_llama_cpp_has_not_is_rejected(case, tmp_path):
+    name, change, reason = TOKENIZERS[case]
+    folder = gguf_cases.write_family(tmp_path / "m", "llama", name)
+    tokenizer_changed(folder, change)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+MODELS = {
+    "window": ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
+    "RoPE's layers": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, "no_rope_layers"),
+    "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    "query scale": ("gemma3", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar"),
+    "routing": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+    "head sizes": ("qwen3_next", {"linear_value_head_dim": 64}, "linear_value_head_dim = 64"),
+    "tied": ("olmo2", {"tie_word_embeddings": True}, "whose head is the embedding"),
+    "wide": ("qwen2", {"hidden_size": 64, "head_dim": 32}, "6 heads"),
+    "bias": ("qwen3", {"attention_bias": True}, "bias on attention's result"),
+    "convolution": ("lfm2", {"conv_bias": True}, "conv"),
+    "exaone": ("exaone4", {"sliding_window": 7, "layer_types": None}, "windows in 4 layers"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_llama_cpp_computes_otherwise_is_rejected(case, tmp_path):
+    name, changes, reason = MODELS[case]
+    folder = gguf_cases.write_family(tmp_path / "m", name, **changes)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
+
+
+def test_the_command_writes_a_file_that_is_not_replaced_unasked(checkpoint, tmp_path, capsys):
+    path = tmp_path / "new" / "m.gguf"
+    command = ["quantize", str(checkpoint("qwen2")), "--gguf", "Q8_0", "-o", str(path), "--json"]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["format"] == "Q8_0" and said["file_bytes"] == path.stat().st_size
+    assert main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
+
+
+def test_what_the_command_cannot_do(checkpoint, tmp_path, capsys):
+    folder, path = str(checkpoint("llama")), str(tmp_path / "m.gguf")
+    for flags, reason in (
+        (["--gguf", "Q5_K", "-o", path], "Q8_0"),
+        (["--gguf", "F32", "-o", str(tmp_path / "m")], "ends in .gguf"),
+        (["--gguf", "F32", "-q", "int8", "-o", path], "--quantize"),
+        (["--gguf", "F32", "--dtype", "float32", "-o", path], "--dtype"),
+    ):
+        assert main(["quantize", folder, *flags]) == 2
+        assert reason in capsys.readouterr().err
+    with pytest.raises(RequestError, match="random weights"):
+        save_gguf(model_info("preset:qwen2.5-tiny"), path, "F32")
+
+
+def test_a_failure_leaves_what_was_there(checkpoint, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"before")
+    folder = gguf_cases.write_family(tmp_path / "m", "llama")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-4:] = np.float32(np.nan).tobytes()
+    (folder / "model.safetensors").write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="NaN"):
+        save_gguf(model_info(folder), path, "F32", check=True)
+    assert path.read_bytes() == b"before"
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "m.gguf"}
+
+
+def test_types_have_llama_cpps_numbers():
+    for kind, number in FILE_TYPES.items():
+        name = "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
+        assert getattr(gguf.LlamaFileType, name) == number

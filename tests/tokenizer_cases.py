@@ -1,0 +1,164 @@
+"""Tiny tokenizers of the kinds that families have, as their tokenizer.json files are built.
+
+Patterns are those of the published files named beside them, as llama.cpp's src/llama-vocab.cpp
+quotes them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from tests.loading.conftest import TEXT
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+"
+    r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = _GPT4O.replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
+_HUNYUAN_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+_HUNYUAN = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _HUNYUAN_WORDS)
+
+# llama.cpp's name: (patterns, digits apart, composed, pieces that are tokens whole, adds BOS)
+BYTE_LEVEL = {
+    "gpt-2": ((), False, False, False, False),
+    "llama-bpe": ((_LLAMA3,), False, False, True, True),
+    "dbrx": ((_LLAMA3,), False, False, False, False),  # OLMo 2, Granite 4, SmolLM3
+    "qwen2": ((_QWEN2,), False, True, False, False),
+    "deepseek-r1-qwen": ((_QWEN2,), False, False, False, False),
+    "qwen35": ((_QWEN35,), False, True, False, False),
+    "gpt-4o": ((_GPT4O,), False, False, False, False),
+    "smollm": ((), True, False, False, False),
+    "command-r": ((), True, True, False, True),
+    "tekken": ((_TEKKEN,), False, False, True, True),
+    "seed-coder": ((_SEED,), False, False, False, True),
+    "hunyuan-dense": (_HUNYUAN, False, False, False, True),
+}
+SENTENCEPIECE = ("llama2", "gemma")
+SPECIAL = (
+    "<|begin|>", "<|endoftext|>", "<|im_end|>", "<|observation|>", "[gMASK]", "<|user|>",
+)  # fmt: skip
+VOCAB = 384
+ROWS = 392
+"""Of an embedding: more than there are tokens."""
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+TEXTS = (
+    *TEXT[:3],
+    "it's WE'LL I'VE don't\r\n\r\n  x = 12345678\n\n\n\tif (a||b) {}  ",
+    "HelloWorld camelCaseXMLHttp ÀÉîõü ﬁ 漢字かな العربية हिन्दी \u00a0\u2003 🚀",
+    "<|endoftext|>a<|im_end|> b <|user|>\n<|begin|>",
+    " leading and trailing ",
+    "  two spaces   three\n\n\n    four",
+    "",
+)
+
+
+@cache
+def byte_level(name: str) -> tokenizers.Tokenizer:
+    """BPE of bytes, cut as the models are whose files have this name."""
+    patterns, digits, composes, whole, adds_bos = BYTE_LEVEL[name]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=whole))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
+    if composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - len(SPECIAL), initial_alphabet=level.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL[:-1]]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(SPECIAL[-1], special=False, normalized=False)])
+    if adds_bos:
+        _begins_with(tokenizer, SPECIAL[0])
+    return tokenizer
+
+
+@cache
+def sentencepiece(name: str) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE with byte fall-back, as transformers converts it."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 270, show_progress=False)
+    trained.train_from_iterator([t for t in TEXT if t.isascii()], trainer)
+    head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().get)
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*head, *pieces]))}
+    merges = []
+    for piece in pieces:  # all ways, the best piece first
+        ways = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        ways = [way for way in ways if way[0] in vocab and way[1] in vocab]
+        merges += sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))
+    model = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if name == "gemma":
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        prepend = normalizers.Prepend("▁")
+        tokenizer.normalizer = normalizers.Sequence([prepend, normalizers.Replace(" ", "▁")])
+        back.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(back)
+    special = [AddedToken(t, special=True, normalized=False) for t in (*head[:3], *SPECIAL[:-1])]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(SPECIAL[-1], special=False, normalized=False)])
+    _begins_with(tokenizer, "<s>")
+    return tokenizer
+
+
+def _begins_with(tokenizer: tokenizers.Tokenizer, bos: str) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+
+
+def write(folder: Path, name: str) -> None:
+    """The tokenizer's files."""
+    is_bytes = name in BYTE_LEVEL
+    tokenizer = byte_level(name) if is_bytes else sentencepiece(name)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE,
+        "bos_token": SPECIAL[0] if is_bytes else "<s>",
+        "eos_token": SPECIAL[1] if is_bytes else "</s>",
+    } | ({} if is_bytes else {"unk_token": "<unk>"})  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    eos = [tokenizer.token_to_id(text) for text in (config["eos_token"], SPECIAL[2])]
+    generation = {"eos_token_id": eos, "do_sample": True, "temperature": 0.7, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(generation))

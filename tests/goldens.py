@@ -195,6 +195,21 @@ _LFM2 = {
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
 }  # fmt: skip
 
+_GEMMA4 = {k: v for k, v in _LLAMA.items() if k != "hidden_act"} | {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "hidden_size": 56,
+    "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 4, "tie_word_embeddings": True,
+    "num_key_value_heads": 3, "head_dim": 16, "global_head_dim": 24, "sliding_window": 7,
+    "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -342,6 +357,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "norm_topk_prob": True, "decoder_sparse_step": 2,
         "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3, "qkv_bias": False,
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_text_moe": _GEMMA4
+    | {
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "num_hidden_layers": 3,
+        "moe_intermediate_size": 32, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "num_global_key_value_heads": None, "attention_k_eq_v": False, "attention_bias": True,
+        "tie_word_embeddings": False, "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
+    },
+    "gemma4_text_shared": _GEMMA4
+    | {
+        "num_hidden_layers": 7, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
+        "num_key_value_heads": 1, "num_global_key_value_heads": None, "attention_k_eq_v": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        + ["full_attention"], "rope_parameters": None,
+    },
     "glm4_moe": _GLM4_MOE | {"tie_word_embeddings": True},
     "glm4_moe_plain": _GLM4_MOE
     | {
@@ -440,8 +472,12 @@ def prompts() -> list[list[int]]:
     return [state.randint(0, VOCAB, n).tolist() for n in (5, 17, 33)]
 
 
-LESS_ONE = ("gemma", "qwen3_next", "qwen3_5")
+LESS_ONE = ("gemma3", "qwen3_next", "qwen3_5")
 """Variants whose checkpoints have norms less one."""
+
+
+SCALES = ("layer_scalar", "router.scale", "per_expert_scale")
+"""Ends of names of weights that are around 1, as norms are."""
 
 
 def is_packed(variant: str, name: str) -> bool:
@@ -456,7 +492,7 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return unpack(*pack(state, shape))
     noise = state.standard_normal(shape).astype(np.float32)
     small = ("bias", "sinks", "embed_tokens.weight", "wte.weight", "lm_head.weight")
-    if "norm" in name or ".ln_" in name:
+    if "norm" in name or ".ln_" in name or name.endswith(SCALES):
         less = name.endswith("bias") or variant.startswith(LESS_ONE)
         less &= "linear_attn" not in name
         array = (0.0 if less else 1.0) + 0.1 * noise
@@ -464,6 +500,8 @@ def values(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
             variant.startswith("gemma") and "layernorm" in name and "post_" in name
         ):  # as large as the scaled embedding
             array = array + 4.0
+        if variant.startswith("gemma4") and "q_norm" in name:  # in place of a scale of scores
+            array = 0.5 * array
     elif name.endswith(small):
         array = 0.3 * noise
     elif "linear_attn" in name:  # large inputs of its norms, which divide by small ones
@@ -624,9 +662,11 @@ def reference_model(variant: str) -> Any:
 
 
 def stored_values(model: Any) -> list[tuple[str, Any]]:
-    """What a checkpoint holds: parameters, and the bias by which experts are chosen."""
+    """What a checkpoint holds: parameters, the bias by which experts are chosen, and scales."""
     buffers = [
-        pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")
+        pair
+        for pair in model.named_buffers()
+        if pair[0].endswith(("e_score_correction_bias", "layer_scalar"))
     ]
     return [*model.named_parameters(), *buffers]
 

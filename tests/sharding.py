@@ -23,6 +23,11 @@ _LLAMA = _SIZES | {
     "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 131, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+_GEMMA4 = _LLAMA | {
+    "model_type": "gemma4_text", "global_head_dim": 24, "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": _SIZES | {
         "model_type": "gpt2", "n_positions": 131, "n_embd": 48, "n_inner": 104, "n_layer": 4,
@@ -82,6 +87,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 3,
         "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 2,
     },
+    "gemma4_text": _GEMMA4 | {
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 3, "moe_intermediate_size": 64,
+    },
+    "gemma4_shared": _GEMMA4 | {
+        "num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -138,9 +150,11 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     reference = goldens.Reference(CONFIGS[name], shapes, (), np.zeros(0), np.zeros(0))
 
     def halve(tensors: dict[str, np.ndarray]) -> None:
-        """Matmuls that keep the size of their rows, as a trained model's do."""
+        """Matmuls that keep the size of their rows, as a trained model's do, and so do norms of
+        queries where scores have no scale."""
         for key, array in tensors.items():
-            if array.ndim > 1 and "embed" not in key:
+            scales_scores = name.startswith("gemma4") and "q_norm" in key
+            if scales_scores or (array.ndim > 1 and "embed" not in key):
                 tensors[key] = (array.astype(np.float32) / 2).astype(array.dtype)
 
     return goldens.write_checkpoint(folder / name, name, reference, change=halve)

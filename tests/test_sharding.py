@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next")
+EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "gemma4_text")
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {
@@ -38,12 +38,15 @@ PAIRS = [
     "expert=2,sequence=2", "expert=2,stage=2",
 ]  # fmt: skip
 STATEFUL = ("lfm2", "qwen3_next")
+UNLIKE = ("gemma4_shared",)
+"""Whose layers do not repeat, so that no stages have the same."""
 ALL = [
     (f, m)
     for m in (*SPLITS, *PAIRS)
     for f in FAMILIES
     if ("expert" not in m or f in EXPERTS)
     and (f not in STATEFUL or not ("data" in m or "sequence" in m))
+    and (f not in UNLIKE or "stage" not in m)
 ]
 
 
@@ -91,10 +94,13 @@ def check_bytes(model, mesh, one, many):
     assert many["bytes"] == [wanted] * shards.num_devices
     how = {"storage": Storage(), "kv_dtype": "float32", "rows": 1, "tokens": 16}
     counted = estimate(read_config(CONFIGS[model])[1], **how, shards=shards).weights
-    columns = sum(config.head_dim + bool(rope.query_beta) for rope in config.ropes)
+    pairs = zip(config.ropes, config.rope_dims, strict=True)
+    columns = sum(dim + bool(rope.query_beta) for rope, dim in pairs)
     assert counted == wanted + columns * 4 * config.max_position
-    copies = max(1, shards.tensor // read_config(CONFIGS[model])[1].num_kv_heads)
-    assert many["cache_bytes"] * shards.tensor * shards.stage == one["cache_bytes"] * copies
+    kinds = read_config(CONFIGS[model])[1].attentions
+    copies = {max(1, shards.tensor // kind.num_kv_heads) for kind in kinds}
+    part = many["cache_bytes"] * shards.tensor * shards.stage / one["cache_bytes"]
+    assert part == min(copies) if len(copies) == 1 else min(copies) < part < max(copies)
 
 
 def check_gathers(many):
@@ -126,6 +132,27 @@ def test_states_are_split_by_their_first_axis_and_not_over_tokens(ask, model):
         check_bytes(model, mesh, *same(ask, model, mesh))
     for mesh in ("data=2", "tensor=2,sequence=2"):
         assert "layers with state, which rooflax splits over" in ask(model, mesh)["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    cases(
+        [
+            ("gemma4_text", "tensor=4"),
+            ("gemma4_text", "expert=2,stage=2"),
+            ("gemma4_shared", "tensor=2,data=2"),
+        ],
+        default=[("gemma4_text", "tensor=4"), ("gemma4_shared", "tensor=2,data=2")],
+    ),
+)
+def test_kinds_of_attention_are_split_and_copied_each_by_its_own_heads(ask, model, mesh):
+    one, many = same(ask, model, mesh)
+    check_bytes(model, mesh, one, many)
+    check_gathers(many)
+
+
+def test_layers_that_do_not_repeat_have_no_stages(ask):
+    assert "4 layers do not divide over 2 devices" in ask("gemma4_shared", "stage=2")["error"]
 
 
 @pytest.mark.slow

@@ -66,14 +66,13 @@ def program(step: Step, layers: int, rows: int = 1) -> tuple[Callable[..., Any],
     storage = Storage("bfloat16", step.format, keeps_bfloat16=True)
     slots = [(slot, _weight(slot, config, storage)) for slot in config.slots()]
     tables = tuple(
-        RopeTable(*[Struct((CONTEXT, config.head_dim // 2), jnp.float32)] * 2) for _ in config.ropes
+        RopeTable(*[Struct((CONTEXT, dim // 2), jnp.float32)] * 2) for dim in config.rope_dims
     )
     model = Model(assemble(layers, iter(slots)), tables, family, config, CONTEXT, "bfloat16")
     groups = config.groups
     blocks = tuple(1 + rows * CONTEXT // BLOCK for _ in groups.windows)
-    heads = config.num_kv_heads, config.head_dim
-    shapes = kv_cache.pool_shapes(groups, blocks, *heads, BLOCK)
-    pools = tuple(Struct(shape, jnp.bfloat16) for shape in shapes)
+    shapes = kv_cache.pool_shapes(groups, blocks, BLOCK)
+    pools = tuple(Struct(*shape, jnp.bfloat16) for shape in shapes)
     cache = kv_cache.KVCache(pools, pools, groups, BLOCK)
     vocabulary = config.vocab_size
     seen = Struct((rows + 1, vocabulary), jnp.bool_), Struct((rows + 1, vocabulary), jnp.int32)

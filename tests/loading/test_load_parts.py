@@ -67,7 +67,7 @@ def test_every_layouts_parts_are_parts_of_the_whole(variant):
         weight.layout.join(parts, whole)
         axes = split_axes(weight, Shards(2, 2, 2, 2, 2))
         for index, axis in enumerate(axes):
-            if axis is None:
+            if axis is None or shape[index] == 1:
                 continue
             where = [slice(0, n) for n in shape]
             where[index] = slice(1, shape[index])

@@ -21,8 +21,8 @@ from rooflax.ops.weights import packed_format
 from tests import gguf_cases, goldens
 
 NATIVE = kernels.chosen(None)["linear"] == "native"
-GROUPS = LayerGroups.from_windows((None, 32, None, 32, 32))
-CONFIG = SimpleNamespace(num_kv_heads=2, head_dim=8, groups=GROUPS)
+GROUPS = LayerGroups.from_windows((None, 32, None, 32, 32), ((2, 8),) * 5)
+CONFIG = SimpleNamespace(groups=GROUPS)
 WORK = {"kv_dtype": "float32", "num_slots": 4, "max_tokens": 160, "new_tokens": 64}
 
 

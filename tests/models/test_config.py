@@ -46,8 +46,10 @@ FAMILIES = {
     "cohere2": "cohere2",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5_bias",
+    "gemma4_text": "gemma4_text_moe",
 }
 
+KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 YARN = RopeScaling("yarn", 4.0, 16)
 LLAMA3 = RopeScaling("llama3", 4.0, 16)
 ORIGINAL = "original_max_position_embeddings"
@@ -61,7 +63,8 @@ OTHER = {
     "limit": 0.05,
     "experts_per_token": 1,
     "qk_norm": 0.5,
-    "key": "dense_mlp",
+    "key": "other",
+    "logit_cap": 2.0,
     "scale": 0.05,
     "embed_scale": 5.0,
 }
@@ -72,7 +75,9 @@ def fields_of(value, path=()):
     """The path of every field of a part, and of the parts in it."""
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if field.name in ("layers", "names", "ropes"):
+        if field.name in ("layers", "names", "ropes", "rope_dims"):
+            continue
+        if field.name in ("per_layer", "beside") and inner is None:
             continue
         if dataclasses.is_dataclass(inner) and field.name != "rope":
             yield from fields_of(inner, (*path, field.name))
@@ -96,6 +101,9 @@ def changed(part, path):
     return dataclasses.replace(part, **{name: other})
 
 
+SHARES = ("mlp", "renormalise"), ("mlp", "scale")
+
+
 def is_without_meaning(config, path):
     """Whether a field of the layers says nothing of this model."""
     layer = config.layers[0]
@@ -105,6 +113,8 @@ def is_without_meaning(config, path):
         or (path[-1] == "norm_after_rope" and layer.attention.flat_norm)
         or (path[-1] == "norm_after_rope" and not (config.ropes and layer.attention.qk_norm))
         or (path[-1] == "shared_gated" and not (config.moe and config.moe.shared))
+        or (path in SHARES and config.moe and config.moe.beside)  # a norm follows
+        or (path[-1] == "key" and len(config.attentions) > 1)  # in which they must differ
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
         or (path[:2] == ("mlp", "norm") and layer.parallel)
     )
@@ -182,10 +192,10 @@ def test_changing_any_field_of_rope_scaling_changes_the_table(field):
     from rooflax.nn.rope import rope_arrays
 
     differs = False
-    for kind, original in itertools.product(("linear", "llama3", "yarn", "longrope"), (256, 31)):
+    for kind, original in itertools.product(KINDS, (256, 31)):
         plain = RopeScaling(
             kind, 8.0, original, low_freq_factor=1.5, beta_fast=20.5, beta_slow=1.5,
-            attention_factor=1.25, short_factor=(1.5,) * 10, long_factor=(2.5,) * 10,
+            attention_factor=1.25, short_factor=(1.5,) * 10, long_factor=(2.5,) * 10, share=0.25,
         )  # fmt: skip
         value = getattr(plain, field.name)
         doubled = tuple(2 * x for x in value) if isinstance(value, tuple) else 2 * value

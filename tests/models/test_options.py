@@ -41,6 +41,7 @@ FAMILIES = {
     "qwen2_moe": "qwen2_moe", "glm4_moe": "glm4_moe",
     "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
+    "gemma4": "gemma4_text", "gemma4_moe": "gemma4_text_moe", "gemma4_shared": "gemma4_text_shared",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

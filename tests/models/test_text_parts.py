@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from rooflax import load, model_info
+from rooflax import LLM, load, model_info
 from rooflax.cli.main import main
-from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.registry import read_config
 from tests import goldens
 
@@ -36,6 +36,15 @@ QWEN3_5 = {
 QWEN3_5_MOE = QWEN3_5 | {
     "model_type": "qwen3_5_moe", "text_config": goldens.VARIANTS["qwen3_5_moe_text"],
 }  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"],
+    "text_config": goldens.VARIANTS["gemma4_text_shared"], "tie_word_embeddings": True,
+    "vision_config": {"model_type": "gemma4_vision"}, "image_token_id": 258880,
+    "audio_config": {"model_type": "gemma4_audio"}, "audio_token_id": 258881,
+    "boi_token_id": 255999, "eoi_token_id": 258882, "boa_token_id": 256000,
+    "eoa_token_index": 258883, "video_token_id": 258884, "vision_soft_tokens_per_image": 280,
+    "initializer_range": 0.02,
+}  # fmt: skip
 OLD = ("language_model.model.", "language_model.", "vision_tower.")
 NEW = ("model.language_model.", "", "model.vision_tower.")
 
@@ -49,8 +58,9 @@ NEW = ("model.language_model.", "", "model.vision_tower.")
         ("ministral3", MINISTRAL3),
         ("qwen3_5_text", QWEN3_5),
         ("qwen3_5_moe_text", QWEN3_5_MOE),
+        ("gemma4_text_shared", GEMMA4),
     ],
-    ids=["gemma3", "mistral3", "ministral3", "qwen3_5", "qwen3_5_moe"],
+    ids=["gemma3", "mistral3", "ministral3", "qwen3_5", "qwen3_5_moe", "gemma4"],
 )
 def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_path):
     reference = goldens.committed(variant)
@@ -64,6 +74,12 @@ def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_
         tensors[f"{own}encoder.weight"] = np.zeros((3, 5), np.float32)
         if "qwen" in variant:
             tensors["mtp.fc.weight"] = np.zeros((3, 5), np.float32)
+            return
+        if "gemma4" in variant:
+            for part in ("audio_tower", "embed_vision", "embed_audio"):
+                tensors[f"{tower.replace('vision_tower', part)}x"] = np.zeros(3, np.float32)
+            for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):  # of no use
+                tensors[f"{prefix}layers.6.self_attn.{part}"] = np.zeros((24, 56), np.float32)
             return
         projector = tower.replace("vision_tower", "multi_modal_projector")
         tensors[f"{projector}mm_input_projection_weight"] = np.zeros((3, 5), np.float32)
@@ -104,6 +120,64 @@ def test_files_that_leave_out_defaults_have_those_of_transformers():
     assert (full.window, local.window, full.scale) == (None, 1024, 1 / 16)
     assert full.rope and full.rope.theta == 1e6 and full.rope.scaling
     assert local.rope and local.rope.theta == 1e4 and local.rope.scaling is None
+
+
+def test_gemma4_files_that_leave_out_defaults_have_those_of_transformers():
+    few = {"model_type": "gemma4_text", "vocab_size_per_layer_input": None}
+    for text in (few, dict.fromkeys(goldens.VARIANTS["gemma4_text"]) | few):
+        _, config = read_config(GEMMA4 | {"text_config": text})
+        assert (config.num_layers, config.vocab_size, config.hidden_size) == (30, 262_144, 2304)
+        local, full = (config.layers[i].attention for i in (0, 5))
+        assert (local.num_kv_heads, local.head_dim, local.window) == (4, 256, 512)
+        assert (full.num_kv_heads, full.head_dim, full.window) == (4, 512, None)
+        assert full.rope and full.rope.theta == 1e6 and full.rope.scaling
+        assert full.rope.scaling.share == 0.25 and local.rope and local.rope.theta == 1e4
+        assert config.per_layer and config.per_layer.width == 256 and config.logit_cap is None
+        assert config.max_position == 131_072 and config.tied_embeddings and config.moe is None
+
+
+def test_gemma4_with_heads_layer_by_layer_is_the_same_model():
+    """As transformers 5.23 writes what it read of `global_head_dim`."""
+    text = goldens.VARIANTS["gemma4_text"]
+    _, config = read_config(text)
+    written = {k: v for k, v in text.items() if "global" not in k}
+    each = {"1": {"head_dim": 24, "num_key_value_heads": 2}}
+    each["3"] = each["1"]
+    assert read_config(written | {"per_layer_config": each})[1] == config
+    for other in ({"1": each["1"]}, each | {"2": each["1"]}, each | {"3": {"head_dim": 22}}, [1]):
+        with pytest.raises(CheckpointError, match="per_layer_config = .*full_attention"):
+            read_config(written | {"per_layer_config": other})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"vocab_size_per_layer_input": 262_144}, "vocab_size_per_layer_input = 262144"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6 of 7 .* none of type full"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers = 7"),
+        ({"global_head_dim": 25}, "K/V heads of 25"),
+        ({"num_global_key_value_heads": 4, "attention_k_eq_v": True}, "4 K/V heads"),
+        ({"enable_moe_block": True, "num_experts": 3, "moe_intermediate_size": 8,
+          "top_k_experts": 4}, "top_k_experts = 4"),
+        ({"enable_moe_block": True}, "'num_experts'"),
+        ({"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping'"),
+        ({"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6,
+          "partial_rotary_factor": 1.5}}}, "partial_rotary_factor = 1.5"),
+    ],
+)  # fmt: skip
+def test_of_gemma4_what_is_not_computed_is_rejected_by_name(change, reason):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        read_config(goldens.VARIANTS["gemma4_text_shared"] | change)
+
+
+def test_layers_that_read_others_do_not_run_one_by_one(tmp_path):
+    for variant in ("gemma4_text_shared", "gemma4_text_moe"):
+        reference = goldens.committed(variant)
+        folder = goldens.write_checkpoint(tmp_path / variant, variant, reference)
+        with pytest.raises(RequestError, match="run one by one; leave the weights budget out"):
+            LLM(folder, weights_budget=10**9)
 
 
 @pytest.mark.parametrize(

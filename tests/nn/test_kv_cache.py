@@ -64,24 +64,39 @@ def test_blocks_needed_is_never_less_than_what_is_held_and_hardly_more(window, b
 
 
 def test_num_bytes_is_that_of_the_arrays():
-    groups = LayerGroups.from_windows((7, None, 7, None))
+    groups = LayerGroups.from_windows((7, None, 7, None), ((2, 6),) * 4)
     for stacked in (False, True):
-        cache = allocate(groups, (5, 3), 2, 6, block_size=4, dtype="bfloat16", stacked=stacked)
+        cache = allocate(groups, (5, 3), block_size=4, dtype="bfloat16", stacked=stacked)
         # Two layers of each group, K and V, two bytes each.
         assert cache.num_bytes == 2 * 2 * 2 * (5 + 3) * 2 * 4 * 6
         assert len(cache.k) == (2 if stacked else 4)
         assert cache.num_repeats == (2 if stacked else 1)
-        shapes = pool_shapes(groups, (5, 3), 2, 6, 4, stacked=stacked)
+        shapes = pool_shapes(groups, (5, 3), 4, stacked=stacked)
         assert [(a.shape,) for a in cache.k] == shapes == [(a.shape,) for a in cache.v]
         assert not any(np.asarray(a).any() for a in cache.k)
+
+
+def test_pools_have_each_layers_heads_and_layers_that_read_others_have_none():
+    heads = ((2, 6), (1, 10), (2, 6), (1, 10))
+    groups = LayerGroups.from_windows((7, None) * 2, heads, sources=(0, 1, 0, 1))
+    cache = allocate(groups, (5, 3), block_size=4, stacked=False)
+    assert [pool.shape if isinstance(pool, jax.Array) else pool for pool in cache.k] == [
+        (3, 2, 4, 6), (5, 1, 4, 10), (), (),
+    ]  # fmt: skip
+    assert cache.num_bytes == 2 * 4 * 4 * (3 * 2 * 6 + 5 * 1 * 10)
+    assert (groups.attending(), groups.keeping()) == ([0, 1, 2, 3], [0, 1])
+    assert next(iter(groups.kept_heads(parts=2))) == (0, 1, 6)
+    k = write(cache.k[1], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]], jnp.int32))
+    cache = with_pools(cache, [cache.k[0], k, (), ()], list(cache.v))
+    assert read(cache, 3, [2], 1)[0].tolist() == [[[1.0] * 10]]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_what_is_written_through_slots_is_read_back(stacked):
     """Two rows of unequal length in shuffled blocks; a padded token lands in scratch."""
-    groups, block_size, repeats = LayerGroups.from_windows((None,) * 3), 4, 3
+    groups, block_size, repeats = LayerGroups.from_windows((None,) * 3, ((2, 6),) * 3), 4, 3
     num_blocks = 8
-    cache = allocate(groups, (num_blocks,), 2, 6, block_size=block_size, stacked=stacked)
+    cache = allocate(groups, (num_blocks,), block_size=block_size, stacked=stacked)
     new = np.random.RandomState(0).standard_normal((2, 7, 2, 6)).astype(np.float32)
     tables = np.array([[5, 2], [7, 3]], np.int32)
     lens = np.array([7, 5], np.int32)
@@ -162,8 +177,8 @@ def test_valid_marks_the_real_tokens():
 
 def test_int8_pools_have_the_same_verbs():
     """What is written comes back within half a step of its head's largest element."""
-    groups = LayerGroups.from_windows((None, None))
-    cache = allocate(groups, (5,), 3, 8, block_size=4, dtype="int8")
+    groups = LayerGroups.from_windows((None, None), ((3, 8),) * 2)
+    cache = allocate(groups, (5,), block_size=4, dtype="int8")
     assert cache.num_bytes == 5 * 4 * 2 * bytes_per_token(3, 8, "int8")
     new = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 3, 8)), jnp.float32)
     slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
@@ -179,9 +194,9 @@ def test_int8_pools_have_the_same_verbs():
 
 def test_fp8_pools_have_the_same_verbs():
     """What is written comes back within a sixteenth of itself; zeros stay zeros."""
-    groups = LayerGroups.from_windows((None,))
+    groups = LayerGroups.from_windows((None,), ((3, 8),))
     for name in ("fp8", "float8_e4m3fn"):
-        cache = allocate(groups, (5,), 3, 8, block_size=4, dtype=name)
+        cache = allocate(groups, (5,), block_size=4, dtype=name)
         assert cache.k[0].values.dtype == jnp.float8_e4m3fn
         assert cache.num_bytes == 5 * 4 * bytes_per_token(3, 8, name)
     scale = 10.0 ** np.arange(-9, 9, 3)[:, None, None]  # of tokens: far beyond e4m3's own range
@@ -200,9 +215,9 @@ def test_fp8_pools_have_the_same_verbs():
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
 def test_copied_blocks_take_what_was_there_before(dtype, stacked):
     """Two groups; in one of them a source is another copy's destination."""
-    groups = LayerGroups.from_windows((None, 4, None, 4))
+    groups = LayerGroups.from_windows((None, 4, None, 4), ((3, 8), (2, 6)) * 2)
     num_blocks = (5, 4)
-    cache = allocate(groups, num_blocks, 3, 8, block_size=4, dtype=dtype, stacked=stacked)
+    cache = allocate(groups, num_blocks, block_size=4, dtype=dtype, stacked=stacked)
     state = np.random.RandomState(0)
 
     def filled(pool):

@@ -163,7 +163,8 @@ def test_sharding_splits_one_axis_of_what_is_large_and_nothing_else(variant):
         split = [n for n, part in zip(weight.axis_names, spec, strict=True) if part is not None]
         assert len(split) <= 1, key
         whole = ("norm", "router", "shared_gate", "o_bias", "out_bias", "down_bias", "position",
-                 "choice_bias")  # fmt: skip
+                 "choice_bias", "scale", "scales", "per_layer.gate", "per_layer.up",
+                 "per_layer.projection")  # fmt: skip
         small = key.endswith((*whole, "norm_bias", "router_bias"))
         small &= "kv_heads" not in weight.axis_names  # a norm of all heads together
         assert bool(split) != small, key

@@ -149,7 +149,7 @@ def test_heads_lie_padded_in_the_cache():
     for name in ("reference", "xla", "pallas"):
         out = attend(name)(q, *wide, *given)
         np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
-    cache = allocate(LayerGroups.from_windows((None,)), (3,), 2, 16, block_size=block_size())
+    cache = allocate(LayerGroups.from_windows((None,), ((2, 16),)), (3,), block_size=block_size())
     assert cache.k[0].shape == (3, 2, 128, 128)
     assert cache.num_bytes == 3 * 128 * bytes_per_token(2, 16, "float32")
 

@@ -15,7 +15,7 @@ from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot
 
-LOOKUPS = ("embed", "position")
+LOOKUPS = ("embed", "position", "per_layer.embed")
 """Tables of which a step reads one row per token, unless the head is tied to them."""
 
 
@@ -48,7 +48,7 @@ def decode_cost(
 ) -> StepCost:
     """One decode step of `batch` rows that each see `context` tokens, the new one included."""
     weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, storage=storage)
-    visible = [batch * min(context, window or context) for window in _windows(config)]
+    visible = [batch * min(context, window or context) for window in _windows(config).values()]
     return _with_attention(config, weight_bytes, operations, visible, visible, kv_dtype)
 
 
@@ -58,7 +58,7 @@ def prefill_cost(
     """Prompts of `prompt` tokens in `batch` rows; logits of each row's last token only."""
     tokens = batch * prompt
     weight_bytes, operations = _weights(name, config, tokens, logit_rows=batch, storage=storage)
-    pairs = [batch * visible_pairs(prompt, window) for window in _windows(config)]
+    pairs = [batch * visible_pairs(prompt, window) for window in _windows(config).values()]
     read = [batch * prompt for _ in pairs]
     return _with_attention(config, weight_bytes, operations, pairs, read, kv_dtype)
 
@@ -69,9 +69,10 @@ def visible_pairs(prompt: int, window: int | None) -> int:
     return span * (span + 1) // 2 + (prompt - span) * span
 
 
-def _windows(config: Decoder) -> list[int | None]:
+def _windows(config: Decoder) -> dict[int, int | None]:
+    """Of the layers that attend."""
     groups = config.groups
-    return [groups.windows[g] for g in groups.with_blocks()]
+    return {layer: groups.windows[groups.of_layer[layer]] for layer in groups.attending()}
 
 
 def _with_attention(
@@ -82,9 +83,12 @@ def _with_attention(
     read: list[int],
     kv_dtype: str,
 ) -> StepCost:
-    per_pair = 4 * config.num_heads * config.head_dim  # q.k and p.v, two operations each
-    per_token = bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
-    return StepCost(weight_bytes, sum(read) * per_token, operations + sum(pairs) * per_pair)
+    kv_bytes = 0
+    for layer, num_pairs, num_read in zip(_windows(config), pairs, read, strict=True):
+        attention = config.layers[layer].attention
+        kv_bytes += num_read * bytes_per_token(*config.groups.heads[layer], kv_dtype)
+        operations += num_pairs * 4 * attention.num_heads * attention.head_dim  # q.k and p.v
+    return StepCost(weight_bytes, kv_bytes, operations)
 
 
 def _weights(

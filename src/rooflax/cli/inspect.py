@@ -101,6 +101,12 @@ def architecture(config: Decoder) -> dict[str, Any]:
     windows = Counter(_window_name(layer.attention.window) for layer in config.layers)
     if set(windows) != {"full"}:
         found["layer_windows"] = dict(windows)
+    groups = config.groups
+    heads = Counter("{} x {}".format(*groups.heads[layer]) for layer in groups.attending())
+    if len(heads) > 1:
+        found["layer_kv_heads"] = dict(heads)
+    if shared := len(groups.attending()) - len(groups.keeping()):
+        found["layers_without_own_kv"] = shared
     keep = [layer.attention for layer in config.layers if layer.attention.window != STATE]
     if config.ropes and (without := sum(attention.rope is None for attention in keep)):
         found["layers_without_rope"] = without
@@ -136,7 +142,8 @@ def _part(key: str) -> str:
     if "norm" in key:
         return "norms"
     names = {"attn": "attention", "conv": "convolution", "delta": "delta rule"}
-    for part in ("attn", "router", "experts", "mlp", "conv", "delta"):
+    names |= {"per_layer": "per-layer embeddings", "scale": "layer scales"}
+    for part in ("attn", "router", "experts", "mlp", "conv", "delta", "per_layer", "scale"):
         if part in key:
             return names.get(part, part)
     return key
@@ -277,7 +284,7 @@ def _section(title: str, rows: list[tuple[str, ...]], right: tuple[int, ...] = (
 def _architecture_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for name, value in known.items():
-        if name == "layer_windows" and value:
+        if name in ("layer_windows", "layer_kv_heads") and value:
             value = ", ".join(f"{count} x {kind}" for kind, count in value.items())
         elif name == "rope_scaling" and value:
             value = f"{value['rope_type']}, factor {value.get('factor', 1):g}"

@@ -156,8 +156,6 @@ class Runner:
         return allocate(
             config.groups,
             self.num_blocks,
-            config.num_kv_heads,
-            config.head_dim,
             block_size=block_size(),
             dtype=self.kv_dtype,
             stacked=self.options.layers == "scan",

@@ -408,6 +408,14 @@ def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int
             f"{info.name} has random weights and no file to read them from; leave the weights "
             f"budget out, or save it as a checkpoint first."
         )
+    groups = info.config.groups
+    if info.config.per_layer or groups.keeping() != groups.attending():
+        raise RequestError(
+            f"{info.name} has layers that need more than the layer before gives (an embedding per "
+            f"layer, or another layer's keys and values), which rooflax does not run one by one; "
+            f"leave the weights budget out.",
+            param="weights_budget",
+        )
     reader = info.reader(storage)
     fixed, layers = rope_bytes(info.config, length), [0] * info.config.num_layers
     for slot in reader.slots:

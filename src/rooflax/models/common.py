@@ -80,12 +80,17 @@ def read_rope(
 
 
 def read_nested_ropes(
-    reader: ConfigReader, head_dim: int, full_theta: float, local_theta: float
+    reader: ConfigReader,
+    head_dim: int,
+    full_theta: float,
+    local_theta: float,
+    local_dim: int | None = None,
 ) -> tuple[Rope, Rope] | None:
     """RoPE of layers without a window and with one, if config.json states both apart.
 
     Args:
         full_theta, local_theta: the family's defaults.
+        local_dim: head_dim of layers with a window; None is that of the others.
     """
     kinds = ("full_attention", "sliding_attention")
     nested = reader.get("rope_parameters", None)
@@ -98,7 +103,8 @@ def read_nested_ropes(
         )
     length = {"max_position_embeddings": reader.get("max_position_embeddings", None)}
     full, local = (ConfigReader({"rope_parameters": nested.get(kind)} | length) for kind in kinds)
-    return read_rope(full, head_dim, full_theta), read_rope(local, head_dim, local_theta)
+    local_rope = read_rope(local, local_dim or head_dim, local_theta)
+    return read_rope(full, head_dim, full_theta), local_rope
 
 
 def nested_ropes(decoder: Decoder) -> dict[str, Any]:

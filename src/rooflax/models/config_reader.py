@@ -292,7 +292,14 @@ class ConfigReader:
                 return default
             return self._positive(f"rope_scaling.{key}", value)
 
-        factor = number("factor")
+        factor = number("factor", 1.0 if kind == "proportional" else None)
+        if kind == "proportional":
+            share = number("partial_rotary_factor", 1.0)
+            if share > 1:
+                raise CheckpointError(
+                    f"config.json has partial_rotary_factor = {share!r}; it must be at most 1."
+                )
+            return RopeScaling("proportional", factor, share=share)
         if kind == "linear":
             return RopeScaling("linear", factor)
         fallback = None if kind == "llama3" else self.size("max_position_embeddings")
@@ -399,6 +406,7 @@ _IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor", "partial_rotary_factor"),
     "llama3": (
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     ),

@@ -79,8 +79,10 @@ def estimate(
             draft_tokens=draft_tokens,
         )
     groups = config.groups
-    per_block = block_size * bytes_per_token(sizes["kv_heads"], config.head_dim, kv_dtype)
-    kv_cache = per_block * sum(num_blocks[g] for g in groups.with_blocks(layers))
+    kv_cache = block_size * sum(
+        num_blocks[groups.of_layer[layer]] * bytes_per_token(count, dim, kv_dtype)
+        for layer, count, dim in groups.kept_heads(layers, shards.tensor)
+    )
     if groups.state is not None:
         kv_cache += num_blocks[groups.state] * groups.row_bytes(layers) // shards.tensor
     return MemoryEstimate(
@@ -115,7 +117,6 @@ def plan_blocks(
         RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
     """
     groups = config.groups
-    per_block = block_size * bytes_per_token(config.num_kv_heads, config.head_dim, kv_dtype)
     lengths = (max_tokens, new_tokens, block_size, 1 + draft_tokens)
     longest = [blocks_needed(window, *lengths) for window in groups.windows]
 
@@ -123,7 +124,10 @@ def plan_blocks(
         return num_snapshots(groups.row_bytes(), slots, max_tokens, block_size)
 
     def needed(slots: int) -> int:
-        blocks = per_block * sum(1 + slots * longest[g] for g in groups.with_blocks())
+        blocks = block_size * sum(
+            (1 + slots * longest[groups.of_layer[layer]]) * bytes_per_token(count, dim, kv_dtype)
+            for layer, count, dim in groups.kept_heads()
+        )
         return blocks + groups.row_bytes() * (1 + slots * (1 + draft_tokens) + kept(slots))
 
     slots = num_slots
@@ -149,7 +153,8 @@ def _left(limit_bytes: int) -> str:
 
 def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
     """Of the RoPE tables."""
-    rows = sum(config.head_dim + bool(rope.query_beta) for rope in config.ropes)
+    pairs = zip(config.ropes, config.rope_dims, strict=True)
+    rows = sum(dim + bool(rope.query_beta) for rope, dim in pairs)
     return rows * (max_model_len or config.max_position) * 4
 
 
@@ -175,10 +180,13 @@ def padding(
     block_size, chunk = accelerator.block_size(), min(prefill_chunk, tokens)
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
-    windows = [config.groups.windows[g] for g in config.groups.with_blocks(layers)]
-    prequantized = sum(blocks_needed(window, tokens, chunk, 1) for window in windows)
-    slots_of_row = sum(blocks_needed(w, tokens, chunk, block_size) for w in windows) * block_size
-    heads = (sizes["kv_heads"], config.head_dim, kv_dtype)
+    in_heads = in_blocks = 0
+    for layer, count, dim in config.groups.kept_heads(layers, shards.tensor):
+        window = config.groups.windows[config.groups.of_layer[layer]]
+        kept = blocks_needed(window, tokens, chunk, 1)
+        slots = blocks_needed(window, tokens, chunk, block_size) * block_size
+        in_heads += (rows * kept + block_size) * padding_per_token(count, dim, kv_dtype)
+        in_blocks += rows * (slots - kept) * bytes_per_token(count, dim, kv_dtype)
     real = sizes | {"vocab": max(0, config.vocab_size - sizes["vocab"] * (shards.tensor - 1))}
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
@@ -189,8 +197,8 @@ def padding(
         )
 
     return {
-        "head_dim": (rows * prequantized + block_size * len(windows)) * padding_per_token(*heads),
-        "block_size": rows * (slots_of_row - prequantized) * bytes_per_token(*heads),
+        "head_dim": in_heads,
+        "block_size": in_blocks,
         "vocab": rows_of_vocab(sizes) - rows_of_vocab(real),
     }
 

@@ -118,10 +118,9 @@ class Model:
 
 def make_rope(config: Decoder, max_model_len: int) -> tuple[RopeTable, ...]:
     """The tables of a config's RoPEs, on the default device."""
-    size = config.head_dim, max_model_len
     tables = (
-        (*rope_arrays(*size, r.theta, r.scaling, r.dim), query_scale(r, max_model_len))
-        for r in config.ropes
+        (*rope_arrays(dim, max_model_len, r.theta, r.scaling, r.dim), query_scale(r, max_model_len))
+        for r, dim in zip(config.ropes, config.rope_dims, strict=True)
     )
     return tuple(RopeTable(*jax.device_put(table)) for table in tables)
 

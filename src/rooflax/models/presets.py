@@ -71,6 +71,20 @@ def _qwen3_5(width: int, mlp: int, layers: int, heads: int, **more: Any) -> dict
     }  # fmt: skip
 
 
+def _gemma4(width: int, mlp: int, layers: int, heads: int, every: int, **more: Any) -> dict:
+    """Each `every`-th layer is without a window."""
+    kinds = [
+        "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
+    ]
+    return {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": width,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "head_dim": 256, "global_head_dim": 512, "layer_types": kinds,
+        "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, **more,
+    }  # fmt: skip
+
+
+_GEMMA4_KV = {"attention_k_eq_v": True, "sliding_window": 1024, "max_position_embeddings": 262144}
 _BFLOAT16 = {"torch_dtype": "bfloat16"}
 _LLAMA32_SCALING = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -93,6 +107,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3.5-0.8b": _qwen3_5(
         1024, 3584, 24, 8, num_key_value_heads=2, head_dim=256, linear_num_value_heads=16,
         tie_word_embeddings=True, **_BFLOAT16,
+    ),
+    "gemma-4-e2b": _gemma4(
+        1536, 6144, 35, 8, 5, num_key_value_heads=1, num_kv_shared_layers=20,
+        use_double_wide_mlp=True, hidden_size_per_layer_input=256, sliding_window=512, **_BFLOAT16,
+    ),
+    "gemma-4-26b-a4b": _gemma4(
+        2816, 2112, 30, 16, 6, num_key_value_heads=8, num_global_key_value_heads=2,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        **_GEMMA4_KV, **_BFLOAT16,
+    ),
+    "gemma-4-31b": _gemma4(
+        5376, 21504, 60, 32, 6, num_key_value_heads=16, num_global_key_value_heads=4,
+        **_GEMMA4_KV, **_BFLOAT16,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32, **_BFLOAT16),
     "gpt-oss-120b": _gpt_oss(36, 128, **_BFLOAT16),

@@ -47,8 +47,6 @@ def new_cache(
     return allocate(
         config.groups,
         tuple(1 + rows * (1 if window == STATE else blocks) for window in windows),
-        config.num_kv_heads,
-        config.head_dim,
         block_size=block_size(),
         dtype=dtype,
         stacked=options.layers == "scan",

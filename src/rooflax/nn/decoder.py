@@ -6,7 +6,7 @@ A family reads a config.json and gives one of these; nothing else knows how fami
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,9 +20,11 @@ from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
 from rooflax.nn.parts import Attention, Layer, Moe
+from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
 from rooflax.nn.wiring import Context, NormKind, Table
+from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
 
@@ -62,7 +64,8 @@ class Decoder:
         learned_positions: a table of positions is added to the embedding.
         names: of its checkpoints' tensors.
         embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
-        ropes: of all layers; derived.
+        logit_cap: logits are cap * tanh(logits / cap) in the end; None is no cap.
+        ropes, rope_dims: of all layers, with the sizes of the heads that each turns; derived.
     """
 
     vocab_size: int
@@ -76,12 +79,16 @@ class Decoder:
     names: Names = Names()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     ropes: tuple[Rope, ...] = field(default=(), repr=False)
+    rope_dims: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.ropes:  # those of a whole model, also when it is cut
-            found = dict.fromkeys(layer.attention.rope for layer in self.layers)
-            object.__setattr__(self, "ropes", tuple(rope for rope in found if rope is not None))
+            found = dict.fromkeys((kind.rope, kind.head_dim) for kind in self.attentions)
+            pairs = [(rope, dim) for rope, dim in found if rope is not None]
+            object.__setattr__(self, "ropes", tuple(rope for rope, _ in pairs))
+            object.__setattr__(self, "rope_dims", tuple(dim for _, dim in pairs))
 
     # What others ask of it
 
@@ -91,15 +98,16 @@ class Decoder:
 
     @property
     def num_heads(self) -> int:
-        return self.axis_sizes["heads"]
+        """Of the first layer with attention, as the next two."""
+        return self.attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.axis_sizes["kv_heads"]
+        return self.attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.axis_sizes["head_dim"]
+        return self.attention.head_dim
 
     @property
     def intermediate_size(self) -> int:
@@ -113,9 +121,20 @@ class Decoder:
         return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
 
     @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The kinds of it, in order of their first layers."""
+        mixers = dict.fromkeys(layer.attention for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+
+    @cached_property
     def attention(self) -> Attention:
         """That of the first layer that has it."""
-        return next(x.attention for x in self.layers if isinstance(x.attention, Attention))
+        return self.attentions[0]
+
+    @property
+    def per_layer(self) -> PerLayer | None:
+        """What tokens say to each layer; None is nothing."""
+        return self.layers[0].per_layer if self.layers else None
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -124,22 +143,40 @@ class Decoder:
         if self.learned_positions:
             sizes["position"] = self.max_position
         for layer in dict.fromkeys(self.layers):
-            for name, size in (layer.attention.axis_sizes | layer.mlp.axis_sizes).items():
+            for name, size in layer.axis_sizes.items():
                 assert sizes.setdefault(name, size) == size, f"layers differ in {name}"
         return sizes
 
     @cached_property
     def groups(self) -> LayerGroups:
         """Which layers share blocks of the KV cache."""
-        windows = tuple(layer.attention.window for layer in self.layers)
-        states = tuple(getattr(layer.attention, "state_shapes", ()) for layer in self.layers)
-        return LayerGroups.from_windows(windows, shortest_period(self.layers), states)
+        mixers = [layer.attention for layer in self.layers]
+        return LayerGroups.from_windows(
+            tuple(mixer.window for mixer in mixers),
+            tuple(mixer.kv_heads if isinstance(mixer, Attention) else (0, 0) for mixer in mixers),
+            period=shortest_period(self.layers),
+            states=tuple(getattr(mixer, "state_shapes", ()) for mixer in mixers),
+            sources=self._sources,
+        )
+
+    @cached_property
+    def _sources(self) -> tuple[int, ...]:
+        """Per layer the one whose keys and values it attends to."""
+        latest: dict[Any, int] = {}
+        found = []
+        for index, layer in enumerate(self.layers):
+            mixer = layer.attention
+            alike = mixer.window, getattr(mixer, "kv_heads", None)
+            if not getattr(mixer, "reuses_kv", False):
+                latest[alike] = index
+            assert alike in latest, f"layer {index} has nobody's keys and values"
+            found.append(latest[alike])
+        return tuple(found)
 
     @property
     def is_causal(self) -> bool:
         """Whether tokens see none behind them; else sequences run whole, and nothing generates."""
-        mixers = (layer.attention for layer in self.layers)
-        return all(mixer.causal for mixer in mixers if isinstance(mixer, Attention))
+        return all(mixer.causal for mixer in self.attentions)
 
     def first(self, count: int) -> Decoder:
         """The same model cut off after its first layers."""
@@ -149,13 +186,15 @@ class Decoder:
         """The same model with one of its layers."""
         return replace(self, layers=(self.layers[index],))
 
-    def with_kv_heads(self, count: int) -> Decoder:
-        """The same model with each K/V head copied, to so many in all."""
+    def with_kv_copies(self, copies: Mapping[Attention, int]) -> Decoder:
+        """The same model with each kind of attention's K/V heads copied, to so many each."""
 
         def changed(layer: Layer) -> Layer:
-            if not isinstance(layer.attention, Attention):
+            kind = layer.attention
+            if not isinstance(kind, Attention) or copies[kind] == 1:
                 return layer
-            return replace(layer, attention=replace(layer.attention, num_kv_heads=count))
+            count = kind.num_kv_heads * copies[kind]
+            return replace(layer, attention=replace(kind, num_kv_heads=count))
 
         return replace(self, layers=tuple(map(changed, self.layers)))
 
@@ -168,6 +207,7 @@ class Decoder:
         if self.learned_positions:
             table["position"] = Weight("position hidden", "model.embed_positions.weight")
         table |= self.norm.table("final_norm", "model.norm")
+        table |= self.per_layer.table() if self.per_layer else {}
         for layer in dict.fromkeys(self.layers):
             for key, line in layer.table.items():
                 assert table.setdefault(LAYER_PREFIX + key, line) == line, f"layers differ in {key}"
@@ -212,11 +252,11 @@ class Decoder:
         """
         num_tokens = batch.num_tokens
         rows = {
-            kind: (
+            (kind, dim): (
                 *rope_rows(table.cos, table.sin, batch.positions),
                 None if table.query_scale is None else rows_at(table.query_scale, batch.positions),
             )
-            for kind, table in zip(self.ropes, rope, strict=True)
+            for kind, dim, table in zip(self.ropes, self.rope_dims, rope, strict=True)
         }
         context = Context(options, shards, num_tokens, rows)
         how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
@@ -225,9 +265,18 @@ class Decoder:
             x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:
             x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
+        given = None
+        if self.per_layer:
+            given = self.per_layer.of_tokens(weights, batch.tokens, x, context)
         kinds = {layer: partial(layer, context=context) for layer in self.layers}
         layers = tuple(kinds[layer] for layer in self.layers)
-        how = {"groups": self.groups, "options": options, "shards": shards, "remat": remat}
+        how = {
+            "given": given,
+            "groups": self.groups,
+            "options": options,
+            "shards": shards,
+            "remat": remat,
+        }
         return run_layers(layers, weights, x, batch, cache, **how)
 
     def final_hidden(
@@ -258,4 +307,5 @@ class Decoder:
         how = {"num_rows": num_rows, "implementation": options.kernels}
         parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
         parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
+        parts = parts if self.logit_cap is None else capped(parts, self.logit_cap)
         return mesh.gather_vocab(parts, self.vocab_size, shards)

@@ -1,10 +1,10 @@
 """`KVCache`: keys and values of past tokens, in blocks.
 
 Layers are grouped by what they keep: everything, the last `window` tokens, or a state of fixed
-size. Each layer has its own buffers; each group has its own pool of block numbers and each sequence
-one block table per group. Block 0 of a pool stays zero: it stands where a table has no block. A
-block of the group with state is a row: the state of one sequence, float32 whatever the type of K
-and V.
+size. Each layer has its own buffers, of its own heads, or reads those of a layer before it; each
+group has its own pool of block numbers and each sequence one block table per group. Block 0 of a
+pool stays zero: it stands where a table has no block. A block of the group with state is a row: the
+state of one sequence, float32 whatever the type of K and V.
 
 This module holds arrays and their layout. Which block belongs to whom is the block manager's.
 """
@@ -12,7 +12,7 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from rooflax.ops.kv_pool import QuantizedPool
 
 States = tuple[Float[Array, "_ ..."], ...]
 """What a layer with state has in place of K, arrays of rows; in place of V it has nothing."""
+Heads = tuple[int, int]
+"""How many K/V heads a layer has, and the size of one."""
 
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
 """Types of a `QuantizedPool`'s values."""
@@ -45,37 +47,63 @@ class LayerGroups:
         of_layer: per layer, its group.
         period: length of the shortest group of layers that, repeated, gives all of them.
         states: per layer, the shapes of one sequence's state; none at all if no layer has any.
+        heads: per layer, those of its K and V.
+        sources: per layer, the one whose K and V it attends to, in its group: itself, or one before
+            it, and then it keeps none.
     """
 
     windows: tuple[int | None, ...]
     of_layer: tuple[int, ...]
     period: int
     states: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    heads: tuple[Heads, ...] = ()
+    sources: tuple[int, ...] = ()
 
     @staticmethod
     def from_windows(
         layer_windows: tuple[int | None, ...],
+        heads: tuple[Heads, ...] = (),
+        *,
         period: int | None = None,
         states: tuple[tuple[tuple[int, ...], ...], ...] = (),
+        sources: tuple[int, ...] = (),
     ) -> LayerGroups:
         """Groups layers of equal window; the full group, if there is one, comes first.
 
         Args:
+            heads: per layer; none for groups of which nothing is allocated.
             period: None is that of the windows.
+            sources: per layer; none if each is its own.
         """
         windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
         of_layer = tuple(windows.index(w) for w in layer_windows)
         period = period or shortest_period(layer_windows)
-        return LayerGroups(tuple(windows), of_layer, period, states if any(states) else ())
+        sources = sources or tuple(range(len(of_layer)))
+        states = states if any(states) else ()
+        return LayerGroups(tuple(windows), of_layer, period, states, heads, sources)
 
     @property
     def state(self) -> int | None:
         """The group of layers with state."""
         return self.windows.index(STATE) if STATE in self.windows else None
 
-    def with_blocks(self, num_layers: int | None = None) -> list[int]:
-        """The groups of the layers that keep K and V, or of those among the first."""
-        return [group for group in self.of_layer[:num_layers] if group != self.state]
+    def attending(self, num_layers: int | None = None) -> list[int]:
+        """The layers that attend to K and V, or those among the first."""
+        found = enumerate(self.of_layer[:num_layers])
+        return [layer for layer, group in found if group != self.state]
+
+    def keeping(self, num_layers: int | None = None) -> list[int]:
+        """The layers that keep K and V, or those among the first."""
+        return [layer for layer in self.attending(num_layers) if self.sources[layer] == layer]
+
+    def kept_heads(
+        self, num_layers: int | None = None, parts: int = 1
+    ) -> Iterator[tuple[int, int, int]]:
+        """The layers that keep K and V, with how many heads each has on one of `parts` tensor
+        shards, and their size."""
+        for layer in self.keeping(num_layers):
+            num_kv_heads, head_dim = self.heads[layer]
+            yield layer, num_kv_heads // parts, head_dim
 
     def row_bytes(self, num_layers: int | None = None) -> int:
         """Of one sequence's state in all layers, or in the first."""
@@ -102,7 +130,8 @@ class KVCache:
             head_dim padded by zeros to its lanes. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
             block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`. Of
-            a layer with state, k is its `States` and v empty.
+            a layer with state, k is its `States` and v empty; of one that reads another's, both
+            are empty.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.
@@ -145,30 +174,32 @@ def padding_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
 def pool_shapes(
     groups: LayerGroups,
     num_blocks: tuple[int, ...],
-    num_kv_heads: int,
-    head_dim: int,
     block_size: int,
     *,
     stacked: bool = False,
     stages: int = 1,
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Shapes of the pools, one entry per entry of `KVCache.k`: of K (or V), or of each of the
-    layer's states. Each has the layers of all stages at its place."""
+    """Shapes of the pools, one entry per entry of `KVCache.k`: of K (or V), of each of the layer's
+    states, or none. Each has the layers of all stages at its place."""
     num_pools = groups.period if stacked else len(groups.of_layer) // stages
-    repeats, width = len(groups.of_layer) // num_pools, cache_width(head_dim)
-    block = ((num_kv_heads, block_size, width),)
-    each = [groups.states[i] if groups.states else () for i in range(num_pools)]
+    repeats = len(groups.of_layer) // num_pools
+
+    def shapes(layer: int) -> tuple[tuple[int, ...], ...]:
+        if groups.of_layer[layer] == groups.state:
+            return groups.states[layer]
+        num_kv_heads, head_dim = groups.heads[layer]
+        block = (num_kv_heads, block_size, cache_width(head_dim))
+        return (block,) if groups.sources[layer] == layer else ()
+
     return [
-        tuple((repeats * num_blocks[groups.of_layer[i]], *shape) for shape in states or block)
-        for i, states in enumerate(each)
+        tuple((repeats * num_blocks[groups.of_layer[layer]], *shape) for shape in shapes(layer))
+        for layer in range(num_pools)
     ]
 
 
 def allocate(
     groups: LayerGroups,
     num_blocks: tuple[int, ...],
-    num_kv_heads: int,
-    head_dim: int,
     *,
     block_size: int = 16,
     dtype: str = "float32",
@@ -184,8 +215,7 @@ def allocate(
         stages: of a pipeline, whose layers at one place share a pool.
         put: host arrays to their devices.
     """
-    sizes = (num_blocks, num_kv_heads, head_dim, block_size)
-    shapes = pool_shapes(groups, *sizes, stacked=stacked, stages=stages)
+    shapes = pool_shapes(groups, num_blocks, block_size, stacked=stacked, stages=stages)
 
     def zeros_of(shape: tuple[int, ...]) -> Any:
         if dtype in CODES:
@@ -194,9 +224,9 @@ def allocate(
         return put(np.zeros(shape, jnp.dtype(dtype)))
 
     def pools_of(index: int, is_v: bool) -> Any:
-        if groups.of_layer[index] != groups.state:
-            return zeros_of(*shapes[index])
-        return () if is_v else tuple(put(np.zeros(s, np.float32)) for s in shapes[index])
+        if groups.of_layer[index] == groups.state:
+            return () if is_v else tuple(put(np.zeros(s, np.float32)) for s in shapes[index])
+        return zeros_of(*shapes[index]) if shapes[index] else ()
 
     k, v = (tuple(pools_of(i, is_v) for i in range(len(shapes))) for is_v in (False, True))
     return KVCache(k, v, groups, block_size, stacked)
@@ -227,8 +257,7 @@ def read(
     Returns:
         k, v: [length - first_position, num_kv_heads, head_dim].
     """
-    period = len(cache.k)
-    repeat, index = divmod(layer, period)
+    repeat, index = divmod(cache.groups.sources[layer], len(cache.k))
 
     def contiguous(pool: Any) -> jax.Array:
         offset = repeat * (pool_size(pool) // cache.num_repeats)

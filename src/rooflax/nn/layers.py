@@ -49,18 +49,21 @@ def run_layers(
     options: ExecutionOptions,
     shards: mesh.Shards | None = None,
     remat: str | None = None,
+    given: Float[Array, "layers B T W"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """x through all layers; with stages through each one's own, one stage after the other.
 
     Args:
         functions: per layer (its weights, x, attend=) -> x, one object for all layers of a kind.
             attend(q, k, v, scale=, sinks=) sees to cache, masks and windows: q is [B, T, N, H], k
-            and v [B, T, K, H] of the new tokens. A layer with state gets recall(run, shapes) there.
+            and v [B, T, K, H] of the new tokens, or None where the layer attends to another's. A
+            layer with state gets recall(run, shapes) there.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
         x: the embedding; `batch.hidden` takes its place.
         cache: paged cache, stacked exactly when the weights are; None runs whole sequences.
         remat: name in REMAT_POLICIES; None keeps every intermediate for the backward pass.
+        given: what each layer gets as `given`; None is nothing.
     """
     run = _scan if "stacked_layers" in weights else _unrolled
     layers = weights.get("stacked_layers") or weights["layers"]
@@ -68,7 +71,8 @@ def run_layers(
     x = x if batch.hidden is None else batch.hidden
 
     def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
-        return run(functions, layers, x, batch, cache, slots, groups, options, remat)
+        part = mesh.local_layers(given, shards)
+        return run(functions, layers, x, part, batch, cache, slots, groups, options, remat)
 
     return mesh.in_stages(own, x, cache, shards)
 
@@ -77,6 +81,7 @@ def _unrolled(
     functions: Sequence[Layer],
     layers: tuple[LayerWeights, ...],
     x: jax.Array,
+    given: jax.Array | None,
     batch: Batch,
     cache: KVCache | None,
     slots: Slots,
@@ -84,26 +89,28 @@ def _unrolled(
     options: ExecutionOptions,
     remat: str | None,
 ) -> tuple[jax.Array, KVCache | None]:
-    k_pools, v_pools = (list(cache.k), list(cache.v)) if cache else ([], [])
+    held = _Held(cache, groups, len(layers))
 
-    def run(layer: Layer, group: int, w: LayerWeights, x: jax.Array, pools: Any) -> Any:
-        attend = _memory(batch, pools, slots, group, groups.windows[group], options)
-        return layer(w, x, attend=attend), attend.pools
+    def run(
+        layer: Layer, group: int, lent: bool, w: LayerWeights, x: jax.Array, own: Any, pools: Any
+    ) -> Any:
+        attend = _memory(batch, pools, slots, group, groups.windows[group], options, lent)
+        return layer(w, x, attend=attend, **_given(own)), attend.pools
 
-    kinds = {id(f): (f, group) for f, group in zip(functions, groups.of_layer, strict=True)}
-    runs = {key: _once(partial(run, *kind), x, cache, remat) for key, kind in kinds.items()}
+    kinds = [(f, groups.of_layer[i], held.is_lent(i)) for i, f in enumerate(functions)]
+    runs = {kind: _once(partial(run, *kind), x, cache, remat) for kind in kinds}
     for index, layer_weights in enumerate(layers):
-        pools = _Pools(k_pools[index], v_pools[index], cache.block_size, 0) if cache else None
-        x, pools = runs[id(functions[index])](layer_weights, x, pools)
-        if pools is not None:
-            k_pools[index], v_pools[index] = pools.k, pools.v
-    return x, with_pools(cache, k_pools, v_pools) if cache else None
+        own = None if given is None else given[index]
+        x, pools = runs[kinds[index]](layer_weights, x, own, held.pools(index, 0))
+        held.keep(index, pools)
+    return x, held.cache()
 
 
 def _scan(
     functions: Sequence[Layer],
     stacked: tuple[LayerWeights, ...],
     x: jax.Array,
+    given: jax.Array | None,
     batch: Batch,
     cache: KVCache | None,
     slots: Slots,
@@ -121,26 +128,28 @@ def _scan(
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
-        x, k_pools, v_pools = carry
-        repeat, slices = xs
-        k_pools, v_pools = list(k_pools), list(v_pools)
+        x, carried = carry
+        repeat, slices, own = xs
+        held = _Held(carried, groups, len(slices))
         for index, layer_weights in enumerate(slices):
             layer_weights |= {key: at(w, repeat) for key, w in kept[index].items()}
             group = groups.of_layer[index]
-            pools = None
-            if cache:
-                first_block = repeat * (pool_size(k_pools[index]) // repeats)
-                pools = _Pools(k_pools[index], v_pools[index], cache.block_size, first_block)
-            attend = _memory(batch, pools, slots, group, groups.windows[group], options)
-            x = functions[index](layer_weights, x, attend=attend)
-            if attend.pools is not None:
-                k_pools[index], v_pools[index] = attend.pools.k, attend.pools.v
-        return (x, tuple(k_pools), tuple(v_pools)), None
+            pools = held.pools(index, repeat)
+            window, lent = groups.windows[group], held.is_lent(index)
+            attend = _memory(batch, pools, slots, group, window, options, lent)
+            more = _given(None if own is None else own[index])
+            x = functions[index](layer_weights, x, attend=attend, **more)
+            held.keep(index, attend.pools)
+        return (x, held.cache()), None
 
-    carry = (x, cache.k, cache.v) if cache else (x, (), ())
-    xs = (jnp.arange(repeats, dtype=jnp.int32), moved)
-    (x, k, v), _ = scan(_checkpointed(body, remat), carry, xs)
-    return x, with_pools(cache, list(k), list(v)) if cache else None
+    each = None if given is None else given.reshape(repeats, len(stacked), *given.shape[1:])
+    xs = (jnp.arange(repeats, dtype=jnp.int32), moved, each)
+    (x, cache), _ = scan(_checkpointed(body, remat), (x, cache), xs)
+    return x, cache
+
+
+def _given(own: jax.Array | None) -> dict[str, jax.Array]:
+    return {} if own is None else {"given": own}
 
 
 def _slots(batch: Batch, cache: KVCache | None) -> Slots:
@@ -185,6 +194,41 @@ class _Pools:
         return cls(k, v, block_size, first_block)
 
 
+class _Held:
+    """What the layers of a pass keep: pools, and without a cache the K and V that others read."""
+
+    def __init__(self, cache: KVCache | None, groups: LayerGroups, num_layers: int):
+        self._cache, self._sources = cache, groups.sources[:num_layers]
+        self._lent = {source for i, source in enumerate(self._sources) if source != i}
+        self._k, self._v = (list(cache.k), list(cache.v)) if cache else ([], [])
+        self._dense: dict[int, _Pools | None] = {}
+
+    def is_lent(self, index: int) -> bool:
+        """Whether, without a cache, other layers attend to this one's K and V."""
+        return self._cache is None and index in self._lent
+
+    def pools(self, index: int, repeat: Any) -> _Pools | None:
+        """Those that a layer attends to, in this turn of a scan."""
+        source = self._sources[index]
+        if self._cache is None:
+            return self._dense.get(source)
+        k, v = self._k[source], self._v[source]
+        first_block = repeat * (pool_size(k) // self._cache.num_repeats)
+        return _Pools(k, v, self._cache.block_size, first_block)
+
+    def keep(self, index: int, pools: _Pools | None) -> None:
+        """What a layer has written."""
+        if self._sources[index] != index:
+            return
+        if self._cache is None:
+            self._dense[index] = pools
+        elif pools is not None:
+            self._k[index], self._v[index] = pools.k, pools.v
+
+    def cache(self) -> KVCache | None:
+        return with_pools(self._cache, self._k, self._v) if self._cache else None
+
+
 def _memory(
     batch: Batch,
     pools: _Pools | None,
@@ -192,11 +236,12 @@ def _memory(
     group: int,
     window: int | None,
     options: ExecutionOptions,
+    lent: bool,
 ) -> _Attend | _Recall:
     """What a layer of the group remembers by."""
     if window == STATE:
         return _Recall(batch, pools, group)
-    return _Attend(batch, pools, slots, group, window, options)
+    return _Attend(batch, pools, slots, group, window, options, lent)
 
 
 class _Recall:
@@ -235,15 +280,16 @@ class _Attend:
         group: int,
         window: int | None,
         options: ExecutionOptions,
+        lent: bool,
     ):
         self.batch, self.pools, self.slots, self.group = batch, pools, slots, group
-        self.window, self.options = window, options
+        self.window, self.options, self.lent = window, options, lent
 
     def __call__(
         self,
         q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        k: Float[Array, "B T K H"] | None,
+        v: Float[Array, "B T K H"] | None,
         *,
         scale: float,
         sinks: Float[Array, " N"] | Stacked | None = None,
@@ -252,27 +298,39 @@ class _Attend:
         batch, kernels = self.batch, self.options.kernels
         repeats = self.options.gqa == "repeat"
         args = AttentionArgs(scale, self.window, taken(sinks), repeats, causal=causal)
-        if self.pools is None:
-            k, v, keys = (
-                mesh.gather_tokens(a, batch, (mesh.SEQUENCE,)) for a in (k, v, batch.positions)
-            )
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        if not self.slots:
+            k, v = self._dense(k, v)
+            keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))
             in_order = mesh.SEQUENCE not in batch.split
             dense = Dense(batch.positions, keys, batch.context_lens, batch.segment_ids, in_order)
             return attention(q, k, v, dense, args, implementation=kernels)
         pools = self.pools
-        k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
-        slots = self.slots[self.group]
-        assert slots is not None
-        slots = slots + pools.first_block * pools.block_size
-        k_pool, v_pool = (
-            write(pool, new, slots, implementation=kernels)
-            for pool, new in ((pools.k, k), (pools.v, v))
-        )
-        self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
+        assert pools is not None
+        if k is not None and v is not None:
+            k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
+            slots = self.slots[self.group]
+            assert slots is not None
+            slots = slots + pools.first_block * pools.block_size
+            k_pool, v_pool = (
+                write(pool, new, slots, implementation=kernels)
+                for pool, new in ((pools.k, k), (pools.v, v))
+            )
+            self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
         sequences = batch.sequences(self.group, pools.first_block)
         out = ragged_attention(q[0], pools.k, pools.v, sequences, args, implementation=kernels)
         return out[None]
+
+    def _dense(
+        self, k: jax.Array | None, v: jax.Array | None
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+        """Keys and values of whole sequences: the layer's own, or those of another."""
+        if k is None or v is None:
+            assert self.pools is not None
+            return self.pools.k, self.pools.v
+        k, v = (mesh.gather_tokens(a, self.batch, (mesh.SEQUENCE,)) for a in (k, v))
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        self.pools = _Pools(k, v, 0, 0) if self.lent else None
+        return k, v
 
 
 def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:

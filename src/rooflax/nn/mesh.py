@@ -303,6 +303,16 @@ def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENC
     return x
 
 
+def local_layers(
+    x: Float[Array, layers * shape] | None, shards: Shards | None
+) -> Float[Array, own * shape] | None:
+    """What the layers of this stage have of it."""
+    if x is None or shards is None or shards.stage == 1:
+        return x
+    size = x.shape[0] // shards.stage
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STAGE) * size, size)
+
+
 State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
 
 

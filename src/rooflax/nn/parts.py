@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from rooflax.nn import mesh
 from rooflax.nn.layers import Attend, LayerWeights
+from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import (
     QKV,
@@ -61,6 +62,12 @@ class Attention:
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
         causal: queries see no token behind their own; otherwise a window reaches both ways.
         gate: the query projection gives a gate of each head's output, too.
+        key: its name in the table, and of its axes; a model whose layers differ in heads has
+            another for the others.
+        v_norm: `qk_norm` is of value heads, too, and has no weight there.
+        values_are_keys: there is no projection of values; they are the keys before norm and RoPE.
+        reuses_kv: keys and values are those of the nearest layer before it that has its own, a
+            window of the same size and heads of the same.
     """
 
     num_heads: int
@@ -80,51 +87,83 @@ class Attention:
     norm_after_rope: bool = False
     causal: bool = True
     gate: bool = False
+    key: str = "attn"
+    v_norm: bool = False
+    values_are_keys: bool = False
+    reuses_kv: bool = False
+
+    @property
+    def projected(self) -> str:
+        """What there are projections of, of q, k and v."""
+        return "q" if self.reuses_kv else "qk" if self.values_are_keys else "qkv"
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """How many there are, and their size."""
+        return self.num_kv_heads, self.head_dim
+
+    def axis(self, name: str) -> str:
+        """An axis's name in the table: the part's own where layers differ in heads."""
+        return name if self.key == "attn" or name == "hidden" else f"{self.key}.{name}"
+
+    def _axes(self, names: str) -> str:
+        return " ".join(n if n == "->" else self.axis(n) for n in names.split())
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        group = {"q_group": self.num_heads // self.num_kv_heads} if self.flat_norm else {}
-        return group | {
+        queries = self.num_heads // self.num_kv_heads * (1 + self.gate)
+        sizes = {"q_group": queries} if self.flat_norm else {}
+        sizes |= {
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads,
-            "qkv_group": self.num_heads // self.num_kv_heads * (1 + self.gate) + 2,
+            f"{self.projected}_group": queries + len(self.projected) - 1,
             "head_dim": self.head_dim,
         }
+        return {self.axis(name): size for name, size in sizes.items()}
 
     def table(self) -> Table:
-        names = tuple(f"{ATTENTION}.{part}_proj" for part in "qkv")
+        key, projected = self.key, self.projected
+        names = tuple(f"{ATTENTION}.{part}_proj" for part in projected)
         weights, biases = (tuple(f"{n}.{end}" for n in names) for end in ("weight", "bias"))
         norms = "input_layernorm", "post_attention_layernorm"
-        lines = self.wiring.table(self.norm, "attn", *norms)
+        lines = self.wiring.table(self.norm, key, *norms)
         order = (self.rope or Rope(1.0)).order(self.head_dim, self.interleaved)
-        axes = "kv_heads qkv_group head_dim"
-        layout = QKV(order=order, gated=self.gate)
-        lines["attn.qkv"] = Weight(f"hidden -> {axes}", weights, layout)
+        axes = self._axes(f"kv_heads {projected}_group head_dim")
+        layout = QKV(order=order, gated=self.gate, num_kv=len(projected) - 1)
+        lines[f"{key}.{projected}"] = Weight(f"hidden -> {axes}", weights, layout)
         if self.qkv_bias:
-            lines["attn.qkv_bias"] = Weight(axes, biases, replace(layout, bias=True), "zeros")
+            layout = replace(layout, bias=True)
+            lines[f"{key}.{projected}_bias"] = Weight(axes, biases, layout, "zeros")
         if self.qk_norm is not None:
-            for part in "qk":
-                key, hf = f"attn.{part}_norm", f"{ATTENTION}.{part}_norm"
-                lines |= self.norm.table(key, hf, "head_dim")
+            for part in self._normed:
+                line, hf = f"{key}.{part}_norm", f"{ATTENTION}.{part}_norm"
+                lines |= self.norm.table(line, hf, self.axis("head_dim"))
                 if order:
-                    layout = Reordered(order, lines[key].layout)
-                    lines[key] = replace(lines[key], layout=layout)
+                    layout = Reordered(order, lines[line].layout)
+                    lines[line] = replace(lines[line], layout=layout)
         if self.flat_norm:
-            for part, axes in (("q", "kv_heads q_group head_dim"), ("k", "kv_heads head_dim")):
+            axes = {"q": "kv_heads q_group head_dim", "k": "kv_heads head_dim"}
+            for part in self._normed:
                 hf = f"{ATTENTION}.{part}_norm.weight"
-                lines[f"attn.{part}_norm"] = Weight(axes, hf, Flat(), "ones")
+                line = Weight(self._axes(axes[part]), hf, Flat(), "ones")
+                lines[f"{key}.{part}_norm"] = line
         if self.sinks:
-            lines["attn.sinks"] = Weight("heads", f"{ATTENTION}.sinks")
+            lines[f"{key}.sinks"] = Weight(self.axis("heads"), f"{ATTENTION}.sinks")
         output = f"{ATTENTION}.o_proj"
-        axes = "heads head_dim -> hidden"
-        lines["attn.o"] = Weight(axes, f"{output}.weight", Linear(), "residual")
+        axes = self._axes("heads head_dim -> hidden")
+        lines[f"{key}.o"] = Weight(axes, f"{output}.weight", Linear(), "residual")
         if self.output_bias:
-            lines["attn.o_bias"] = Weight("hidden", f"{output}.bias", Flat(), "zeros")
+            lines[f"{key}.o_bias"] = Weight("hidden", f"{output}.bias", Flat(), "zeros")
         return lines
+
+    @property
+    def _normed(self) -> str:
+        """What has norms with weights."""
+        return "q" if self.reuses_kv else "qk"
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
         branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, "attn", w, x, context)
+        return self.wiring(branch, self.norm, self.key, w, x, context)
 
     def _branch(
         self,
@@ -135,39 +174,54 @@ class Attention:
         norm: Norm | None,
         residual: Hidden | None,
     ) -> Hidden:
-        qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
-        q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+        key, num_kv = self.key, len(self.projected) - 1
+        line = f"{key}.{self.projected}"
+        qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
+        last = qkv.shape[3]
+        q, *kv = jnp.split(qkv, tuple(range(last - num_kv, last)), axis=3)
         q, gate = (q[:, :, :, ::2], q[:, :, :, 1::2]) if self.gate else (q, None)
-        if self.qk_norm is not None and self.flat_norm:
-            q = self._flat(q, w["attn.q_norm"], self.num_heads, context)
-            k = self._flat(k, w["attn.k_norm"], self.num_kv_heads, context)
-        elif self.qk_norm is not None and not self.norm_after_rope:
-            q, k = self._normed(q, k, w, context)
-        if self.rope is not None:
-            cos, sin, factor = context.rope[self.rope]
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-            if factor is not None:
-                q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
-        if self.qk_norm is not None and self.norm_after_rope:
-            q, k = self._normed(q, k, w, context)
+        k, v = (kv[0], kv[-1]) if kv else (None, None)
+        after = self.norm_after_rope and not self.flat_norm
+        q, factor = self._turned(q, "q", after, w, context)
+        if factor is not None:
+            q = (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
-        scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
-        how = {"scale": scale, "sinks": sinks, "causal": self.causal}
-        h = attend(q, k[:, :, :, 0], v[:, :, :, 0], **how)
+        if k is not None and v is not None:
+            k, _ = self._turned(k, "k", after, w, context)
+            if self.v_norm:
+                v = context.norm(v, Norm(jnp.ones(self.head_dim), eps=self.qk_norm or 0.0))
+            k, v = k[:, :, :, 0], v[:, :, :, 0]
+        scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
+        h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal)
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
         o_bias, residual = (
-            context.on_one_shard(w.get("attn.o_bias")),
+            context.on_one_shard(w.get(f"{key}.o_bias")),
             context.on_one_shard(residual),
         )
-        h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
+        h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
 
-    def _normed(self, q: Array, k: Array, w: LayerWeights, context: Context) -> tuple[Array, Array]:
-        """RMSNorm of every head."""
-        eps = self.qk_norm or 0.0
-        q_norm, k_norm = (Norm(w[f"attn.{part}_norm"], eps=eps) for part in "qk")
-        return context.norm(q, q_norm), context.norm(k, k_norm)
+    def _turned(
+        self, heads: Array, part: str, after: bool, w: LayerWeights, context: Context
+    ) -> tuple[Array, Array | None]:
+        """Queries or keys with norm and RoPE, and the factor of queries at their positions."""
+        factor = None
+        if self.qk_norm is not None and not after:
+            heads = self._norm(heads, part, w, context)
+        if self.rope is not None:
+            cos, sin, factor = context.rope[self.rope, self.head_dim]
+            heads = apply_rope(heads, cos, sin)
+        if self.qk_norm is not None and after:
+            heads = self._norm(heads, part, w, context)
+        return heads, factor
+
+    def _norm(self, heads: Array, part: str, w: LayerWeights, context: Context) -> Array:
+        """RMSNorm of every head, or of all together."""
+        weight, count = w[f"{self.key}.{part}_norm"], self.num_heads
+        if self.flat_norm:
+            return self._flat(heads, weight, count if part == "q" else self.num_kv_heads, context)
+        return context.norm(heads, Norm(weight, eps=self.qk_norm or 0.0))
 
     def _flat(self, x: Array, weight: Any, heads: int, context: Context) -> Array:
         """RMSNorm over all heads; those of all tensor shards count."""
@@ -234,11 +288,11 @@ class Mlp:
         prologue: Norm | None = None,
     ) -> Hidden:
         """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
-        branch = partial(self._branch, w, x, context)
+        branch = partial(self.branch, w, x, context)
         onto = x if onto is None else onto
         return self.wiring(branch, self.norm, self.key, w, onto, context, prologue)
 
-    def _branch(
+    def branch(
         self,
         w: LayerWeights,
         x: Hidden,
@@ -246,6 +300,7 @@ class Mlp:
         norm: Norm | None,
         residual: Hidden | None,
     ) -> Hidden:
+        """The network of x, normed, and what is added to it."""
         key, first = self.key, self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
         down_bias, residual = (
@@ -278,6 +333,10 @@ class Moe:
         biased: shares are sigmoids; a bias of each expert has a say in which are chosen.
         scale: of the shares.
         stacked: one tensor of a checkpoint holds all experts.
+        beside: a network that all tokens pass, with a norm before it of its own. Then its result
+            and that of the experts have a norm each, and the sum is wired as `beside` is.
+        router_norm: the router reads what a norm of its own gives, times hidden^-1/2.
+        expert_scales: every expert's share is multiplied by a number of its own.
     """
 
     num_experts: int
@@ -292,11 +351,15 @@ class Moe:
     biased: bool = False
     scale: float = 1.0
     stacked: bool = False
+    beside: Mlp | None = None
+    router_norm: bool = False
+    expert_scales: bool = False
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         count = self.num_experts
         shared = {"shared_mlp": self.shared, "gates": 1} if self.shared else {}
+        shared |= self.beside.axis_sizes if self.beside else {}
         return shared | {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
     def table(self) -> Table:
@@ -317,6 +380,16 @@ class Moe:
             lines["mlp.shared_down"] = Weight("shared_mlp -> hidden", down, Linear(), "residual")
             if self.shared_gated:
                 lines["mlp.shared_gate"] = Weight("gates hidden", gate)
+        if self.router_norm:
+            lines |= self.norm.table("mlp.router_norm", f"{MLP}.gate_norm")
+        if self.expert_scales:
+            stored = f"{MLP}.gate.per_expert_scale"
+            lines["mlp.expert_scales"] = Weight("routes", stored, Float32(), "ones")
+        if self.beside:
+            lines |= self.beside.table()
+            for number, key in ((1, self.beside.key), (2, "mlp")):
+                hf = f"model.layers.{{i}}.post_feedforward_layernorm_{number}"
+                lines |= self.norm.table(f"{key}.own_norm", hf)
         if self.biased:
             stored = f"{MLP}.gate.e_score_correction_bias"
             lines["mlp.choice_bias"] = Weight("routes", stored, Float32(), "zeros")
@@ -334,11 +407,38 @@ class Moe:
         return tuple(f"{prefix}.{expert}.{part}.weight" for expert in experts for part in parts)
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
+        if self.beside:
+            branch = partial(self._both, self.beside, w, x, context)
+            return self.beside.wiring(branch, self.beside.norm, self.beside.key, w, x, context)
+        h = self._experts(w, x, context)
+        return x + h + self._shared(w, x, context) if self.shared else x + h
+
+    def _both(
+        self,
+        dense: Mlp,
+        w: LayerWeights,
+        x: Hidden,
+        context: Context,
+        norm: Norm | None,
+        residual: Hidden | None,
+    ) -> Hidden:
+        """The dense network and the experts, each with a norm of its result."""
+        own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
+        h = own[dense.key](dense.branch(w, x, context, norm, None))
+        h = h + own["mlp"](self._experts(w, x, context))
+        return h if residual is None else residual + h
+
+    def _experts(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
+        """What the chosen experts give."""
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
-        router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
+        reads = self.norm.of(w, "mlp.router_norm") if self.router_norm else norm
+        router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=reads)
+        router = router * x.shape[-1] ** -0.5 if self.router_norm else router
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
         how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
         expert_ids, routing_weights = route(router, self.experts_per_token, **how)
+        if self.expert_scales:
+            routing_weights = routing_weights * taken(w["mlp.expert_scales"])[expert_ids]
         gate = self.activation
         gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
         num_local = w["mlp.gate_up"].shape[0]
@@ -359,12 +459,12 @@ class Moe:
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,
         )
-        h = context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
-        return x + h + self._shared(w, x, norm, context) if self.shared else x + h
+        return context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
 
-    def _shared(self, w: LayerWeights, x: Hidden, norm: Norm, context: Context) -> Hidden:
+    def _shared(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """What the network gives that all tokens pass."""
         assert isinstance(self.activation, str)
+        norm = self.norm.of(w, "mlp.norm")
         activation = Activation(self.activation, gated=True)
         h = context.linear(x, w["mlp.shared_gate_up"], prologue=norm)
         h = context.all_reduce(context.linear(h, w["mlp.shared_down"], prologue=activation))
@@ -383,19 +483,54 @@ class Layer:
     Attributes:
         attention: or what stands in its place; see nn.recurrent.
         parallel: the network reads what attention reads, by attention's norm.
+        per_layer: adds what an embedding for each layer says of a token.
+        scaled: the result is multiplied by a number.
     """
 
     attention: Attention | Any
     mlp: Mlp | Moe
     parallel: bool = False
+    per_layer: PerLayer | None = None
+    scaled: bool = False
 
     @cached_property
     def table(self) -> Table:
-        return self.attention.table() | self.mlp.table()
+        lines = self.attention.table() | self.mlp.table()
+        lines |= self.per_layer.layer_table() if self.per_layer else {}
+        if self.scaled:
+            name = "model.layers.{i}.layer_scalar"
+            lines["scale"] = Weight("one", name, Float32(), "ones")
+        return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, *, attend: Attend, context: Context) -> Hidden:
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        sizes = self.attention.axis_sizes | self.mlp.axis_sizes
+        sizes |= self.per_layer.axis_sizes if self.per_layer else {}
+        return sizes | ({"one": 1} if self.scaled else {})
+
+    def __call__(
+        self,
+        w: LayerWeights,
+        x: Hidden,
+        *,
+        attend: Attend,
+        context: Context,
+        given: Float[Array, "B T width"] | None = None,
+    ) -> Hidden:
+        """
+        Args:
+            given: of `per_layer`, what it says of each token here.
+        """
         y = self.attention(w, x, attend, context)
-        if not self.parallel:
-            return self.mlp(w, y, context)
-        assert isinstance(self.mlp, Mlp)
-        return self.mlp(w, x, context, onto=y, prologue=self.attention.norm.of(w, "attn.norm"))
+        if self.parallel:
+            assert isinstance(self.mlp, Mlp)
+            norm = self.attention.norm.of(w, f"{self.attention.key}.norm")
+            y = self.mlp(w, x, context, onto=y, prologue=norm)
+        else:
+            y = self.mlp(w, y, context)
+        if self.per_layer:
+            assert given is not None
+            y = self.per_layer.added(w, y, given, context)
+        if not self.scaled:
+            return y
+        return (y.astype(jnp.float32) * taken(w["scale"])[0]).astype(y.dtype)

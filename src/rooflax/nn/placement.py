@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import leaf_spec, shards_of, weight_spec, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
-from rooflax.nn.weights import Slot, Weight, Where
+from rooflax.nn.weights import GROUP_ENDS, Slot, Weight, Where
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -66,7 +66,9 @@ class Placer:
 
     def __init__(self, config: Decoder, mesh: Mesh):
         self._mesh, self.shards = mesh, shards_of(mesh)
-        self._copies = kv_copies(config, self.shards)
+        self._copies = {
+            kind.axis("kv_heads"): kv_copies(kind, self.shards) for kind in config.attentions
+        }
         self.config = config_on(config, self.shards)
 
     def __call__(self, slot: Slot, read: Read, keep: Keep) -> Any:
@@ -115,8 +117,10 @@ class Placer:
         names = weight.axis_names
         if names[0] == "vocab":
             return self._vocab_part(where, read)
-        if "qkv_group" in names and self._copies > 1:
-            return self._copied_part(names.index("kv_heads"), where, read)
+        for axis, name in enumerate(names):
+            if self._copies.get(name, 1) > 1:
+                num_kv = GROUP_ENDS[names[axis + 1].rpartition(".")[2]]
+                return self._copied_part(axis, self._copies[name], num_kv, where, read)
         return read(where)
 
     def _vocab_part(self, where: Where, read: Read) -> np.ndarray:
@@ -126,13 +130,15 @@ class Placer:
         missing = rows.stop - rows.start - found.shape[0]
         return np.pad(found, ((0, missing), (0, 0))) if missing else found
 
-    def _copied_part(self, axis: int, where: Where, read: Read) -> np.ndarray:
+    @staticmethod
+    def _copied_part(axis: int, copies: int, num_kv: int, where: Where, read: Read) -> np.ndarray:
         """One K/V head, and this shard's part of its query heads in their order."""
-        head, which = divmod(where[axis].start, self._copies)
+        head, which = divmod(where[axis].start, copies)
         whole = read((*where[:axis], slice(head, head + 1), slice(None), slice(None)))
-        own = (whole.shape[-2] - 2) // self._copies
+        queries = whole.shape[-2] - num_kv
+        own = queries // copies
         q = whole[..., which * own : (which + 1) * own, :]
-        return np.concatenate((q, whole[..., -2:, :]), axis=-2)
+        return np.concatenate((q, whole[..., queries:, :]), axis=-2)
 
     def finish(
         self, weights: dict[str, Any], table: Mapping[str, Weight], *, scan: bool

@@ -19,7 +19,7 @@ class RopeScaling:
     """Scaling of the inverse frequencies; fields beyond a kind's own stay at their default.
 
     Attributes:
-        kind: "linear", "llama3", "yarn" or "longrope".
+        kind: "linear", "llama3", "yarn", "longrope" or "proportional".
         factor: how many times longer the context gets.
         original_max_position: context length before scaling (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: llama3's band, in turns per original context.
@@ -28,6 +28,7 @@ class RopeScaling:
         attention_factor: yarn's and longrope's factor on cos and sin.
         short_factor, long_factor: longrope's divisor of each frequency, in tables up to the
             original context and in longer ones.
+        share: proportional's part of the frequencies, the first ones; the others are 0.
     """
 
     kind: str
@@ -41,12 +42,15 @@ class RopeScaling:
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    share: float = 1.0
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` object of config.json."""
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
         if self.kind == "linear":
             return scaling
+        if self.kind == "proportional":
+            return scaling | {"partial_rotary_factor": self.share}
         scaling["original_max_position_embeddings"] = self.original_max_position
         if self.kind == "llama3":
             return scaling | {
@@ -131,6 +135,9 @@ def inverse_frequencies(
         return plain
     if scaling.kind == "linear":
         return plain / np.float32(scaling.factor)
+    if scaling.kind == "proportional":
+        turns = np.arange(head_dim // 2) < int(scaling.share * head_dim // 2)
+        return plain * turns.astype(np.float32) / np.float32(scaling.factor)
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
     if scaling.kind == "longrope":

@@ -15,6 +15,7 @@ from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
+    from rooflax.nn.parts import Attention
     from rooflax.nn.weights import Shape, Weight
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
@@ -26,6 +27,7 @@ RULES = {
     "mlp": TENSOR,
     "dense_mlp": TENSOR,
     "shared_mlp": TENSOR,
+    "wide_mlp": TENSOR,
     "channels": TENSOR,
     "delta_heads": TENSOR,
     "vocab": TENSOR,
@@ -35,10 +37,12 @@ RULES = {
     "tokens": SEQUENCE,
 }
 """What is split over what. The names are those of the weight table, and three more: the layers of a
-model, a batch's rows, and the tokens of each. Every other axis is whole everywhere."""
+model, a batch's rows, and the tokens of each. Every other axis is whole everywhere. What stands
+before a dot in a name says whose axis it is where layers differ in its size."""
 
-
-SPLIT = ("kv_heads", "mlp", "dense_mlp", "shared_mlp", "channels", "delta_heads", "experts")
+SPLIT = (
+    "kv_heads", "mlp", "dense_mlp", "shared_mlp", "wide_mlp", "channels", "delta_heads", "experts",
+)  # fmt: skip
 """Axes of weights that a mesh must divide: query heads go with theirs, the vocabulary is padded."""
 
 
@@ -100,18 +104,18 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
     Raises:
         RequestError: a split that leaves a remainder, with the arithmetic.
     """
-    if kv_copies(config, shards) > 1 and "q_group" in config.axis_sizes:
-        raise RequestError(
-            f"The mesh has tensor={shards.tensor} and the model {config.num_kv_heads} K/V heads, "
-            f"whose norm is of all heads together; choose a tensor axis that divides them."
-        )
+    for kind in config.attentions:
+        if kv_copies(kind, shards) > 1 and kind.flat_norm:
+            raise RequestError(
+                f"The mesh has tensor={shards.tensor} and the model {kind.num_kv_heads} K/V heads, "
+                f"whose norm is of all heads together; choose a tensor axis that divides them."
+            )
     if config.groups.state is not None and (split := shards.among(DATA, SEQUENCE)):
         raise RequestError(
             f"The mesh has {split[0]}={shards.sizes[split[0]]} and the model layers with state, "
             f"which rooflax splits over tensor, expert and stage alone; leave that axis out."
         )
-    if kv_copies(config, shards) > 1:
-        config = config.with_kv_heads(shards.tensor)
+    config = config.with_kv_copies({kind: kv_copies(kind, shards) for kind in config.attentions})
     check_split(config.axis_sizes, shards)
     repeats = config.num_layers // config.groups.period
     if shards.stage > 1 and repeats % shards.stage:
@@ -123,10 +127,10 @@ def config_on(config: Decoder, shards: Shards) -> Decoder:
 
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Rejects a split that leaves a remainder, with the arithmetic."""
-    for axis in SPLIT:
-        parts = getattr(shards, RULES[axis])
-        if axis in sizes and sizes[axis] % parts:
-            _reject(sizes[axis], f"{sizes[axis]} {axis}", RULES[axis], parts)
+    for axis, size in sizes.items():
+        rule = _rule(axis) if _base(axis) in SPLIT else None
+        if rule and size % getattr(shards, rule):
+            _reject(size, f"{size} {axis}", rule, getattr(shards, rule))
     if shards.expert > 1 and "experts" not in sizes:
         raise RequestError(
             f"The mesh has expert={shards.expert} and this model has no experts; leave that axis "
@@ -141,16 +145,26 @@ def _reject(count: int, what: str, axis: str, parts: int) -> None:
     )
 
 
-def kv_copies(config: Decoder, shards: Shards) -> int:
+def kv_copies(attention: Attention, shards: Shards) -> int:
     """To how many tensor shards each K/V head goes."""
-    kv_heads, parts = config.num_kv_heads, shards.tensor
-    fits = parts % kv_heads == 0 and config.num_heads % parts == 0
+    kv_heads, parts = attention.num_kv_heads, shards.tensor
+    fits = parts % kv_heads == 0 and attention.num_heads % parts == 0
     return parts // kv_heads if parts > kv_heads and fits else 1
+
+
+def _base(axis: str) -> str:
+    """An axis's name without whose it is."""
+    return axis.rpartition(".")[2]
+
+
+def _rule(axis: str) -> str | None:
+    """Over which axis of a mesh an axis is split."""
+    return RULES.get(_base(axis))
 
 
 def split_axes(weight: Weight, shards: Shards) -> tuple[str | None, ...]:
     """Per axis of a weight the mesh's axis that it is split over."""
-    rules = (RULES.get(name) for name in weight.axis_names)
+    rules = map(_rule, weight.axis_names)
     return tuple(axis if axis and getattr(shards, axis) > 1 else None for axis in rules)
 
 
@@ -165,7 +179,7 @@ def part_sizes(config: Decoder, shards: Shards) -> dict[str, int]:
     """Axis sizes of one device's part; `config` is as `config_on` gives."""
     sizes = dict(config.axis_sizes)
     sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
-    for name, axis in RULES.items():
-        if name in sizes:
+    for name in sizes:
+        if axis := _rule(name):
             sizes[name] //= getattr(shards, axis)
     return sizes

@@ -24,6 +24,8 @@ from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
 
+TABLES = ("embed", "per_layer.embed")
+"""Of which a step looks rows up, at their own width."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -83,7 +85,7 @@ class Storage:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
         if is_float32(slot.weight.layout):
             return "float32"
-        reads_bfloat16 = is_matmul(slot, config) or slot.key == "embed"
+        reads_bfloat16 = is_matmul(slot, config) or slot.key in TABLES
         keep = self.keeps_bfloat16 and stored_bfloat16 and reads_bfloat16
         return "bfloat16" if keep else self.dtype
 

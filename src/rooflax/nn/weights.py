@@ -127,9 +127,8 @@ def _turn(rows: np.ndarray, out: np.ndarray) -> None:
         out[..., begin : begin + ROWS_AT_ONCE] = some.T
 
 
-def _qkv_slices(group: int) -> tuple[slice, slice, slice]:
-    """Where q, k and v lie on the qkv_group axis."""
-    return slice(0, group - 2), slice(group - 2, group - 1), slice(group - 1, group)
+GROUP_ENDS = {"qkv_group": 2, "qk_group": 1, "q_group": 0}
+"""How many of an axis's rows are k and v, behind those of the queries."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class QKV(Layout):
     hidden axis is absent.
 
     Attributes:
+        num_kv: 2 for k and v; 1 where there is k alone, 0 where queries are.
         order: which of the checkpoint's dimensions each dimension of a query or key head is; None
             if they are the same.
         gated: a gate, whose dimensions keep their order, follows each query head.
@@ -149,15 +149,21 @@ class QKV(Layout):
     bias: bool = False
     order: tuple[int, ...] | None = None
     gated: bool = False
+    num_kv: int = 2
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         kv_heads, group, head_dim = out_shape
-        rows = [kv_heads * (group - 2) * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        return [(r, *in_shape) for r in rows]
+        heads = [group - self.num_kv, *[1] * self.num_kv]
+        return [(kv_heads * count * head_dim, *in_shape) for count in heads]
+
+    def _slices(self, group: int) -> list[slice]:
+        """Where q, k and v lie on the axis of a group."""
+        queries = group - self.num_kv
+        return [slice(0, queries), *(slice(i, i + 1) for i in range(queries, group))]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         kv_heads, group, head_dim = out.shape[-3:]
-        for part, where in zip(parts, _qkv_slices(group), strict=True):
+        for part, where in zip(parts, self._slices(group), strict=True):
             heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
             for at, head in np.ndindex(heads.shape[:2]):
                 own = heads[at, head][self._order(where.start + head, group)]
@@ -173,7 +179,7 @@ class QKV(Layout):
             back = order if isinstance(order, slice) else np.argsort(order)
             heads.append(array[..., head, :][..., back])
         ours = np.stack(heads, axis=-2)
-        parts = [ours[..., where, :] for where in _qkv_slices(group)]
+        parts = [ours[..., where, :] for where in self._slices(group)]
         if self.bias:
             return [part.reshape(-1) for part in parts]
         return [np.moveaxis(part, 0, -1).reshape(-1, array.shape[0]) for part in parts]
@@ -185,8 +191,9 @@ class QKV(Layout):
 
     def _order(self, head: int, group: int) -> Any:
         """Of the dimensions of one of a group's heads: queries, then k, then v."""
-        is_gate = self.gated and head < group - 2 and head % 2 == 1
-        if self.order is None or head == group - 1 or is_gate:
+        queries = group - self.num_kv
+        is_gate = self.gated and head < queries and head % 2 == 1
+        if self.order is None or head > queries or is_gate:
             return slice(None)
         return list(self.order)
 

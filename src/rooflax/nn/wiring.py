@@ -29,14 +29,14 @@ class Context:
 
     Attributes:
         num_tokens: how many leading tokens are real; None is all.
-        rope: cosines and sines at the tokens' positions, [B, T, head_dim / 2], and the queries'
-            factor, [B, T, 1], or None.
+        rope: by RoPE and head_dim, cosines and sines at the tokens' positions,
+            [B, T, head_dim / 2], and the queries' factor, [B, T, 1], or None.
     """
 
     options: ExecutionOptions
     shards: mesh.Shards | None
     num_tokens: Int[Array, ""] | None
-    rope: Mapping[Rope, tuple[Array, Array, Array | None]]
+    rope: Mapping[tuple[Rope, int], tuple[Array, Array, Array | None]]
 
     def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
         """ops.linear of the real tokens, by the step's kernels."""

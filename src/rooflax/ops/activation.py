@@ -10,6 +10,9 @@ from jaxtyping import Array, Float
 
 Activation = Callable[[jax.Array], jax.Array]
 
+WHOLE_ROW = 64
+"""Numbers of a row, and multiples, of which none are the end of XLA's vector loops."""
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -37,3 +40,16 @@ def clamped_swiglu(
     gate = jnp.minimum(gate_up[..., 0, :], limit)
     up = jnp.clip(gate_up[..., 1, :], -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def capped(x: Float[Array, "*batch width"], cap: float) -> Float[Array, "*batch width"]:
+    """cap * tanh(x / cap).
+
+    A row is the same bits among any number of rows: XLA on CPU computes tanh of an array's last
+    few numbers otherwise than of the rest, so rows are filled up.
+
+    Source: Gemma Team, Gemma 2, 2024.
+    """
+    width = x.shape[-1]
+    full = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -width % WHOLE_ROW)])
+    return cap * jnp.tanh(full / cap)[..., :width]

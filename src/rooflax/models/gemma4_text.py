@@ -1,0 +1,190 @@
+"""Gemma 4's text model: heads of other sizes in layers with a window than in those without.
+
+The file is longer than others, since it describes three kinds of models: dense ones (12B, 31B),
+whose layers without a window take keys for values; a mixture of experts beside a dense network
+(26B-A4B); and those with an embedding per layer (E2B, E4B), whose last layers attend to the keys
+and values of layers before. Rejected: attention both ways, another vocabulary per layer.
+
+Source: transformers, models/gemma4/modeling_gemma4.py and configuration_gemma4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.models import common
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.parts import Attention, Layer, Mlp, Moe
+from rooflax.nn.per_layer import PerLayer
+from rooflax.nn.rope import Rope, RopeScaling
+from rooflax.nn.weights import Stored
+from rooflax.nn.wiring import SANDWICH, NormKind
+from rooflax.ops.activation import ACTIVATIONS
+
+DEFAULTS = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+}  # fmt: skip
+"""What files leave out where it is transformers' default."""
+SKIPPED = (
+    r"(model\.)?(language_model\.)?(model\.)?layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight"
+)
+"""Tensors of layers that attend to another layer's keys and values."""
+LAYER, LINE = "model.layers.{i}", "layers.{i}.mlp"
+EXPERTS = Names(
+    (
+        (f"{LINE}.norm", Stored(f"{LAYER}.pre_feedforward_layernorm_2.weight")),
+        (f"{LINE}.router", Stored(f"{LAYER}.router.proj.weight")),
+        (f"{LINE}.router_norm", Stored(f"{LAYER}.router.scale")),
+        (f"{LINE}.expert_scales", Stored(f"{LAYER}.router.per_expert_scale")),
+        (f"{LINE}.gate_up", Stored(f"{LAYER}.experts.gate_up_proj")),
+        (f"{LINE}.down", Stored(f"{LAYER}.experts.down_proj")),
+    )
+)
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.assume(**DEFAULTS)
+    reader.expect("use_bidirectional_attention", None, "vision")  # which is of images' tokens
+    count = common.num_layers(reader)
+    kinds = reader.layer_types(count, [_default_kind(i) for i in range(count)])
+    kinds = [*kinds[:-1], "full_attention"]
+    attentions = _read_attentions(reader, kinds)
+    norm = attentions["full_attention"].norm
+    own = count - reader.size("num_kv_shared_layers", 0, least=0, most=count - 1)
+    if missing := set(kinds[own:]) - set(kinds[:own]):
+        raise CheckpointError(
+            f"config.json has num_kv_shared_layers = {count - own} of {count} layers, which leave "
+            f"none of type {missing.pop()} with keys and values of its own."
+        )
+    activation = reader.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
+    network, shared = _read_networks(reader, norm, activation)
+    per_layer = _read_per_layer(reader, norm, activation, count)
+    layers = []
+    for index, kind in enumerate(kinds):
+        attention = replace(attentions[kind], reuses_kv=index >= own)
+        mlp = shared if index >= own else network
+        layers.append(Layer(attention, mlp, per_layer=per_layer, scaled=True))
+    cap = "final_logit_softcapping"
+    decoder = common.read_decoder(reader, layers, max_position=131_072, tied_embeddings=True)
+    return replace(
+        decoder,
+        embed_scale=decoder.hidden_size**0.5,
+        logit_cap=reader.number(cap) if reader.get(cap, None) is not None else None,
+        names=EXPERTS if decoder.moe else Names(),
+    )
+
+
+def _default_kind(index: int) -> str:
+    return "sliding_attention" if (index + 1) % 6 else "full_attention"
+
+
+def _read_attentions(reader: ConfigReader, kinds: Sequence[str]) -> dict[str, Attention]:
+    """By type of layer."""
+    parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None, "scale": 1.0}
+    local = common.read_attention(reader, norm_eps=1e-6, v_norm=True, **parts)
+    local = replace(local, qk_norm=local.norm.eps, window=reader.size("sliding_window", 512))
+    same = reader.flag("attention_k_eq_v", False)
+    sizes = _read_full_heads(reader, kinds, local, same)
+    full = replace(local, window=None, key="global_attn", values_are_keys=same)
+    full = replace(full, num_kv_heads=sizes[0], head_dim=sizes[1])
+    if full.num_heads % full.num_kv_heads or full.head_dim % 2:
+        raise CheckpointError(
+            f"config.json gives layers without a window {full.num_kv_heads} K/V heads of "
+            f"{full.head_dim}; the first must divide num_attention_heads = {full.num_heads}, the "
+            f"second be even."
+        )
+    ropes = common.read_nested_ropes(reader, full.head_dim, 1e6, 1e4, local.head_dim) or (
+        Rope(1e6, RopeScaling("proportional", 1.0, share=0.25)),
+        Rope(1e4),
+    )
+    full, local = (replace(a, rope=rope) for a, rope in zip((full, local), ropes, strict=True))
+    return {"full_attention": full, "sliding_attention": local}
+
+
+def _read_full_heads(
+    reader: ConfigReader, kinds: Sequence[str], local: Attention, same: bool
+) -> tuple[int, int]:
+    """K/V heads of layers without a window, and their size; transformers 5.23 writes them layer by
+    layer."""
+    count = reader.size("num_global_key_value_heads", local.num_kv_heads)
+    dim = reader.size("global_head_dim", 512)
+    each = reader.get("per_layer_config", None)
+    if each is not None:
+        full = [str(index) for index, kind in enumerate(kinds) if kind == "full_attention"]
+        only = {"head_dim"} | ({"num_key_value_heads"} if same else set())
+        stated = each.get(full[0]) if isinstance(each, dict) else None
+        if (
+            not isinstance(stated, dict)
+            or set(stated) - only
+            or each != dict.fromkeys(full, stated)
+        ):
+            raise CheckpointError(
+                f"config.json has per_layer_config = {each!r:.80}; it must give every layer of "
+                f"type full_attention, and no other, the same {' and '.join(sorted(only))}."
+            )
+        heads = ConfigReader(stated)
+        count = heads.size("num_key_value_heads", local.num_kv_heads)
+        dim = heads.size("head_dim", local.head_dim)
+    return count if same else local.num_kv_heads, dim
+
+
+def _read_networks(
+    reader: ConfigReader, norm: NormKind, activation: str
+) -> tuple[Mlp | Moe, Mlp | Moe]:
+    """Of layers with keys and values of their own, and of the others."""
+    has_experts, is_wide = reader.flag("enable_moe_block", False), "use_double_wide_mlp"
+    key = "dense_mlp" if has_experts else "mlp"
+    dense = Mlp(reader.size("intermediate_size"), norm, activation, key=key, wiring=SANDWICH)
+    wide = replace(dense, width=2 * dense.width, key="wide_mlp")
+    wide = wide if reader.flag(is_wide, False) else dense
+    if not has_experts:
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            reader.get(name, None)
+        return dense, wide
+    count, width = reader.size("num_experts"), reader.size("moe_intermediate_size")
+    chosen = reader.size("top_k_experts", most=count)
+    moe = Moe(count, chosen, width, norm, activation, stacked=True, beside=dense)
+    moe = replace(moe, router_norm=True, expert_scales=True)
+    return moe, replace(moe, beside=wide)
+
+
+def _read_per_layer(
+    reader: ConfigReader, norm: NormKind, activation: str, count: int
+) -> PerLayer | None:
+    width = reader.size("hidden_size_per_layer_input", 256, least=0)
+    rows = reader.get("vocab_size_per_layer_input", 262_144)
+    if width and rows != reader.size("vocab_size"):
+        reader.expect("vocab_size_per_layer_input", reader.size("vocab_size"))
+    return PerLayer(width, count, norm, activation) if width else None
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    kinds = {attention.window is None: attention for attention in reversed(decoder.attentions)}
+    full, local = kinds[True], kinds.get(False, kinds[True])
+    networks = [layer.mlp for layer in decoder.layers]
+    dense = [m.beside if isinstance(m, Moe) and m.beside else m for m in networks]
+    moe, per_layer = decoder.moe, decoder.per_layer
+    written = common.write_nested(decoder, "gemma4_text", "Gemma4ForCausalLM")
+    return written | {
+        "hidden_activation": written.pop("hidden_act"),
+        "intermediate_size": dense[0].width,
+        "num_key_value_heads": local.num_kv_heads,
+        "head_dim": local.head_dim,
+        "num_global_key_value_heads": full.num_kv_heads,
+        "global_head_dim": full.head_dim,
+        "attention_k_eq_v": full.values_are_keys,
+        "final_logit_softcapping": decoder.logit_cap,
+        "num_kv_shared_layers": sum(layer.attention.reuses_kv for layer in decoder.layers),
+        "use_double_wide_mlp": dense[-1].width != dense[0].width,
+        "hidden_size_per_layer_input": per_layer.width if per_layer else 0,
+        "vocab_size_per_layer_input": decoder.vocab_size,
+        "enable_moe_block": moe is not None,
+        "num_experts": moe.num_experts if moe else None,
+        "top_k_experts": moe.experts_per_token if moe else None,
+        "moe_intermediate_size": moe.width if moe else None,
+    }

@@ -1,0 +1,102 @@
+"""An embedding for each layer: what a token says to that layer alone, beside the residual stream.
+
+Source: transformers, models/gemma4/modeling_gemma4.py; Gemma Team, Gemma 3n, 2025.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rooflax.nn import mesh
+from rooflax.nn.layers import LayerWeights
+from rooflax.nn.weights import Linear, Weight
+from rooflax.nn.wiring import Context, Hidden, NormKind, Table
+from rooflax.ops.linear import Activation
+
+LAYER = "model.layers.{i}"
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """What a token's id and its embedding x say to each of the layers, `width` numbers e, and how a
+    layer adds them to its result y.
+
+        e = (table[id] * width^1/2 + norm(x @ projection * hidden^-1/2)) * 2^-1/2
+        y + norm((activation(y @ gate) * e) @ up)
+
+    Attributes:
+        num_layers: of the whole model, also where it is cut.
+        activation: a name of ops.activation.
+    """
+
+    width: int
+    num_layers: int
+    norm: NormKind
+    activation: str
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        return {
+            "per_layer": self.width,
+            "depth": self.num_layers,
+            "per_layers": self.num_layers * self.width,
+        }
+
+    def table(self) -> Table:
+        """The lines outside the layers."""
+        projection = Weight(
+            "hidden -> depth per_layer", "model.per_layer_model_projection.weight", Linear()
+        )
+        return {
+            "per_layer.embed": Weight("vocab per_layers", "model.embed_tokens_per_layer.weight"),
+            "per_layer.projection": projection,
+        } | self.norm.table("per_layer.norm", "model.per_layer_projection_norm", "per_layer")
+
+    def layer_table(self) -> Table:
+        """A layer's."""
+        gate, up = (f"{LAYER}.per_layer_{name}.weight" for name in ("input_gate", "projection"))
+        return {
+            "per_layer.gate": Weight("hidden -> per_layer", gate, Linear()),
+            "per_layer.up": Weight("per_layer -> hidden", up, Linear(), "residual"),
+        } | self.norm.table("per_layer.norm", f"{LAYER}.post_per_layer_input_norm")
+
+    def of_tokens(
+        self,
+        weights: Mapping[str, Any],
+        tokens: Int[Array, "B T"],
+        x: Hidden,
+        context: Context,
+    ) -> Float[Array, "depth B T width"]:
+        """What the tokens say to each layer.
+
+        Args:
+            x: their embeddings.
+        """
+        how = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
+        table = weights["per_layer.embed"]
+        said = mesh.embed(table, tokens, context.shards, dtype="float32", **how)
+        said = said.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
+        seen = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
+        seen = context.norm(seen.astype(jnp.float32), self.norm.of(weights, "per_layer.norm"))
+        return jnp.moveaxis(((said + seen) * 2**-0.5).astype(x.dtype), 2, 0)
+
+    def added(
+        self, w: LayerWeights, y: Hidden, given: Float[Array, "B T width"], context: Context
+    ) -> Hidden:
+        """A layer's result with what the tokens say to it.
+
+        Args:
+            given: this layer's of `of_tokens`.
+        """
+        gate = context.linear(y, w["per_layer.gate"])
+        pair = jnp.stack((gate, given), axis=-2)
+        activation = Activation(self.activation, gated=True)
+        h = context.linear(pair, w["per_layer.up"], prologue=activation)
+        return y + context.norm(h, self.norm.of(w, "per_layer.norm"))

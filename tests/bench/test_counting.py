@@ -7,7 +7,9 @@ from rooflax.bench.counting import decode_cost, expected_experts, prefill_cost, 
 from rooflax.bench.measure import Bench
 from rooflax.bench.workload import Workload
 from rooflax.loading.model_info import model_info
+from rooflax.models.memory import estimate
 from rooflax.nn.storage import Storage
+from rooflax.ops.accelerator import block_size
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -52,6 +54,16 @@ def test_windows_and_experts_are_read_in_part():
     assert many.weight_bytes > cost("preset:gpt-oss-tiny").weight_bytes
     assert expected_experts(32, 4, 1) == pytest.approx(4)
     assert expected_experts(32, 4, 10_000) == pytest.approx(32)
+
+
+def test_layers_that_keep_nothing_read_what_others_keep():
+    """Of 35 layers 28 have windows of 512 and heads of 256, 7 see all with heads of 512; the first
+    15 keep K and V, 12 and 3 of them."""
+    config = model_info("preset:gemma-4-e2b").config
+    found = decode_cost("gemma4_text", config, batch=1, context=1000, **WIDTHS)
+    assert found.kv_bytes == 2 * 4 * (28 * 512 * 256 + 7 * 1000 * 512)
+    need = estimate(config, **WIDTHS, rows=1, tokens=1000, num_blocks=(64, 34))
+    assert need.kv_cache == 2 * 4 * block_size() * (12 * 34 * 256 + 3 * 64 * 512)
 
 
 def test_operations_of_gpt2_by_hand():

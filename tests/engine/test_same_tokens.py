@@ -20,7 +20,9 @@ from tests.marks import cases
 
 pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
-FAMILIES = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2")
+FAMILIES = (
+    "gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2", "gemma4_text", "gemma4_text_shared",
+)  # fmt: skip
 CHUNKS = (16, 64, MAX_TOKENS)
 SETTINGS = list(itertools.product(FAMILIES, CHUNKS, (1, 8), (True, False), (True, False)))
 SLOTS = 6

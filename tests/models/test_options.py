@@ -105,6 +105,16 @@ def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, 
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
 
 
+@pytest.mark.parametrize("variant", ["gemma4_text", "gemma4_text_shared"])
+def test_a_prefix_hit_in_layers_of_several_kinds_leaves_the_tokens_unchanged(case, variant):
+    this = case(variant)
+    llm = this.llm()
+    for hits in (0, 16):
+        got = llm.generate(goldens.prompts(), GREEDY)
+        assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
+        assert got[2].num_cached_tokens >= hits
+
+
 @pytest.mark.parametrize(
     ("variant", "use_cache"),
     cases([("gpt2", False), ("gpt_oss_short", True)], slow=[("gpt2", False)]),

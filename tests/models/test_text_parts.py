@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rooflax import LLM, load, model_info
+from rooflax import LLM, SamplingParams, load, model_info
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.registry import read_config
@@ -170,6 +170,16 @@ def test_gemma4_with_heads_layer_by_layer_is_the_same_model():
 def test_of_gemma4_what_is_not_computed_is_rejected_by_name(change, reason):
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         read_config(goldens.VARIANTS["gemma4_text_shared"] | change)
+
+
+def test_layers_with_heads_of_two_sizes_run_one_by_one(tmp_path):
+    reference = goldens.committed("gemma4_text")
+    folder = goldens.write_checkpoint(tmp_path / "m", "gemma4_text", reference)
+    llm = LLM(folder, weights_budget=400_000)
+    assert len(llm.plan.offloading.streamed) == 4
+    greedy = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
+    found = llm.generate(goldens.prompts(), greedy)
+    assert [list(c.tokens) for c in found] == reference.greedy.tolist()
 
 
 def test_layers_that_read_others_do_not_run_one_by_one(tmp_path):

@@ -50,7 +50,7 @@ CONVERTER: dict[str, dict[str, Any] | None] = {
         "mamba_expand": 2,
         "mamba_d_conv": 4,
         "mamba_d_state": 16,
-        "mamba_n_heads": 4,
+        "mamba_n_heads": 6,
         "mamba_d_head": 32,
     },
     "granite4_nope": None,

@@ -20,7 +20,9 @@ from pathlib import Path
 CONVERTED = ("f32", "f16", "bf16")
 
 
-def convert(llama_cpp: str, checkpoint: str, target: Path, kind: str, pre: str | None) -> None:
+def convert(
+    llama_cpp: str, checkpoint: str, target: Path, kind: str, pre: str | None, flags: list[str]
+) -> None:
     """Runs the converter in this process."""
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     import conversion.base
@@ -28,7 +30,7 @@ def convert(llama_cpp: str, checkpoint: str, target: Path, kind: str, pre: str |
 
     if pre is not None:
         conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: pre
-    sys.argv = ["convert", checkpoint, "--outfile", str(target), "--outtype", kind]
+    sys.argv = ["convert", checkpoint, "--outfile", str(target), "--outtype", kind, *flags]
     convert_hf_to_gguf.main()
 
 
@@ -52,16 +54,18 @@ def main() -> None:
     parser.add_argument("kinds", nargs="+")
     parser.add_argument("--pre", help="name of the pre-tokenizer")
     parser.add_argument("--pure", action="store_true")
+    parser.add_argument("--no-mtp", action="store_true", help="as the converter's")
     args = parser.parse_args()
+    flags = ["--no-mtp"] if args.no_mtp else []
     plain = Path(f"{args.prefix}.f32.gguf")
     plain.parent.mkdir(parents=True, exist_ok=True)
     for kind in args.kinds:
         target = Path(f"{args.prefix}.{kind}.gguf")
         if kind in CONVERTED:
-            convert(args.llama_cpp, args.checkpoint, target, kind, args.pre)
+            convert(args.llama_cpp, args.checkpoint, target, kind, args.pre, flags)
             continue
         if not plain.exists():
-            convert(args.llama_cpp, args.checkpoint, plain, "f32", args.pre)
+            convert(args.llama_cpp, args.checkpoint, plain, "f32", args.pre, flags)
         quantize(plain, target, kind, pure=args.pure)
     if "f32" not in args.kinds:
         plain.unlink(missing_ok=True)

@@ -335,6 +335,8 @@ class _Metadata:
     def _glm4_moe(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
         """Without the layers that predict further tokens, which files count too."""
         self.expect("expert_gating_func", 2)  # sigmoids
+        for key in ("expert_group_count", "expert_group_used_count"):
+            self.expect(key, 1)
         layers, more = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers", 0)
         count = layers - more if type(layers) is int and type(more) is int else layers
         return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 import jax
 import numpy as np
@@ -351,6 +352,11 @@ def test_absurd_numbers_are_rejected(key):
             "short_factor = .*each of 4 frequencies",
         ),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": -0.1}},
+            "llama_4_scaling_beta = -0.1; it must be finite and not below 0",
+        ),
         ("glm4_moe", {"num_experts_per_tok": 6}, "6.*5"),
         ("qwen2", {"max_window_layers": "2"}, "max_window_layers"),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": "8"}}, "factor"),
@@ -419,6 +425,26 @@ def test_the_folder_that_has_a_config_json_is_named(tmp_path):
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="name .*run/model, which has one"):
         read_config_json(tmp_path / "run")
+
+
+def test_an_mscale_of_zero_counts_as_absent():
+    """As transformers has it, and Devstral 2 writes it."""
+    raw, yarn = goldens.VARIANTS["gpt_oss"], {"rope_type": "yarn", "factor": 64.0, ORIGINAL: 16}
+    zero = yarn | {"mscale": 1.0, "mscale_all_dim": 0.0}
+    _, decoder = read_config(raw | {"rope_scaling": zero})
+    assert decoder == read_config(raw | {"rope_scaling": yarn})[1]
+    assert decoder.ropes[0].scaling.attention_factor == 0.1 * math.log(64) + 1
+    other = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert decoder != read_config(raw | {"rope_scaling": other})[1]
+
+
+def test_queries_may_grow_by_nothing():
+    raw = goldens.VARIANTS["ministral3"]
+    rope = raw["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
+    name, decoder = read_config(raw | {"rope_parameters": rope})
+    assert decoder.ropes[0].query_beta == 0.0
+    assert decoder != read_config(raw)[1]
+    assert read_config(family(name).config_to_hf(decoder)) == (name, decoder)
 
 
 def test_the_original_context_may_be_written_as_a_float():

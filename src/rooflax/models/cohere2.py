@@ -19,14 +19,14 @@ from rooflax.nn.wiring import NormKind, Wiring
 
 STATED = {
     "use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False,
-    "use_parallel_embedding": False, "use_embedding_sharing": True, "rotary_pct": 1.0,
-    "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first",
+    "use_embedding_sharing": True, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj",
+    "order_of_interleaved_layers": "local_attn_first",
 }  # fmt: skip
 """Keys of files that transformers does not read, and what it computes."""
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    reader.waive("cache_implementation")
+    reader.waive("use_parallel_embedding")  # how the embedding was sharded in training
     for key, only in STATED.items():
         reader.expect(key, only)
     reader.expect("head_dim", reader.size("hidden_size") // reader.size("num_attention_heads"))

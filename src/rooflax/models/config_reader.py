@@ -32,7 +32,7 @@ WAIVED = (
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "exponential_decay_length_penalty", "tf_legacy_loss", "name_or_path", "hidden_dropout",
-    "use_return_dict",
+    "use_return_dict", "cache_implementation", "model_name",
 )  # fmt: skip
 """Keys that change no logit here: bookkeeping, training, generation defaults, other tasks."""
 
@@ -198,7 +198,8 @@ class ConfigReader:
         theta, beta = self._positive("rope_theta", theta), 0.0
         if scales_queries:
             self._same_length(rope.pop("max_position_embeddings", None))
-            beta = self._positive("llama_4_scaling_beta", rope.pop("llama_4_scaling_beta", None))
+            beta = rope.pop("llama_4_scaling_beta", None)
+            beta = self._positive("llama_4_scaling_beta", beta, or_zero=True)
         scaling = self._rope_scaling(rope, dim or head_dim)
         if scaling is not None and scaling.kind == "yarn" and theta <= 1:
             raise CheckpointError(
@@ -317,11 +318,11 @@ class ConfigReader:
             raise CheckpointError(
                 f"config.json has rope_scaling.truncate = {truncate!r}; it must be true or false."
             )
-        given = {
-            key: number(key)
-            for key in ("attention_factor", "mscale", "mscale_all_dim")
-            if rope.get(key) is not None
-        }
+        given = {}
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            if rope.get(key) is not None:
+                zero = key != "attention_factor"  # an mscale of 0 counts as absent
+                given[key] = self._positive(f"rope_scaling.{key}", rope[key], or_zero=zero)
         fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
         if not 1e-6 <= slow < fast <= 1e6:
             raise CheckpointError(
@@ -349,16 +350,17 @@ class ConfigReader:
             )
         return number
 
-    def _positive(self, key: str, value: Any) -> float:
+    def _positive(self, key: str, value: Any, *, or_zero: bool = False) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"config.json has {key} = {value!r}; it must be a number.")
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if not math.isfinite(number) or number <= 0:
+        if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
+            least = "not below 0" if or_zero else "above 0"
             raise CheckpointError(
-                f"config.json has {key} = {value!r}; it must be finite and above 0."
+                f"config.json has {key} = {value!r}; it must be finite and {least}."
             )
         return number
 
@@ -429,6 +431,6 @@ def _yarn_attention_factor(factor: float, given: Mapping[str, float]) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if "mscale" in given and "mscale_all_dim" in given:
+    if given.get("mscale") and given.get("mscale_all_dim"):
         return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
     return mscale(1.0)

@@ -31,8 +31,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.waive("mamba_*", "time_step_*", "num_experts_per_tok", "init_method")
     for key, only in (("normalization_function", "rmsnorm"), ("mlp_bias", False)):
         reader.expect(key, only)
-    has_rope = reader.get("position_embedding_type", None)
-    reader.expect("position_embedding_type", "rope", None)
+    has_rope = reader.get("position_embedding_type", None) == "rope"
+    reader.expect("position_embedding_type", "rope", "nope", None)
     if experts := reader.size("num_local_experts", 8, least=0):
         raise UnsupportedModelError(
             f"config.json has num_local_experts = {experts}; of granitemoehybrid rooflax computes "

@@ -17,23 +17,28 @@ from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import Stored
 
-NAMES = Names(
-    tuple(
-        (f"layers.{{i}}.attn.{part[0]}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
-        for part in ("query", "key")
-    )
-)
+NAMES = Names(tuple(
+    (f"layers.{{i}}.attn.{part[0]}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
+    for part in ("query", "key")
+))  # fmt: skip
+
+STATED = {
+    "use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms",
+    "use_rotary_pos_emb": True, "add_classification_head": False,
+}  # fmt: skip
+SKIPPED_KEYS = ("cla_*", "class_num", "dense_list", "pool_type", "org_vocab_size", "*_id")
+"""Keys of shared K/V and of a classifier's head, which `STATED` excludes, and tokens."""
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    reader.waive("eod_token_id")
-    for key, only in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False)):
+    reader.waive(*SKIPPED_KEYS)
+    for key, only in STATED.items():
         reader.expect(key, only)
-    biases = common.read_biases(reader)
-    attention = common.read_attention(reader, norm_eps=1e-5, theta=None, **biases)
+    parts = common.read_biases(reader) | {"theta": None, "norm_after_rope": True}
+    attention = common.read_attention(reader, norm_eps=1e-5, **parts)
+    reader.expect("attention_head_dim", attention.head_dim)
     rope = _read_rope(reader, attention.head_dim)
-    eps = attention.norm.eps
-    attention = replace(attention, rope=rope, qk_norm=eps, norm_after_rope=True)
+    attention = replace(attention, rope=rope, qk_norm=attention.norm.eps)
     return replace(common.read_dense(reader, attention, max_position=2048), names=NAMES)
 
 

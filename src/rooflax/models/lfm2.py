@@ -1,6 +1,7 @@
 """LFM2: short convolutions in place of attention in most layers, RMSNorm of query and key heads.
 
 Longer than other families' files: all names of tensors and most keys are its own.
+Rejected: LFM2.5's encoders, which attend both ways.
 
 Source: transformers, models/lfm2/modeling_lfm2.py; Liquid AI, LFM2 Technical Report, 2025.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rooflax.errors import UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
@@ -33,14 +35,18 @@ NAMES = Names((
 
 SKIPPED_KEYS = (
     "block_dim", "block_*init*", "block_norm_eps", "conv_dim_out", "conv_use_xavier_init",
-    "num_heads", "theta", "use_pos_enc",
+    "num_heads", "theta", "use_pos_enc", "block__name_mlp", "*ffn_te_autocast",
+    "*sequence_parallel_norm_across_tp",
 )  # fmt: skip
 """Of training, or said twice."""
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.waive(*SKIPPED_KEYS)
+    _check_causal(reader)
     reader.expect("block_use_swiglu", True)
+    for key in ("block_ffn_use_quantized_params", "ffn_use_quantized_params"):
+        reader.expect(key, False)
     reader.expect("conv_dim", reader.size("hidden_size"))
     reader.assume(rms_norm_eps=reader.number("norm_eps", 1e-5))
     attention = common.read_attention(reader, norm_eps=1e-5, kv_heads=8, theta=1_000_000.0)
@@ -56,6 +62,16 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
     decoder = common.read_decoder(reader, layers, max_position=128_000, tied_embeddings=tied)
     return replace(decoder, names=NAMES)
+
+
+def _check_causal(reader: ConfigReader) -> None:
+    """LFM2.5's encoders, whose code is their own, differ in their architecture's name alone."""
+    named = reader.get("architectures", [])
+    if named not in ([], ["Lfm2ForCausalLM"], ["Lfm2Model"]):
+        raise UnsupportedModelError(
+            f"config.json has architectures = {named!r:.80}; of lfm2 rooflax computes "
+            f"Lfm2ForCausalLM and Lfm2Model, which attend to earlier tokens alone."
+        )
 
 
 def _read_width(reader: ConfigReader) -> int:

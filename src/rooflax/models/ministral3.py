@@ -1,5 +1,7 @@
 """Ministral 3: Mistral whose queries grow with their position beyond the original context, YaRN.
 
+Devstral 2 is one whose queries grow by 0.
+
 Source: transformers, models/ministral3/modeling_ministral3.py.
 """
 
@@ -38,5 +40,5 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     written = common.write_decoder(decoder, "ministral3", "Ministral3ForCausalLM")
     del written["rope_theta"], written["rope_scaling"]
     assert attention.rope
-    rope = attention.rope.to_hf()
+    rope = {"llama_4_scaling_beta": 0.0} | attention.rope.to_hf()
     return written | {"sliding_window": attention.window, "rope_parameters": rope}

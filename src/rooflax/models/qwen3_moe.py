@@ -15,8 +15,13 @@ from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 
+STATED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+"""Keys of Qwen3-Coder's files that transformers does not read, and what it computes."""
+
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
+    for key, only in STATED.items():
+        reader.expect(key, only)
     biases = common.read_biases(reader)
     attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **biases)
     window = reader.size("sliding_window", 4096)

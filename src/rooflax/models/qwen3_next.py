@@ -16,6 +16,7 @@ from rooflax.nn.decoder import Decoder
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.expect("use_sliding_window", False)
     reader.assume(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True)
     reader.assume(moe_intermediate_size=512, intermediate_size=5632)
     attention, delta = read_mixers(reader, kv_heads=2, fused=True)

@@ -76,7 +76,9 @@ def check_quantization(value: Any) -> None:
     """Rejects by name a quantised checkpoint of a kind that we do not read."""
     if value is None:
         return
-    method = value.get("quant_method") if isinstance(value, dict) else value
+    method = value
+    if isinstance(value, dict):
+        method = value.get("quant_method", "mlx" if "group_size" in value else None)
     if method not in READ_QUANTIZATION:
         raise UnsupportedModelError(
             f"config.json says the checkpoint is quantised by {method!r}, which rooflax does not "

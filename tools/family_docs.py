@@ -54,12 +54,13 @@ def row(name: str) -> str:
 
 
 def proven(name: str) -> str:
-    """Tiny checkpoints held to transformers, and published config.json files that are read."""
+    """Tiny checkpoints held to transformers, and published config.json files that open."""
     from tests.goldens import VARIANTS
 
     tiny = [variant for variant, raw in VARIANTS.items() if raw["model_type"] == name]
     published = ROOT / "tests" / "data" / "published_configs" / "configs.json"
-    found = [r for r in json.loads(published.read_text()) if r["config"].get("model_type") == name]
+    opens = [r["config"] for r in json.loads(published.read_text()) if r["outcome"] == "opens"]
+    found = [config for config in opens if config["model_type"] == name]
     parts = [f"{len(tiny)} tiny checkpoint{plural(tiny)}"] if tiny else ["as its text model"]
     return ", ".join(parts + ([f"{len(found)} published config{plural(found)}"] if found else []))
 

@@ -71,6 +71,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         layers.append(Layer(attention, mlp, per_layer=per_layer, scaled=True))
     cap = "final_logit_softcapping"
     decoder = common.read_decoder(reader, layers, max_position=131_072, tied_embeddings=True)
+    # Files have it beside moe_intermediate_size, transformers does not read it.
+    reader.expect("expert_intermediate_size", None, decoder.moe.width if decoder.moe else None)
     return replace(
         decoder,
         embed_scale=decoder.hidden_size**0.5,

@@ -38,6 +38,7 @@ from rooflax.nn.wiring import (
     Table,
     Wiring,
 )
+from rooflax.ops.attention import Projected
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.norm import rms_norm
@@ -137,6 +138,7 @@ class Attention:
         residual: Hidden | None,
     ) -> Hidden:
         qkv = context.linear(x, w["attn.qkv"], w.get("attn.qkv_bias"), prologue=norm)
+        new = self._projected(w, qkv, context)
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         q, gate = (q[:, :, :, ::2], q[:, :, :, 1::2]) if self.gate else (q, None)
         if self.qk_norm is not None and self.flat_norm:
@@ -153,7 +155,7 @@ class Attention:
             q, k = self._normed(q, k, w)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scale, sinks = self.scale or self.head_dim**-0.5, w.get("attn.sinks")
-        how = {"scale": scale, "sinks": sinks, "causal": self.causal}
+        how = {"scale": scale, "sinks": sinks, "causal": self.causal, "new": new}
         h = attend(q, k[:, :, :, 0], v[:, :, :, 0], **how)
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
@@ -163,6 +165,20 @@ class Attention:
         )
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
+
+    def _projected(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
+        """What becomes of the projection's result, unless more does than that can say."""
+        if self.gate or self.flat_norm or self.norm_after_rope:
+            return None
+        cos = sin = None
+        if self.rope is not None:
+            cos, sin, factor = context.rope[self.rope]
+            if factor is not None:
+                return None
+        norms = None
+        if self.qk_norm is not None:
+            norms = taken(w["attn.q_norm"]), taken(w["attn.k_norm"])
+        return Projected(qkv, cos, sin, norms, self.qk_norm or 0.0)
 
     def _normed(self, q: Array, k: Array, w: LayerWeights) -> tuple[Array, Array]:
         """RMSNorm of every head."""

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import AttentionArgs, Paging, Projected, Sequences, gpu_step
 from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
 from rooflax.ops.weights import class_of
@@ -138,7 +138,7 @@ def mixtures() -> Iterator[Case]:
             chosen = Struct((tokens, 4), jnp.int32), Struct((tokens, 4), jnp.float32)
 
             def run(*arrays):
-                return moe.experts(MoeArgs.of(*arrays, activation=clamped_swiglu))
+                return moe.experts(MoeArgs.of(*arrays, activation=ClampedSwiglu()))
 
             given = (x, *chosen, up, biases[0], down, biases[1])
             yield Case(f"experts {kind}, tokens {tokens}", run, given)

@@ -352,6 +352,7 @@ class Moe:
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=norm)
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
         how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
+        how |= {"implementation": context.options.kernels}
         expert_ids, routing_weights = route(router, self.experts_per_token, **how)
         gate = self.activation
         gate = Activation(gate, gated=True) if isinstance(gate, str) else gate
@@ -370,11 +371,13 @@ class Moe:
             norm=norm,
             activation=gate,
             method=context.options.moe,
+            residual=rows if context.shards is None else None,
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,
         )
-        h = context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
-        return x + h + self._shared(w, x, norm, context) if self.shared else x + h
+        h = h.reshape(x.shape)
+        h = h if context.shards is None else x + context.all_reduce(h, mesh.EXPERT)
+        return h + self._shared(w, x, norm, context) if self.shared else h
 
     def _shared(self, w: LayerWeights, x: Hidden, norm: Norm, context: Context) -> Hidden:
         """What the network gives that all tokens pass."""

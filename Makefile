@@ -64,6 +64,7 @@ build/sanitized: $(wildcard csrc/*)
 # tools/gpu_tables; in an environment of its own, because CUDA's compilers are half a gigabyte.
 GPU_PYTHON ?= python3.12
 GPU_VENV = .venv-gpu
+GPU_JAX ?= <0.13
 gpu-compile:
 	@mkdir -p build
 	@if $(MAKE) --no-print-directory $(GPU_VENV)/.installed >build/gpu-install.log 2>&1; then \
@@ -72,7 +73,7 @@ gpu-compile:
 
 $(GPU_VENV)/.installed:
 	$(GPU_PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile "jax[cuda13]<0.13" \
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile "jax[cuda13]$(GPU_JAX)" \
 	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf
 	@touch $@
 

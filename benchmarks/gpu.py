@@ -84,6 +84,8 @@ def _kernels(tiny: bool) -> list[Case]:
         label = " ".join(f"{k} {v}" for k, v in how.items() if v)
         name = f"attention {kind} head {width} {label}"
         found.append(case(name, "attention", kind=kind, head_dim=width, **how))
+    for width in heads:
+        found.append(case(f"decode step head {width}", "step", head_dim=width))
     formats = ("mxfp4-a16", "w8a16", "w8a8", "w8a16-g32", "w4a8", "fp8-a16")
     for format in () if tiny else formats:
         found.append(case(f"linear {format} rows 1", "linear", format=format, rows=1))
@@ -168,6 +170,7 @@ def run_job(job: str, arguments: Figures) -> Figures:
         "linear": gpu_cases.linear_case,
         "attention": gpu_cases.attention_case,
         "experts": gpu_cases.experts_case,
+        "step": gpu_cases.step_case,
         "race": gpu_cases.race,
         "ceilings": gpu_cases.ceilings,
         "model": gpu_models.model,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -157,9 +158,55 @@ def attention_case(
     return row
 
 
+def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
+    """What a decode step does between its projections, in one kernel and its merge, against the
+    operations one after the other; new keys and values lie where they should."""
+    from rooflax.ops.attention import AttentionArgs, Projected, Sequences, attention_step
+    from rooflax.ops.attention import ragged_attention as attention
+    from rooflax.ops.cache_write import cache_write
+    from rooflax.ops.rope import apply_rope
+
+    del implementation
+    rows, kv_heads, group, block, table = (2, 1, 2, 16, 12) if tiny else (1, 8, 4, 16, 512)
+    keys, blocks = jax.random.split(jax.random.key(0), 4), 1 + rows * table
+    shape = (blocks, kv_heads, block, head_dim)
+    pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2]]
+    qkv = jax.random.normal(keys[2], (1, rows, kv_heads, group + 2, head_dim), jnp.bfloat16)
+    angles = jnp.arange(head_dim // 2, dtype=jnp.float32)[None, None] * jnp.ones((1, rows, 1))
+    new = Projected(qkv, jnp.cos(angles), jnp.sin(angles))
+    order = jax.random.permutation(keys[3], jnp.arange(1, blocks, dtype=jnp.int32))
+    at = jnp.asarray([table * block - 1 - 7 * row for row in range(rows)], jnp.int32)
+    each = jnp.arange(rows, dtype=jnp.int32)
+    where = order.reshape(rows, table), each * 0
+    sequences = Sequences(each, each * 0 + 1, at, at + 1, *where, longest=1)
+    args = AttentionArgs(head_dim**-0.5, sinks=jnp.linspace(-1, 1, kv_heads * group))
+    slots = where[0][each, at // block] * block + at % block
+    q, k, v = jnp.split(qkv, (group, group + 1), axis=3)
+    q, k = (apply_rope(a, new.cos, new.sin) for a in (q, k))
+    wanted = [
+        cache_write(pool, a[0, :, :, 0], slots, implementation="xla")
+        for pool, a in zip(pools, (k, v), strict=True)
+    ]
+    q = q[0].reshape(rows, -1, head_dim).astype(jnp.float32)
+    exact = attention(q, *wanted, sequences, args, implementation="reference")
+    with as_a_gpu():
+        run = jax.jit(partial(attention_step, implementation="pallas"))
+        out, *found = run(new, *pools, sequences, args)
+        row = compared(out.astype(jnp.float32), exact, 2**-7)
+        for pool, other in zip(found, wanted, strict=True):
+            compared(pool.astype(jnp.float32), other.astype(jnp.float32), 2**-8)
+        if not tiny:
+
+            def again(qkv: Any, *rest: Any) -> Any:
+                return run(replace(new, qkv=qkv), *rest)[0]
+
+            row["seconds"] = seconds_each(again, qkv, *pools, sequences, args)
+    return row
+
+
 def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None) -> Figures:
     """GPT-OSS's shapes, or tiny ones."""
-    from rooflax.ops.activation import clamped_swiglu
+    from rooflax.ops.linear.prologue import ClampedSwiglu
     from rooflax.ops.moe import experts, route
 
     count, chosen, size = (4, 2, 64) if tiny else (32, 4, 2880)
@@ -174,7 +221,7 @@ def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None)
         down = _one(keys[3], "packed", ((count,), (size,), (size,)), kind, 0.02)
     weights = (up, jnp.ones((count, 2, size)), down, jnp.ones((count, size)))
     some = min(tokens, 8)  # the reference runs every expert on every token
-    run = partial(experts, activation=clamped_swiglu)
+    run = partial(experts, activation=ClampedSwiglu())
     with jax.default_matmul_precision("highest"):
         head = (x[:some].astype(jnp.float32), ids[:some], shares[:some], *weights)
         wanted = run(*head, implementation="reference")

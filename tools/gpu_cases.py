@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rooflax.ops.activation import clamped_swiglu
-from rooflax.ops.attention import AttentionArgs, Paging
+from rooflax.ops.attention import AttentionArgs, Paging, Projected, Sequences, gpu_step
 from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
 from rooflax.ops.weights import class_of
@@ -96,6 +96,26 @@ def attentions() -> Iterator[Case]:
                 yield Case(f"attention {name} {kind}, queries {length}", attend, given)
 
 
+def attention_steps() -> Iterator[Case]:
+    """What LLaMA, GPT-OSS and Qwen3 do between projections, of one row."""
+    shapes = {"llama": (4, 128, None), "gpt-oss": (8, 64, 128), "qwen3": (4, 128, None)}
+    for name, (group, head_dim, window) in shapes.items():
+        qkv = Struct((1, 1, 8, group + 2, head_dim), jnp.bfloat16)
+        angle, norm = Struct((1, 1, head_dim // 2), "f4"), Struct((head_dim,), jnp.bfloat16)
+        norms = (norm, norm) if name == "qwen3" else None
+        new = Projected(qkv, angle, angle, norms, 1e-6)  # type: ignore[arg-type]
+        sinks = Struct((8 * group,), jnp.bfloat16) if window else None
+        args = AttentionArgs(0.1, window, sinks)  # type: ignore[arg-type]
+        pool, one = Struct((257, 8, 16, head_dim), jnp.bfloat16), Struct((1,), jnp.int32)
+        table = Struct((1, 256), jnp.int32)
+        where = Sequences(*[one] * 4, table, one, 1)  # type: ignore[arg-type]
+        yield Case(f"attention step {name}", step, (new, pool, pool, where, args))
+
+
+def step(new: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
+    return gpu_step.attention_step(new, as_pool(k_pool), as_pool(v_pool), *where)
+
+
 def mixtures() -> Iterator[Case]:
     """GPT-OSS 20B's experts."""
     count, size = 32, 2880
@@ -118,10 +138,10 @@ def mixtures() -> Iterator[Case]:
             chosen = Struct((tokens, 4), jnp.int32), Struct((tokens, 4), jnp.float32)
 
             def run(*arrays):
-                return moe.experts(MoeArgs.of(*arrays, activation=clamped_swiglu))
+                return moe.experts(MoeArgs.of(*arrays, activation=ClampedSwiglu()))
 
             given = (x, *chosen, up, biases[0], down, biases[1])
             yield Case(f"experts {kind}, tokens {tokens}", run, given)
 
 
-GROUPS = (products, attentions, mixtures)
+GROUPS = (products, attentions, attention_steps, mixtures)

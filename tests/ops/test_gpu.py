@@ -23,7 +23,7 @@ from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_fp8, tokens_as
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_rows, gpu_values, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.linear.prologue import Activation, Norm
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
 from rooflax.ops.moe.args import MoeArgs
@@ -43,10 +43,14 @@ pytestmark = [
 
 
 @pytest.fixture
-def interpreted():
-    """Mosaic GPU kernels run on the CPU; memory nobody wrote is NaN."""
+def interpreted(monkeypatch):
+    """Mosaic GPU kernels run on the CPU; memory nobody wrote is NaN.
+
+    A program's warpgroups wait for each other on the threads of XLA's client, which has two here.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    monkeypatch.setattr(gpu_rows, "MOST_WARPGROUPS", 2)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="raise")):
         yield
 
@@ -127,26 +131,62 @@ def test_more_rows_than_share_an_unpacking(interpreted):
     close(kernel(x, w), exact(x, w))
 
 
-def test_a_panel_split_over_programs(interpreted, monkeypatch):
-    w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
+@pytest.mark.parametrize("format", ["w4a16", "w8a16"])
+def test_a_panel_of_several_warpgroups(format, interpreted, monkeypatch):
+    w, x = weights(format, 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
     wanted = exact(x, w)
-    for programs in (1, 3, 99):
-        monkeypatch.setattr(gpu_rows, "ENOUGH_PROGRAMS", programs)
+    for enough in (0, 1, 99):
+        monkeypatch.setattr(gpu_rows, "ENOUGH_WARPGROUPS", enough)
         close(kernel(x, w), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_program_of_several_panels(rows, interpreted, monkeypatch):
+    w, x = weights("mxfp4-a16", 1120, 85), jnp.asarray(normal(rows, 1120))
+    monkeypatch.setattr(gpu_rows, "ENOUGH_WARPGROUPS", 0)
+    for enough in (1, 3):
+        monkeypatch.setattr(gpu_rows, "ENOUGH_PROGRAMS", enough)
+        close(kernel(x, w), exact(x, w))
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("format", ["w4a16", "w8a16", "mxfp4-a16"])
+def test_one_row_with_all_that_a_matmul_takes(format, warpgroups, interpreted, monkeypatch):
+    """Packed in the kernel: 35 groups are no whole tiles, and 53 outputs no whole panels."""
+    monkeypatch.setattr(gpu_rows, "ENOUGH_WARPGROUPS", 99 * (warpgroups - 1))
+    w, bias, residual = weights(format, 1120, 53), normal(53, seed=2), normal(1, 53, seed=3)
+    for name, prologue in PROLOGUES.items():
+        copies = 2 if getattr(prologue, "gated", False) else 1
+        x = jnp.asarray(3 * normal(1, copies * 1120, seed=copies))
+        plain = LinearArgs(x, w, None, jnp.asarray(bias), prologue, jnp.asarray(residual))
+        x = x.reshape(1, 2, 1120) if copies == 2 else x
+        how = {"prologue": prologue, "residual": jnp.asarray(residual)}
+        wanted = linear(x, w, jnp.asarray(bias), **how, implementation="reference")
+        close(linear_gpu.matmul(plain), wanted), name
+
+
+def test_a_row_in_bfloat16_rounds_as_the_others_do(interpreted):
+    w = weights("w4a16", 1120, 64)
+    x, residual = (jnp.asarray(normal(1, n), jnp.bfloat16) for n in (1120, 64))
+    norm = Norm(jnp.asarray(1 + normal(1120, seed=8), jnp.bfloat16))
+    how = {"prologue": norm, "residual": residual, "dtype": jnp.bfloat16}
+    found = linear_gpu.matmul(LinearArgs(x, w, **how))
+    assert found.dtype == jnp.bfloat16
+    wanted = linear(x, w, prologue=norm, residual=residual, implementation="reference")
+    close(found.astype(jnp.float32), wanted.astype(jnp.float32), 2**-8)
 
 
 @pytest.mark.parametrize(
     "rows", [1, pytest.param(gpu_rows.ROWS_AT_ONCE + 1, marks=pytest.mark.slow)]
 )
-def test_products_split_in_any_way(rows, interpreted):
+def test_products_by_any_warpgroups(rows, interpreted):
     w, x = weights("w4a16", 4 * 1120, 16), jnp.asarray(normal(rows, 4 * 1120))
     wanted, tried = exact(x, w), []
     for name, sizes, found in each_answer(lambda: kernel(x, w)):
         close(found, wanted)
         tried.append((name, *sizes))
-    at_once = (8,) if rows == 1 else (8, 4)
-    every = [("linear.gpu", splits, n) for splits in (1, 2, 4) for n in at_once]
-    assert tried == every  # the rule splits into all five steps
+    other = (1, 8) if rows == 1 else (1, 4)
+    assert tried == [("linear.gpu", *other)]  # the rule takes the most
 
 
 def codes_of(name):
@@ -223,6 +263,7 @@ PROLOGUES = {
     "norm with a bias": Norm(*(jnp.asarray(normal(1120, seed=s)) for s in (8, 9))),
     "gate": Activation("silu", gated=True),
     "another gate": Activation("gelu", gated=True),
+    "a clamped gate": ClampedSwiglu(limit=2.0),
 }
 
 
@@ -322,7 +363,7 @@ def test_products_of_the_most_rows_lower_for_cuda(format):
 BLOCK = 8
 """The smallest block that the kernels take."""
 LATER = {"whole sequences", "whole sequences, window and sinks", "longer than a chunk of queries"}
-PAGED = [replace(case, head_dim=64) for case in ATTENTION if not case.segments]
+PAGED = [replace(case, head_dim=64) for case in ATTENTION if case.causal and not case.segments]
 FEW = [case for case in PAGED if case.name not in LATER]
 
 
@@ -631,6 +672,78 @@ def reference_experts(*arguments):
 def test_experts_with_few_tokens(name, kind, interpreted):
     arguments = moe_arguments(SIZED[name], kind)
     close(run_experts(*arguments), reference_experts(*arguments))
+
+
+@pytest.mark.parametrize("chosen", [2, 3])  # 3 are more than warpgroups
+def test_pairs_of_token_and_expert(chosen, interpreted):
+    """With norm, biases, gate and residual in the two kernels: 33 groups are no whole tiles, and
+    every expert that nobody chose is NaN."""
+    kind, tokens, count, hidden, mlp = "w8a16", 1, 5, 528, 528
+    sizes = ((count, hidden, 2 * mlp), (count, mlp, hidden))
+    up, down = (normal(*size, seed=n) * size[1] ** -0.5 for n, size in enumerate(sizes))
+    up = quantize(up.reshape(count, hidden, 2, mlp), kind, (hidden,), (2, mlp))
+    down = quantize(down, kind, (mlp,), (hidden,))
+    biases = (normal(count, 2, mlp, seed=3), normal(count, hidden, seed=4))
+    x, residual = (jnp.asarray(normal(tokens, hidden, seed=n)) for n in (5, 6))
+    logits = jnp.asarray(normal(tokens, count, seed=7))
+    ids, shares = route(logits, chosen)
+    given = x, ids, shares, up, jnp.asarray(biases[0]), down, jnp.asarray(biases[1])
+    how = {
+        "norm": Norm(jnp.asarray(1 + normal(hidden, seed=8)), eps=1e-5),
+        "activation": ClampedSwiglu(limit=1.5),
+        "residual": residual,
+    }
+    wanted = experts(*given, **how, implementation="reference")
+    nobody = ~np.isin(np.arange(count), np.asarray(ids))
+
+    def spoilt(w):
+        there = nobody.reshape(-1, *(1,) * (w.scales.ndim - 1))
+        return replace(w, scales=jnp.where(there, np.float32(np.nan), w.scales))
+
+    given = *given[:3], spoilt(up), given[4], spoilt(down), given[6]
+    args = MoeArgs.of(*given, **how)
+    assert moe_gpu.unsupported(args) is None
+    close(moe_gpu.experts(args), wanted)
+
+
+@pytest.mark.parametrize("format", ["mxfp4-a16", "w4a16", "w8a8"])
+def test_the_sum_over_a_tokens_experts(format, interpreted):
+    """A warpgroup for each, with its own activations, bias and share."""
+    inner, outer, chosen = 1056, 37, 2
+    stack = weights(format, inner, outer, members=4)
+    x, residual = normal(2 * chosen, 1, inner, seed=1), normal(2, 1, outer, seed=2)
+    bias, shares = normal(4, outer, seed=3), normal(2, chosen, seed=4)
+    members = jnp.array([3, 0, 1, 3], jnp.int32)
+    rows = gpu_rows.Rows(
+        jnp.asarray(x),
+        jnp.float32,
+        bias=jnp.asarray(bias),
+        residual=jnp.asarray(residual),
+        shares=jnp.asarray(shares),
+    )
+    found = gpu_rows.tiled_matmul(rows, stack, members, jnp.full(1, 2 * chosen, jnp.int32))
+    wanted = np.array(residual[:, 0])
+    for tile, member in enumerate(members):
+        y = exact(jnp.asarray(x[tile]), taken(Stacked(stack, member)))[0] + bias[member]
+        wanted[tile // chosen] += shares[tile // chosen, tile % chosen] * np.asarray(y)
+    close(found[:, 0], wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routes(renormalise, dtype, on_gpu):
+    logits = np.concatenate([normal(2, 64, seed=1), np.round(normal(1, 64, seed=2)) + 0.0])
+    logits = jnp.asarray(logits, dtype)
+    how = {"renormalise": renormalise, "scale": 2.5}
+    ids, weights = route(logits, 5, **how)
+    wanted = route(logits, 5, **how, implementation="xla")
+    np.testing.assert_array_equal(ids, wanted[0])
+    np.testing.assert_allclose(weights, wanted[1], rtol=2e-6)
+    assert "mpmd_map" in str(jax.make_jaxpr(lambda x: route(x, 5))(logits))
+    lost = route(logits.at[0].set(jnp.nan), 5)[0]
+    assert np.all((np.asarray(lost) >= 0) & (np.asarray(lost) < 64))
+    np.testing.assert_array_equal(lost[1:], ids[1:])
+    assert "mpmd_map" not in str(jax.make_jaxpr(lambda x: route(x, 5))(logits[:, :40]))
 
 
 def test_only_the_chosen_experts_are_read(interpreted):

@@ -18,7 +18,14 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, States, pool_size, with_pools, write
 from rooflax.nn.layout import STATE
-from rooflax.ops.attention import AttentionArgs, Dense, attention, ragged_attention
+from rooflax.ops.attention import (
+    AttentionArgs,
+    Dense,
+    Projected,
+    attention,
+    attention_step,
+    ragged_attention,
+)
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
 from rooflax.ops.weights import Stacked, at, taken
@@ -55,9 +62,9 @@ def run_layers(
 
     Args:
         functions: per layer (its weights, x, attend=) -> x, one object for all layers of a kind.
-            attend(q, k, v, scale=, sinks=) sees to cache, masks and windows: q is [B, T, N, H], k
-            and v [B, T, K, H] of the new tokens, or None where the layer attends to another's. A
-            layer with state gets recall(run, shapes) there.
+            attend(q, k, v, scale=, sinks=, new=) sees to cache, masks and windows: q is [B, T, N,
+            H], k and v [B, T, K, H] of the new tokens, or None where the layer attends to
+            another's. A layer with state gets recall(run, shapes) there.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
         x: the embedding; `batch.hidden` takes its place.
@@ -294,7 +301,12 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | Stacked | None = None,
         causal: bool = True,
+        new: Projected | None = None,
     ) -> Float[Array, "B T N H"]:
+        """
+        Args:
+            new: what q, k and v come from, where `Projected` says all that was done to them.
+        """
         batch, kernels = self.batch, self.options.kernels
         repeats = self.options.gqa == "repeat"
         args = AttentionArgs(scale, self.window, taken(sinks), repeats, causal=causal)
@@ -306,17 +318,23 @@ class _Attend:
             return attention(q, k, v, dense, args, implementation=kernels)
         pools = self.pools
         assert pools is not None
+        sequences = batch.sequences(self.group, pools.first_block)
+        if new is not None and not batch.split:
+            where = pools.k, pools.v, sequences, args
+            if (found := attention_step(new, *where, implementation=kernels)) is not None:
+                out, k_pool, v_pool = found
+                self.pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
+                return out[None]
         if k is not None and v is not None:
             k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
             slots = self.slots[self.group]
             assert slots is not None
             slots = slots + pools.first_block * pools.block_size
             k_pool, v_pool = (
-                write(pool, new, slots, implementation=kernels)
-                for pool, new in ((pools.k, k), (pools.v, v))
+                write(pool, given, slots, implementation=kernels)
+                for pool, given in ((pools.k, k), (pools.v, v))
             )
             self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
-        sequences = batch.sequences(self.group, pools.first_block)
         out = ragged_attention(q[0], pools.k, pools.v, sequences, args, implementation=kernels)
         return out[None]
 

@@ -39,6 +39,7 @@ from rooflax.nn.wiring import (
     Table,
     Wiring,
 )
+from rooflax.ops.attention import Projected
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.rope import apply_rope
@@ -177,6 +178,7 @@ class Attention:
         key, num_kv = self.key, len(self.projected) - 1
         line = f"{key}.{self.projected}"
         qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
+        new = self._projection(w, qkv, context)
         last = qkv.shape[3]
         q, *kv = jnp.split(qkv, tuple(range(last - num_kv, last)), axis=3)
         q, gate = (q[:, :, :, ::2], q[:, :, :, 1::2]) if self.gate else (q, None)
@@ -192,7 +194,7 @@ class Attention:
                 v = context.norm(v, Norm(jnp.ones(self.head_dim), eps=self.qk_norm or 0.0))
             k, v = k[:, :, :, 0], v[:, :, :, 0]
         scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
-        h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal)
+        h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal, new=new)
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
         o_bias, residual = (
@@ -201,6 +203,21 @@ class Attention:
         )
         h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
         return context.all_reduce(h)
+
+    def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
+        """What becomes of the projection's result, unless more does than that can say."""
+        if self.projected != "qkv" or self.gate or self.v_norm:
+            return None
+        if self.flat_norm or self.norm_after_rope:
+            return None
+        cos = sin = norms = None
+        if self.rope is not None:
+            cos, sin, factor = context.rope[self.rope, self.head_dim]
+            if factor is not None:
+                return None
+        if self.qk_norm is not None:
+            norms = taken(w[f"{self.key}.q_norm"]), taken(w[f"{self.key}.k_norm"])
+        return Projected(qkv, cos, sin, norms, self.qk_norm or 0.0)
 
     def _turned(
         self, heads: Array, part: str, after: bool, w: LayerWeights, context: Context
@@ -410,8 +427,8 @@ class Moe:
         if self.beside:
             branch = partial(self._both, self.beside, w, x, context)
             return self.beside.wiring(branch, self.beside.norm, self.beside.key, w, x, context)
-        h = self._experts(w, x, context)
-        return x + h + self._shared(w, x, context) if self.shared else x + h
+        h = self._experts(w, x, context, onto=x)
+        return h + self._shared(w, x, context) if self.shared else h
 
     def _both(
         self,
@@ -428,14 +445,17 @@ class Moe:
         h = h + own["mlp"](self._experts(w, x, context))
         return h if residual is None else residual + h
 
-    def _experts(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        """What the chosen experts give."""
+    def _experts(
+        self, w: LayerWeights, x: Hidden, context: Context, onto: Hidden | None = None
+    ) -> Hidden:
+        """What the chosen experts give, added to `onto`."""
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         reads = self.norm.of(w, "mlp.router_norm") if self.router_norm else norm
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=reads)
         router = router * x.shape[-1] ** -0.5 if self.router_norm else router
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
         how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
+        how |= {"implementation": context.options.kernels}
         expert_ids, routing_weights = route(router, self.experts_per_token, **how)
         if self.expert_scales:
             routing_weights = routing_weights * taken(w["mlp.expert_scales"])[expert_ids]
@@ -456,10 +476,15 @@ class Moe:
             norm=norm,
             activation=gate,
             method=context.options.moe,
+            residual=None if onto is None or context.shards else onto.reshape(rows.shape),
             num_tokens=context.num_tokens,
             implementation=context.options.kernels,
         )
-        return context.all_reduce(h.reshape(x.shape), mesh.EXPERT)
+        h = h.reshape(x.shape)
+        if context.shards is None:
+            return h
+        h = context.all_reduce(h, mesh.EXPERT)
+        return h if onto is None else onto + h
 
     def _shared(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """What the network gives that all tokens pass."""

@@ -109,3 +109,23 @@ class Paging:
     first_positions: Int[Array, " B"]
     positions: Int[Array, "B T"]
     context_lens: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Projected:
+    """New tokens as their projection gave them, and what happens to them before attention: an
+    RMSNorm of every query and key head, then RoPE. Each gives qkv's dtype.
+
+    Attributes:
+        qkv: of each K/V head its query heads, its key and its value.
+        cos, sin: of each token's position; None leaves RoPE out.
+        norms: the weights of the queries' and of the keys' norm; None leaves them out.
+        eps: of the norms.
+    """
+
+    qkv: Float[Array, "B T K group_and_2 H"]
+    cos: Float[Array, "B T half"] | None = None
+    sin: Float[Array, "B T half"] | None = None
+    norms: tuple[Float[Array, " H"], Float[Array, " H"]] | None = None
+    eps: float = field(default=0.0, metadata=STATIC)

@@ -1,8 +1,8 @@
 """Attention of few queries on a GPU (decoding, drafts): split-K.
 
-A warpgroup has one row, one K/V head, up to `_at_once` of its queries and a share of the blocks
-that they visit. It takes a block's keys and values into registers as [block_size, head_dim], and
-each slot of a block has a softmax of its own, so that nothing but the sum over head_dim crosses
+A warpgroup has one row, one K/V head, up to `queries_at_once` of its queries and a share of the
+blocks that they visit. It takes a block's keys and values into registers as [block_size, head_dim],
+and each slot of a block has a softmax of its own, so that nothing but the sum over head_dim crosses
 threads in the loop; slots are merged here in float32, shares and the sink by the caller.
 """
 
@@ -46,7 +46,7 @@ def split(
 
     rows, kv_heads, num_queries, head_dim = q.shape
     block_size, table_len = k_pool.values.shape[2], paging.block_tables.shape[1]
-    together = min(_at_once(head_dim), num_queries)
+    together = min(queries_at_once(head_dim), num_queries)
     parts = -(-num_queries // together)
     padding = parts * together - num_queries
     q = q.astype(jnp.float32) * np.float32(args.scale)
@@ -55,23 +55,8 @@ def split(
     visits = visible_tiles(paging, args, queries=length, keys=block_size, num_tiles=table_len)
     pools = [k_pool.values, v_pool.values]
     pools += [pool.scales for pool in (k_pool, v_pool) if pool.scales is not None]
-    stored = k_pool.values.dtype
-    window = table_len * block_size if args.window is None else args.window
-    most = min(table_len, window // block_size + 2)
-    (splits,) = block_sizes.of(
-        "attention.gpu",
-        (
-            rounded_up(rows),
-            kv_heads,
-            rounded_up(num_queries),
-            rounded_up(most),
-            block_size,
-            head_dim,
-            stored.name,
-        ),
-        (_splits(rows * kv_heads * parts, table_len),),
-        [(count,) for count in powers_of_two(most)],
-    )
+    sizes = rows, kv_heads, num_queries, parts
+    splits = shares_of(sizes, k_pool.values, table_len, args.window)
 
     def attention_split(q_ref: Any, *refs: Any) -> None:
         _program(
@@ -92,13 +77,42 @@ def split(
     return highs[:, :, :, queries, 0], sums[:, :, :, queries, 0], outs[:, :, :, queries]
 
 
-def _at_once(head_dim: int) -> int:
+def queries_at_once(head_dim: int) -> int:
     """Queries that a warpgroup has registers for."""
     return max(1, 512 // head_dim)
 
 
+def shares_of(
+    sizes: tuple[int, int, int, int], pool: Array, table_len: int, window: int | None
+) -> int:
+    """Shares of blocks that a context goes into.
+
+    Args:
+        sizes: rows, K/V heads, queries of one, and warpgroups that these go to.
+    """
+    rows, kv_heads, num_queries, parts = sizes
+    _, _, block_size, head_dim = pool.shape
+    window = table_len * block_size if window is None else window
+    most = min(table_len, window // block_size + 2)
+    (splits,) = block_sizes.of(
+        "attention.gpu",
+        (
+            rounded_up(rows),
+            kv_heads,
+            rounded_up(num_queries),
+            rounded_up(most),
+            block_size,
+            head_dim,
+            pool.dtype.name,
+        ),
+        (_splits(rows * kv_heads * parts, table_len),),
+        [(count,) for count in powers_of_two(most)],
+    )
+    return splits
+
+
 def _splits(programs: int, table_len: int) -> int:
-    """Shares of blocks that a context goes into, so that the whole card has something to read."""
+    """So many that the whole card has something to read."""
     return max(1, min(table_len // LEAST_BLOCKS, -(-ENOUGH_PROGRAMS // programs)))
 
 

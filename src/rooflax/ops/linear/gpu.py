@@ -14,7 +14,6 @@ sm_90a show that it compiles. No GPU has run it yet.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,8 +25,8 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.formats import PANEL
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.gpu_codes import CODES
-from rooflax.ops.linear.gpu_rows import TILE, tiled_matmul
-from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of
+from rooflax.ops.linear.gpu_rows import TILE, Rows, tiled_matmul
+from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of, taken
 
 MOST_ROWS = 16
 """Rows up to which the kernel is used."""
@@ -41,9 +40,16 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
         wide = partial(wide_matmul, w=cast(Quantized, args.matrix))
         return args.unfused(lambda x: wide(x).astype(jnp.float32))
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
-    one = jnp.ones(1, jnp.int32)
-    y = tiled_matmul(args.x[None], w, member, one, args.x.dtype, args.prologue)[0]
-    return replace(args, prologue=None).unfused(lambda _: y)
+    bias: jax.Array | None = taken(args.bias)
+    rows = Rows(
+        args.x[None],
+        args.x.dtype,
+        args.prologue,
+        bias=None if bias is None else bias[None],
+        residual=None if args.residual is None else args.residual[None],
+        result=args.dtype,
+    )
+    return tiled_matmul(rows, w, member, jnp.ones(1, jnp.int32))[0]
 
 
 def unsupported(args: LinearArgs) -> str | None:

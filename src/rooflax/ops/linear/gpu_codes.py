@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.linear.gpu_values import GROUPS, HALF, fuses, packed_values
+from rooflax.ops.linear.gpu_values import GROUPS, HALF, Packing, fuses, packed_values
 from rooflax.ops.linear.prologue import Prologue, applied
 from rooflax.ops.weights import Quantized, int8_codes
 
@@ -89,12 +89,10 @@ class Bytes:
         Args:
             dtype: of the model's activations, which says how exact they have to be.
         """
-        if not w.quantizes_activations:
-            parts = 3 if dtype == jnp.float32 else 2
+        if packing := self.packing(w, dtype):
             if not fuses(prologue):
                 x, prologue = applied(prologue, x), None
-            where = (self.slots, self.places, parts, prologue)
-            return packed_values(x, *where, paired=self.paired, offset=self.offset)
+            return packed_values(x, packing, prologue)
         x = applied(prologue, x).astype(jnp.float32)
         groups = x.reshape(len(x), -1, self.slots)
         codes, step = int8_codes(groups if w.grouped else x)
@@ -106,6 +104,17 @@ class Bytes:
             total = codes.astype(jnp.int32).sum(axis=2, keepdims=True, dtype=jnp.int32)
             both.insert(1, self.offset * total)
         return padded(jnp.concatenate(both, axis=-1).swapaxes(1, 2))
+
+    def packing(self, w: Quantized, dtype: Any) -> Packing | None:
+        """How activations become bytes, unless the format rounds them as it says.
+
+        Args:
+            dtype: as of `values`.
+        """
+        if w.quantizes_activations:
+            return None
+        parts = 3 if dtype == jnp.float32 else 2
+        return Packing(self.slots, tuple(self.places), parts, self.paired, self.offset)
 
     def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
         """What rows of activations share."""
@@ -162,6 +171,10 @@ class Floats:
         x = applied(prologue, x).astype(jnp.float32)
         groups = x.reshape(len(x), -1, self.slots).swapaxes(1, 2)
         return padded(jax.lax.bitcast_convert_type(groups, jnp.int32))
+
+    def packing(self, w: Quantized, dtype: Any) -> Packing | None:
+        """None: they stay numbers."""
+        del w, dtype
 
     def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
         return [e4m3(word, place) for word in loaded for place in range(self.slots // self.words)]

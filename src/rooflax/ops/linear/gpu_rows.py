@@ -1,13 +1,17 @@
 """The GPU's kernel of few rows: reads packed weights where they lie, once, at their width.
 
-A warpgroup has a panel of 16 outputs and a range of its rows of words, TILE of them at a time: a
-thread has four neighbouring words of one row. What it does with them is `gpu_codes`; it sums in
-float32, and `split` ranges of one panel are summed behind it.
+A program has a panel of 16 outputs. Its warpgroups each have a range of the panel's rows of words,
+TILE of them at a time: a thread has four neighbouring words of one row. What it does with them is
+`gpu_codes`; it sums in float32. The first warpgroup adds the others' sums, in shared memory and in
+one order, and what comes behind a matmul: scales, bias, residual.
+
+One row of activations is packed here (gpu_values.py), in every program again: to launch a kernel
+takes longer. A program that is one warpgroup may take several panels, one after the other.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,43 +24,130 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import PANEL
 from rooflax.ops.linear.gpu_codes import CODES
-from rooflax.ops.linear.prologue import Prologue
+from rooflax.ops.linear.gpu_values import GROUPS, Packing, Source, fuses, operands
+from rooflax.ops.linear.prologue import Norm, Prologue, applied
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
 
 ROWS_AT_ONCE = 8
-"""Rows that share one unpacking by rule; more are taken in turn, from the cache."""
-ENOUGH_PROGRAMS = 1056
-"""Eight warpgroups for each of an H200's 132 multiprocessors: below it a panel's rows are split."""
+"""Rows that share one unpacking by rule; more are other programs'."""
+ENOUGH_WARPGROUPS = 512
+"""Four for each of an H200's 132 multiprocessors: below it several share a panel."""
+MOST_WARPGROUPS = 4
+"""Of a program; half of it where several rows take many registers."""
+ENOUGH_PROGRAMS = 528
+"""Four for each multiprocessor: above it a program takes several panels."""
+MOST_PANELS = 8
+"""Of a program."""
+MOST_PACKED = 8192
+"""Inputs of a row up to which every program packs it again."""
 TILE = 32
 """Rows of words a warpgroup takes at a time."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of activations, and what they go through.
+
+    Attributes:
+        x: not rounded yet; tile t has the rows of x[t // share].
+        dtype: of the model's activations, which says how exact x has to be.
+        bias: tile t has that of its member modulo their number.
+        residual: of each tile, what is added last.
+        result: the type of what comes out.
+        shares: of tiles of one row: a program has the tiles of one row of these, a warpgroup each,
+            and gives their sum, of each tile times its share; the residual is one of the sum.
+    """
+
+    x: Float[Array, "tokens rows width"]
+    dtype: Any
+    prologue: Prologue | None = None
+    share: int = 1
+    bias: Float[Array, "biases out"] | None = None
+    residual: Float[Array, "results rows out"] | None = None
+    result: Any = jnp.float32
+    shares: Float[Array, "sums together"] | None = None
+
+    @property
+    def together(self) -> int:
+        """Tiles of a program."""
+        return 1 if self.shares is None else self.shares.shape[1]
+
+
 def tiled_matmul(
-    x: Float[Array, "tiles rows width"],
-    w: Quantized,
-    members: Int[Array, " tiles"],
-    num_tiles: Int[Array, " one"],
-    dtype: Any,
-    prologue: Prologue | None = None,
-) -> Float[Array, "tiles rows out"]:
-    """prologue(x)[t] @ w[members[t]] for the first `num_tiles` tiles; the others are undefined.
+    rows: Rows, w: Quantized, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
+) -> Float[Array, "results rows out"]:
+    """prologue(x)[t] @ w[members[t]] + bias + residual for the first `num_tiles` tiles; the others
+    are undefined. With shares, the sums over so many tiles.
 
     Args:
-        x: not rounded yet.
         w: one matrix, or a stack of which only the members asked for are read.
-        dtype: of the model's activations, which says how exact x has to be.
     """
-    code, (count, rows, width) = CODES[w.code], x.shape
-    words = _words(w, code.words)
-    values = code.values(x.reshape(count * rows, width), w, dtype, prologue)
-    values = values.reshape(count, rows, *values.shape[1:])
-    scales = w.scales.reshape(-1, PANEL) if w.grouped else jnp.zeros((1, PANEL), jnp.float32)
-    sums = _sums(words, values, scales, members, num_tiles, w.code)
-    if not w.grouped:
-        of_member = w.scales.reshape(-1, w.scales.shape[-1])[members] if w.stack else w.scales[None]
-        sums = sums * of_member[:, None, :]
-    return sums[..., : w.outer]
+    from rooflax.ops.mosaic import launch, plgpu
+
+    code, (tokens, few, width) = CODES[w.code], rows.x.shape
+    words, count = _words(w, code.words), len(members) // rows.together
+    _, panels, word_rows, _, _ = words.shape
+    steps = -(-word_rows // TILE)
+    warpgroups, at_once = block_sizes.of(
+        "linear.gpu",
+        (rounded_up(count), rounded_up(few), word_rows * code.slots, panels * PANEL, w.code),
+        (_warpgroups(count * panels, steps, few), ROWS_AT_ONCE),
+        _candidates(steps, few),
+    )
+    if rows.shares is not None:
+        warpgroups = rows.together
+    turns = -(-few // at_once)
+    packing = code.packing(w, rows.dtype)
+    if few > 1 or word_rows < GROUPS or word_rows * code.slots > MOST_PACKED:
+        packing = None
+    given: dict[str, Any] = {
+        "words": words.reshape(-1, code.words, PANEL),
+        "scales": w.scales.reshape(-1, PANEL),
+        "members": members,
+        "num_tiles": num_tiles,
+    }
+    scratch: dict[str, Any] = {}
+    prologue = rows.prologue
+    if packing is not None:
+        x = rows.x.reshape(tokens * few, width)
+        if not fuses(prologue):
+            x, prologue = applied(prologue, x), None
+        given["x"], weights = operands(x, code.slots, prologue)
+        given |= zip(["weight"], weights, strict=False)
+        padded = -(-word_rows // GROUPS) * GROUPS
+        copies = rows.together
+        scratch["packed"] = plgpu.SMEM((copies, packing.count, padded), jnp.int32)
+        scratch["squares"] = plgpu.SMEM((warpgroups * GROUPS,), jnp.float32)
+        scratch["begun"] = plgpu.Barrier(num_arrivals=warpgroups)
+        scratch["ready"] = plgpu.Barrier(num_arrivals=warpgroups)
+    else:
+        values = code.values(rows.x.reshape(tokens * few, width), w, rows.dtype, prologue)
+        given["values"] = values.reshape(tokens, few, *values.shape[1:])
+    behind = ((0, 0), (0, panels * PANEL - w.outer))
+    if rows.bias is not None:
+        given["bias"] = jnp.pad(rows.bias, behind)
+    if rows.shares is not None:
+        given["shares"] = rows.shares
+    if rows.residual is not None:
+        given["residual"] = jnp.pad(rows.residual, ((0, 0), *behind))
+    if warpgroups > 1:
+        held = min(at_once, few)
+        scratch["sums"] = plgpu.SMEM((warpgroups, held, TILE, PANEL), jnp.float32)
+        scratch["met"] = plgpu.Barrier(num_arrivals=warpgroups)
+    kernel = _Kernel(
+        w.code, panels, word_rows, warpgroups, few, -(-few // turns), rows,
+        prologue, packing, _panels_each(count * panels * turns, warpgroups),
+    )  # type: ignore[arg-type]  # fmt: skip
+
+    def matmul_rows(*refs: Any, **memory: Any) -> None:
+        kernel(dict(zip(given, refs, strict=False)) | memory, refs[-1])
+
+    out = jax.ShapeDtypeStruct((count, few, panels * PANEL), rows.result)
+    grid = {"panel": -(-panels // kernel.panels_each), "turn": turns, "tile": count}
+    how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    run = launch(matmul_rows, out, grid, by_lane=True, scratch_types=scratch, **how)
+    return run(*given.values())[..., : w.outer]
 
 
 def _words(w: Quantized, each: int) -> Int[Array, "members panels rows words 16"]:
@@ -68,99 +159,247 @@ def _words(w: Quantized, each: int) -> Int[Array, "members panels rows words 16"
     return words.reshape(-1, *words.shape[-4:])
 
 
-def _sums(
-    words: Int[Array, "members panels rows words 16"],
-    x: Int[Array, "tiles few count padded"],
-    scales: Array,
-    members: Int[Array, " tiles"],
-    num_tiles: Int[Array, " one"],
-    name: str,
-) -> Float[Array, "tiles few outputs"]:
-    """The kernel and the sum over its splits."""
-    from rooflax.ops.mosaic import filled, launch, load, pl, spread, store, words_layout
+@dataclass(frozen=True)
+class _Kernel:
+    """A program, by the names of its references.
 
-    code, layout, shape = CODES[name], words_layout(), (TILE, PANEL)
-    _, panels, word_rows, _, _ = words.shape
-    count, few, num_values, _ = x.shape
-    all_rows = math.prod(words.shape[:3])
-    steps = -(-word_rows // TILE)
-    splits, at_once = block_sizes.of(
-        "linear.gpu",
-        (rounded_up(count), rounded_up(few), word_rows * code.slots, panels * PANEL, name),
-        (_splits(count * panels, steps), ROWS_AT_ONCE),
-        _candidates(steps, few),
-    )
-    per_split = -(-steps // splits)
-    turns = -(-few // at_once)
-    shared = -(-few // turns)  # rows of a turn; the last turn repeats what it lacks
+    Attributes:
+        word_rows: of a panel.
+        few: rows of a tile.
+        shared: rows of a turn; the last turn repeats what it lacks.
+        prologue: what is left of it for the kernel.
+        packing: None where the values are packed already.
+    """
 
-    def body(words_ref, x_ref, scales_ref, members_ref, num_tiles_ref, out_ref) -> None:
-        tile, panel, split = (jax.lax.axis_index(axis) for axis in ("tile", "panel", "split"))
+    name: str
+    panels: int
+    word_rows: int
+    warpgroups: int
+    few: int
+    shared: int
+    rows: Rows
+    prologue: Prologue | None
+    packing: Packing | None
+    panels_each: int
 
-        @pl.when(tile < num_tiles_ref[0])
+    def __call__(self, refs: dict[str, Any], out: Any) -> None:
+        from rooflax.ops.mosaic import pl
+
+        tile, turn = jax.lax.axis_index("tile"), jax.lax.axis_index("turn")
+        warpgroup = jax.lax.axis_index("warpgroup") if self.warpgroups > 1 else jnp.int32(0)
+        rows = [jnp.minimum(turn * self.shared + at, self.few - 1) for at in range(self.shared)]
+
+        @pl.when(tile < refs["num_tiles"][0])
         def _() -> None:
-            first_row = (members_ref[tile] * panels + panel) * word_rows
+            if self.packing is not None:
+                own = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
+                self.pack(refs, own, warpgroup, self.packing)
+            first = jax.lax.axis_index("panel") * self.panels_each
+            if self.panels_each == 1:
+                self.panel(refs, out, tile, first, rows, warpgroup)
+                return
 
-            def step(index: jax.Array, sums: list[jax.Array], rows: list[Any]) -> list[jax.Array]:
-                wanted = first_row + index * TILE
-                start = jnp.minimum(wanted, all_rows - TILE)  # the last panel has nothing behind it
-                again = (steps + 1) * TILE - (wanted - start)  # where there is a last tile twice
-                inputs = pl.ds(jnp.where(start < wanted, again, index * TILE), TILE)
-                loaded = [
-                    load(words_ref.at[pl.ds(start, TILE), word], layout)
-                    for word in range(code.words)
-                ]
-
-                def value(at: int, row: Any) -> jax.Array:
-                    return spread(
-                        load(x_ref.at[tile, row, at, inputs], layout.reduce(1)), shape, 0, layout
-                    )
-
-                numbers = code.numbers(loaded)
-                parts = [code.dot(numbers, partial(value, row=row), num_values) for row in rows]
-                if name in SCALE:
-                    scale = SCALE[name](load(scales_ref.at[pl.ds(start, TILE)], layout))
-                    # of other panels, or of no weight at all, where there are no inputs
-                    scale = jnp.where(value(num_values - 1, rows[0]) != 0, scale, 0.0)
-                    parts = [part * scale for part in parts]
-                return [total + part for total, part in zip(sums, parts, strict=True)]
-
-            def take(rows: list[Any]) -> None:
-                begin = split * per_split
-                end = jnp.minimum(begin + per_split, steps)
-                zeros = [filled(shape, 0.0, layout) for _ in rows]
-                sums = jax.lax.fori_loop(begin, end, partial(step, rows=rows), zeros)
-                for at, row in enumerate(rows):
-                    store(out_ref.at[tile, split, row, panel], sums[at].sum(axis=0))
-
-            def take_turn(turn: Any, carry: Any) -> Any:
-                take([jnp.minimum(turn * shared + at, few - 1) for at in range(shared)])
+            def one(index: Any, carry: Any) -> Any:
+                self.panel(refs, out, tile, index, rows, warpgroup)
                 return carry
 
-            if turns == 1:
-                take(list(range(few)))
-            else:  # one turn's code for all: unrolled, it is too much for Mosaic's passes
-                jax.lax.fori_loop(0, turns, take_turn, 0)
+            jax.lax.fori_loop(first, jnp.minimum(first + self.panels_each, self.panels), one, 0)
 
-    out = jax.ShapeDtypeStruct((count, splits, few, panels, PANEL), jnp.float32)
-    grid = {"panel": panels, "split": splits, "tile": count}
-    flat = words.reshape(all_rows, code.words, PANEL)
-    run = launch(body, out, grid, by_lane=True)
-    partial_sums = run(flat, x, scales, members, num_tiles)
-    total = partial_sums[:, 0] if splits == 1 else partial_sums.sum(axis=1)
-    return total.reshape(count, few, panels * PANEL) * np.float32(code.scale)
+    def meet(self, barrier: Any) -> None:
+        """All warpgroups have written what others read behind it."""
+        from rooflax.ops.mosaic import plgpu
+
+        if self.warpgroups > 1:
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+
+    def pack(self, refs: dict[str, Any], tile: Any, warpgroup: Any, packing: Packing) -> None:
+        """The row's values to shared memory: each warpgroup takes some tiles of groups, or all of
+        a row of its own. The last tile begins earlier where it is not full, and zeros are behind
+        it."""
+        from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store, words_layout
+
+        layout, row, packed = words_layout(), tile // self.rows.share, refs["packed"].at[0]
+        helpers = self.warpgroups
+        if self.rows.shares is not None:
+            packed, helpers = refs["packed"].at[warpgroup], 1
+        number_of = warpgroup if helpers > 1 else jnp.int32(0)
+        groups, count = self.word_rows, -(-self.word_rows // GROUPS)
+        inner = groups * packing.slots
+        source = Source(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
+        own = (count - 1 - number_of) // helpers + 1
+        scale = None
+
+        def start_of(index: Any) -> tuple[Any, Any]:
+            """Where a tile begins, and where it should."""
+            at = (index * helpers + number_of) * GROUPS
+            return jnp.minimum(at, groups - GROUPS), at
+
+        if groups % GROUPS:
+
+            @pl.when(number_of == 0)
+            def _() -> None:
+                none = plgpu.layout_cast(jnp.zeros((GROUPS,), jnp.int32), layout.reduce(1))
+                for index in range(packing.count):
+                    store(packed.at[index, pl.ds((count - 1) * GROUPS, GROUPS)], none)
+
+        if isinstance(self.prologue, Norm):
+            number = plgpu.broadcasted_iota(jnp.int32, (GROUPS,), 0, layout=layout.reduce(1))
+
+            def squares(index: Any, total: Any) -> Any:
+                start, wanted = start_of(index)
+                found = source.squares(row, start)
+                if groups % GROUPS:
+                    is_new = (number >= wanted - start).astype(jnp.int32)
+                    found = jnp.where(spread(is_new, (GROUPS, 16), 0, layout) > 0, found, 0.0)
+                return total + found
+
+            total = jax.lax.fori_loop(0, own, squares, filled((GROUPS, 16), 0.0, layout))
+            store(refs["squares"].at[pl.ds(warpgroup * GROUPS, GROUPS)], total.sum(axis=1))
+        self.meet(refs["begun"])
+        if isinstance(self.prologue, Norm):
+            parts = [
+                load(refs["squares"].at[pl.ds(at, 16)], layout.reduce(0))
+                for at in range(0, helpers * GROUPS, 16)
+            ]
+            scale = source.scale(sum(parts[1:], parts[0]).sum(axis=0))
+
+        def tile_of_groups(index: Any, carry: Any) -> Any:
+            start, _ = start_of(index)
+            for at, value in enumerate(packing.packed(source.prepared(row, start, scale))):
+                store(packed.at[at, pl.ds(start, GROUPS)], value)
+            return carry
+
+        jax.lax.fori_loop(0, own, tile_of_groups, 0)
+        self.meet(refs["ready"])
+
+    def panel(
+        self, refs: dict[str, Any], out: Any, tile: Any, panel: Any, rows: list[Any], warpgroup: Any
+    ) -> None:
+        """All inputs of one panel."""
+        from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store, words_layout
+
+        code, layout, shape = CODES[self.name], words_layout(), (TILE, PANEL)
+        words_ref, scales_ref = refs["words"], refs["scales"]
+        all_rows, steps = words_ref.shape[0], -(-self.word_rows // TILE)
+        number = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
+        own = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
+        member = refs["members"][own]
+        first_row = (member * self.panels + panel) * self.word_rows
+
+        def value(at: int, row: Any, index: Any, lacking: Any) -> jax.Array:
+            """One of the values of the inputs of a tile of words that begins `lacking` rows
+            earlier than it should, because the last panel has nothing behind it."""
+            if self.packing is None:
+                values = refs["values"].at[own // self.rows.share, row, at]
+                again = (steps + 1) * TILE - lacking  # where there is a last tile twice
+                place = pl.ds(jnp.where(lacking > 0, again, index * TILE), TILE)
+                return load(values.at[place], layout.reduce(1))
+            place = pl.ds(index * TILE - lacking, TILE)
+            copy = jnp.int32(0) if self.rows.shares is None else warpgroup
+            found = load(refs["packed"].at[copy, at, place], layout.reduce(1))
+            if self.word_rows % TILE and at == self.packing.count - 1:
+                found = jnp.where(number >= lacking, found, 0)  # those before were taken
+            return found
+
+        def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+            wanted = first_row + index * TILE
+            start = jnp.minimum(wanted, all_rows - TILE)
+            loaded = [
+                load(words_ref.at[pl.ds(start, TILE), word], layout) for word in range(code.words)
+            ]
+
+            def of(row: Any, at: int) -> jax.Array:
+                return spread(value(at, row, index, wanted - start), shape, 0, layout)
+
+            count = self.packing.count if self.packing else refs["values"].shape[2]
+            numbers = code.numbers(loaded)
+            parts = [code.dot(numbers, partial(of, row), count) for row in rows]
+            if self.name in SCALE:
+                scale = SCALE[self.name](load(scales_ref.at[pl.ds(start, TILE)], layout))
+                # of other panels, or of no weight at all, where there are no inputs
+                scale = jnp.where(of(rows[0], count - 1) != 0, scale, 0.0)
+                parts = [part * scale for part in parts]
+            return [total + part for total, part in zip(sums, parts, strict=True)]
+
+        per_warpgroup = steps
+        if self.rows.shares is None:
+            per_warpgroup = -(-steps // self.warpgroups)
+        begin = jnp.int32(0) if self.rows.shares is not None else warpgroup * per_warpgroup
+        zeros = [filled(shape, 0.0, layout) for _ in rows]
+        end = jnp.minimum(begin + per_warpgroup, steps)
+        sums = jax.lax.fori_loop(begin, end, step, zeros)
+        columns, vector = pl.ds(panel * PANEL, PANEL), layout.reduce(0)
+
+        def scale_of(member: Any) -> Any:
+            return load(scales_ref.at[member * self.panels + panel], vector)
+
+        def bias_of(member: Any) -> Any:
+            bias = refs["bias"]
+            return load(bias.at[member % bias.shape[0], columns], vector).astype(jnp.float32)
+
+        def added(index: int) -> Any:
+            """What the matmul gives, with its bias."""
+            total = sums[index]
+            if self.warpgroups > 1:
+                every = [
+                    load(refs["sums"].at[other, index], layout) for other in range(self.warpgroups)
+                ]
+                total = sum(every[1:], every[0])
+            total = total.sum(axis=0) * np.float32(code.scale)
+            total = total if self.name in SCALE else total * scale_of(member)
+            return total + bias_of(member) if "bias" in refs else total
+
+        def shared() -> Any:
+            """The sum of the warpgroups' tiles, each times its share."""
+            totals, biases = [], []
+            for other in range(self.warpgroups):
+                share = refs["shares"][tile, other]
+                one = load(refs["sums"].at[other, 0], layout) * (share * np.float32(code.scale))
+                of_other = refs["members"][tile * self.warpgroups + other]
+                if self.name not in SCALE:
+                    one = one * spread(scale_of(of_other), shape, 1, layout)
+                totals.append(one)
+                biases += [bias_of(of_other) * share] if "bias" in refs else []
+            return sum(biases, sum(totals[1:], totals[0]).sum(axis=0))
+
+        def finish(index: int, row: Any) -> None:
+            total = added(index) if self.rows.shares is None else shared()
+            total = total.astype(self.rows.result)
+            if "residual" in refs:
+                onto = load(refs["residual"].at[tile, row, columns], vector)
+                total = total.astype(jnp.float32) + onto.astype(jnp.float32)
+            store(out.at[tile, row, columns], total.astype(self.rows.result))
+
+        if self.warpgroups > 1:
+            for index in range(len(rows)):
+                store(refs["sums"].at[warpgroup, index], sums[index])
+            self.meet(refs["met"])
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            for index, row in enumerate(rows):
+                finish(index, row)
 
 
-def _splits(programs: int, steps: int) -> int:
-    """Into how many ranges a panel's rows go, so that the whole card has something to read."""
-    return max(1, min(steps, -(-ENOUGH_PROGRAMS // programs)))
+def _warpgroups(panels: int, steps: int, few: int) -> int:
+    """So many share a panel that the whole card has something to read."""
+    most = min(steps, MOST_WARPGROUPS if few <= 2 else MOST_WARPGROUPS // 2)
+    return max(n for n in powers_of_two(most) if n == 1 or panels * n < 2 * ENOUGH_WARPGROUPS)
+
+
+def _panels_each(programs: int, warpgroups: int) -> int:
+    """Panels that a program takes, so that what it packs is for more than one."""
+    most = MOST_PANELS if warpgroups == 1 else 1
+    return max(n for n in powers_of_two(most) if n == 1 or programs >= n * ENOUGH_PROGRAMS)
 
 
 def _candidates(steps: int, few: int) -> list[tuple[int, int]]:
-    """Splits of a panel's rows, and rows at once: as the rule says, or half of that."""
+    """Warpgroups of a panel, and rows at once: as the rule says, or half of that."""
     half = ROWS_AT_ONCE // 2
     at_once = [ROWS_AT_ONCE, half] if few > half else [ROWS_AT_ONCE]
-    return [(splits, rows) for splits in powers_of_two(steps) for rows in at_once]
+    most = min(steps, MOST_WARPGROUPS if few <= 2 else MOST_WARPGROUPS // 2)
+    return [(warpgroups, rows) for warpgroups in powers_of_two(most) for rows in at_once]
 
 
 SCALE = {

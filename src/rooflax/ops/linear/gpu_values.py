@@ -1,11 +1,13 @@
-"""Activations of few rows on a GPU as the bytes that `gpu_codes` multiplies, in one kernel with
-what happens to them before: a norm, or a gated activation.
+"""Activations of few rows on a GPU as the bytes that `gpu_codes` multiplies, and what happens to
+them before: a norm, or a gated activation.
 
-A warpgroup has 32 groups of one row, four inputs a thread. XLA would launch four kernels.
+A warpgroup has 32 groups of one row, four inputs a thread. One row is packed by the kernel that
+multiplies it (gpu_rows.py); more have a kernel of their own, which XLA would make four.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.linear.prologue import Activation, Norm, Prologue
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue
+from rooflax.ops.weights import taken
 
 GROUPS, HALF = 32, 16
 """Groups of a tile, and inputs of one that are loaded at a time."""
@@ -21,121 +24,197 @@ SILU = ("silu", "swish")
 
 
 def fuses(prologue: Prologue | None) -> bool:
-    """Whether the kernel does it; the rest is done before."""
+    """Whether kernels do it; the rest is done before."""
     if isinstance(prologue, Norm):
         return prologue.bias is None
-    return isinstance(prologue, Activation) and prologue.gated and prologue.name in SILU
+    if isinstance(prologue, Activation):
+        return prologue.gated and prologue.name in SILU
+    return isinstance(prologue, ClampedSwiglu)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a group of inputs becomes words.
+
+    Attributes:
+        slots: inputs of a group.
+        places: of each word, in which half of a group its inputs are, and which of the half's.
+        parts: bytes of an input.
+        paired: a word has two inputs of the first half and the same two of the second.
+        offset: of paired codes: behind the words of a part stand the products with it; 0 is none.
+    """
+
+    slots: int
+    places: tuple[tuple[int, int], ...]
+    parts: int
+    paired: bool
+    offset: int
+
+    @property
+    def each(self) -> int:
+        """Values of a part."""
+        return len(self.places) + bool(self.offset)
+
+    @property
+    def count(self) -> int:
+        """Values of a group: per part its words, the highest part first; and the size of 1."""
+        return self.parts * self.each + 1
+
+    def packed(self, values: list[jax.Array], real: jax.Array | None = None) -> list[jax.Array]:
+        """The values of a tile of groups.
+
+        Args:
+            values: of each half of the groups, [GROUPS, HALF] float32.
+            real: which groups are any; the others give zeros. None is all.
+        """
+        from rooflax.ops.mosaic import plgpu, spread, words_layout
+
+        layout, shape, bits = words_layout(), (GROUPS, HALF), 8 * self.parts
+        largest = abs(values[0]).max(axis=1)
+        for value in values[1:]:
+            largest = jnp.maximum(largest, abs(value).max(axis=1))
+        step, inverse = step_of(largest, bits)
+        if real is not None:
+            inverse = jnp.where(real, inverse, 0.0)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        factor = spread(inverse, shape, 0, layout)
+        whole, found = [rounded(value * factor, bits) for value in values], []
+        for part in range(self.parts):
+            cut = [number >> 8 * (self.parts - 1 - part) for number in whole]
+            cut = [number & 0xFF for number in cut] if part else cut
+            total = (cut[0] + cut[1]).sum(axis=1) * self.offset if self.offset else None
+            cut = [number & 0xFF for number in cut]
+            if self.paired:
+                moved = [cut[0] << 16 * (column & 1) | cut[1] << 16 * (column & 1) + 8]
+            else:
+                moved = [number << 8 * (column & 3) for number in cut]
+            own = column >> (1 if self.paired else 2)
+            for half, place in self.places:
+                found.append(jnp.where(own == place, moved[half], 0).sum(axis=1))
+            found += [] if total is None else [total]
+        bits_of_step = jax.lax.bitcast_convert_type(step, jnp.int32)
+        return [*found, bits_of_step if real is None else jnp.where(real, bits_of_step, 0)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows in memory and what happens to them: references, as a kernel has them.
+
+    Attributes:
+        x: [rows, copies, groups, slots]; two copies where the prologue gates.
+        weight: of a norm, [groups, slots].
+        dtype: to which the prologue rounds.
+        inner: inputs of a row.
+    """
+
+    x: Any
+    weight: Any
+    prologue: Prologue | None
+    dtype: Any
+    inner: int
+
+    def tile(self, row: Any, start: Any, half: int, copy: int = 0) -> jax.Array:
+        from rooflax.ops.mosaic import load, pl, words_layout
+
+        place = (row, copy, pl.ds(start, GROUPS), pl.ds(half * HALF, HALF))
+        return load(self.x.at[place], words_layout()).astype(jnp.float32)
+
+    def squares(self, row: Any, start: Any) -> jax.Array:
+        """Of a tile of groups, both halves added."""
+        found = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
+        total = found[0] * found[0]
+        for value in found[1:]:
+            total = total + value * value
+        return total
+
+    def scale(self, squares: jax.Array) -> jax.Array:
+        """What a norm multiplies by."""
+        assert isinstance(self.prologue, Norm)
+        return jax.lax.rsqrt(squares * np.float32(1 / self.inner) + np.float32(self.prologue.eps))
+
+    def prepared(self, row: Any, start: Any, scale: Any) -> list[jax.Array]:
+        """The halves of a tile, behind the prologue."""
+        from rooflax.ops.mosaic import load, pl, words_layout
+
+        found = []
+        for half in range(self.x.shape[3] // HALF):
+            value = self.tile(row, start, half)
+            if isinstance(self.prologue, Activation):
+                value = value * jax.lax.logistic(value) * self.tile(row, start, half, 1)
+            elif isinstance(self.prologue, ClampedSwiglu):
+                alpha, limit = (np.float32(a) for a in (self.prologue.alpha, self.prologue.limit))
+                gate, up = jnp.minimum(value, limit), self.tile(row, start, half, 1)
+                up = jnp.minimum(jnp.maximum(up, -limit), limit)
+                value = (up + np.float32(1)) * gate * jax.lax.logistic(alpha * gate)
+            elif isinstance(self.prologue, Norm):
+                place = (pl.ds(start, GROUPS), pl.ds(half * HALF, HALF))
+                weight = load(self.weight.at[place], words_layout()).astype(jnp.float32)
+                value = value * scale * weight
+            found.append(value.astype(self.dtype).astype(jnp.float32))
+        return found
+
+
+def operands(
+    x: Float[Array, "rows width"], slots: int, prologue: Prologue | None, missing: int = 0
+) -> tuple[Float[Array, "rows copies groups slots"], list[Float[Array, "groups slots"]]]:
+    """Rows and the weight of a norm, as `Source` has them.
+
+    Args:
+        missing: zeros behind the last group, in groups.
+    """
+    copies = 2 if getattr(prologue, "gated", False) else 1
+    x = x.reshape(len(x), copies, -1, slots)
+    weights = []
+    if isinstance(prologue, Norm):
+        weights.append(jnp.reshape(taken(prologue.weight), (-1, slots)))
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        weights = [jnp.pad(weight, ((0, missing), (0, 0))) for weight in weights]
+    return x, weights
 
 
 def packed_values(
-    x: Float[Array, "rows width"],
-    slots: int,
-    places: list[tuple[int, int]],
-    parts: int,
-    prologue: Prologue | None,
-    *,
-    paired: bool,
-    offset: int,
+    x: Float[Array, "rows width"], packing: Packing, prologue: Prologue | None
 ) -> Int[Array, "rows count padded"]:
-    """Per part the words of each group, the highest part first; and the size of 1.
+    """What `packing` makes of rows, by a kernel.
 
     Args:
-        slots: inputs of a group.
-        places: of each word, in which half of a group its inputs are, and which of the half's.
         prologue: one that `fuses`, or None.
-        paired: a word has two inputs of the first half and the same two of the second.
-        offset: of paired codes: behind the words of a part stand the products with it; 0 is none.
 
     Returns:
         Whole tiles of groups. Where the last is not full, it comes once more behind one of zeros,
         for who has to begin earlier; zeros are the values of no inputs.
     """
-    from rooflax.ops.mosaic import launch, pl, plgpu, spread, store, words_layout
-    from rooflax.ops.mosaic import load as load_from
-    from rooflax.ops.weights import taken
+    from rooflax.ops.mosaic import filled, launch, pl, plgpu, store, words_layout
 
-    gated = isinstance(prologue, Activation)
-    copies = 2 if gated else 1
-    rows, inner = len(x), x.shape[1] // copies
-    groups, halves = inner // slots, slots // HALF
-    tiles, layout, shape = -(-groups // GROUPS), words_layout(), (GROUPS, HALF)
-    x = x.reshape(rows, copies, groups, slots)
-    missing = -groups % GROUPS
-    if missing:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    given = [x]
-    if isinstance(prologue, Norm):
-        weight = taken(prologue.weight).reshape(groups, slots)
-        given.append(jnp.pad(weight, ((0, missing), (0, 0))))
-    bits, each = 8 * parts, len(places) + bool(offset)
+    rows, slots, dtype = len(x), packing.slots, x.dtype
+    inner = x.shape[1] // (2 if getattr(prologue, "gated", False) else 1)
+    groups = inner // slots
+    tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
+    given, weights = operands(x, slots, prologue, missing)
     all_tiles = tiles + 2 * bool(missing)
 
-    def body(*refs: Any) -> None:
-        x_ref, *weights, out_ref = refs
+    def body(x_ref: Any, *refs: Any) -> None:
+        *weight, out_ref = refs
+        source = Source(x_ref, weight[0] if weight else None, prologue, dtype, inner)
         row, at = (jax.lax.axis_index(axis) for axis in ("row", "tile"))
-        tile = jnp.minimum(at, tiles - 1)
+        tile, scale = jnp.minimum(at, tiles - 1), None
+        if weight:
 
-        def load(copy: int, tile: Any, half: int) -> jax.Array:
-            place = (row, copy, pl.ds(tile * GROUPS, GROUPS), pl.ds(half * HALF, HALF))
-            return load_from(x_ref.at[place], layout).astype(jnp.float32)
+            def squares(tile: Any, total: jax.Array) -> jax.Array:
+                return total + source.squares(row, tile * GROUPS)
 
-        def prepared(half: int) -> jax.Array:
-            value = load(0, tile, half)
-            if gated:
-                value = value * jax.lax.logistic(value) * load(1, tile, half)
-            if weights:
-                place = (pl.ds(tile * GROUPS, GROUPS), pl.ds(half * HALF, HALF))
-                value = value * scale * load_from(weights[0].at[place], layout).astype(jnp.float32)
-            return value.astype(x.dtype).astype(jnp.float32)
-
-        if weights:
-
-            def square(tile: Any, total: jax.Array) -> jax.Array:
-                for half in range(halves):
-                    value = load(0, tile, half)
-                    total = total + value * value
-                return total
-
-            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            total = jax.lax.fori_loop(0, tiles, square, zeros).sum(axis=1).sum(axis=0)
-            assert isinstance(prologue, Norm)
-            scale = jax.lax.rsqrt(total * np.float32(1 / inner) + np.float32(prologue.eps))
-        values = [prepared(half) for half in range(halves)]
-        largest = abs(values[0]).max(axis=1)
-        for value in values[1:]:
-            largest = jnp.maximum(largest, abs(value).max(axis=1))
-        step, inverse = step_of(largest, bits)
+            total = jax.lax.fori_loop(0, tiles, squares, filled((GROUPS, HALF), 0.0, layout))
+            scale = source.scale(total.sum(axis=1).sum(axis=0))
         # zeros behind the last group, and in the tile before the last one is there again
         number = plgpu.broadcasted_iota(jnp.int32, (GROUPS,), 0, layout=layout.reduce(1))
-        bound = jnp.where(at == tiles, 0, groups - tile * GROUPS)
-        real, inverse = number < bound, jnp.where(number < bound, inverse, 0.0)
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        factor = spread(inverse, shape, 0, layout)
-        whole = [rounded(value * factor, bits) for value in values]
+        real = number < jnp.where(at == tiles, 0, groups - tile * GROUPS)
+        found = packing.packed(source.prepared(row, tile * GROUPS, scale), real)
+        for index, value in enumerate(found):
+            store(out_ref.at[row, index, pl.ds(at * GROUPS, GROUPS)], value)
 
-        def write(at_value: int, value: jax.Array) -> None:
-            store(out_ref.at[row, at_value, pl.ds(at * GROUPS, GROUPS)], value)
-
-        for part in range(parts):
-            cut = [number >> 8 * (parts - 1 - part) for number in whole]
-            cut = [number & 0xFF for number in cut] if part else cut
-            if offset:
-                total = (cut[0] + cut[1]).sum(axis=1)
-                write(part * each + each - 1, total * offset)
-            cut = [number & 0xFF for number in cut]
-            if paired:
-                moved = [cut[0] << 16 * (column & 1) | cut[1] << 16 * (column & 1) + 8]
-            else:
-                moved = [number << 8 * (column & 3) for number in cut]
-            own = column >> (1 if paired else 2)
-            for word, (half, place) in enumerate(places):
-                mine = jnp.where(own == place, moved[half], 0)
-                write(part * each + word, mine.sum(axis=1))
-        bits_of_step = jax.lax.bitcast_convert_type(step, jnp.int32)
-        write(parts * each, jnp.where(real, bits_of_step, 0))
-
-    out = jax.ShapeDtypeStruct((rows, parts * each + 1, all_tiles * GROUPS), jnp.int32)
-    return launch(body, out, {"tile": all_tiles, "row": rows}, by_lane=True)(*given)
+    out = jax.ShapeDtypeStruct((rows, packing.count, all_tiles * GROUPS), jnp.int32)
+    return launch(body, out, {"tile": all_tiles, "row": rows}, by_lane=True)(given, *weights)
 
 
 def step_of(largest: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:

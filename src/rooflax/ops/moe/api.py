@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import parts
+from rooflax.ops import accelerator, parts
 from rooflax.ops.dispatch import Operation
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.moe.args import MoeArgs
@@ -35,6 +35,7 @@ def route(
     renormalise: bool = True,
     bias: Float[Array, " experts"] | None = None,
     scale: float = 1.0,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """Each token's experts, those of the top logits, and their routing weights.
 
@@ -43,6 +44,7 @@ def route(
         bias: weights are sigmoids instead, and the experts those of the top of them and the bias;
             renormalised, their sum is 1.
         scale: of the weights.
+        implementation: as of `experts`; there is a kernel on GPUs, XLA is everywhere.
 
     A token's weights are the same bits among any number of tokens: XLA on CPU computes exp of an
     array's last few numbers otherwise than of the rest, so the rows are filled up.
@@ -51,6 +53,13 @@ def route(
     """
     if bias is not None:
         return _route_biased(router_logits, experts_per_token, renormalise, bias, scale)
+    here = accelerator.platform() == "gpu" and accelerator.missing() is None
+    if here and implementation in (None, "pallas"):
+        from rooflax.ops.moe import gpu_route
+
+        if gpu_route.unsupported(router_logits, experts_per_token) is None:
+            how = {"renormalise": renormalise, "scale": scale}
+            return gpu_route.routes(router_logits, experts_per_token, **how)
     top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
     among = top if renormalise else router_logits.astype(jnp.float32)
     full = jnp.pad(among, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
@@ -90,15 +99,17 @@ def experts(
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,
     method: str = "grouped",
+    residual: Float[Array, "tokens hidden"] | None = None,
     num_tokens: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """The chosen experts' outputs, summed with their shares.
+    """The chosen experts' outputs, summed with their shares, and the residual.
 
-        out[t] = sum over j of expert_weights[t, j] * mlp[expert_ids[t, j]](x[t])
+        out[t] = sum over j of expert_weights[t, j] * mlp[expert_ids[t, j]](x[t]) + residual[t]
         mlp[e](x) = activation(norm(x) @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
 
-    Matmuls accumulate in float32, the sum over experts is float32; returns x's dtype.
+    Matmuls accumulate in float32, the sum over experts is float32, and rounded to x's dtype, which
+    is returned, before the residual is added.
 
     Args:
         gate_up, down: quantised ones are stacks over the experts and round their rows.
@@ -108,6 +119,7 @@ def experts(
         method: "grouped" sorts tokens by expert and reads each needed expert once per tile of
             tokens; "per_token" runs one (token, expert) pair after the other; "dense" runs all
             experts on all tokens. They differ in speed only.
+        residual: of x's dtype; None is none.
         num_tokens: how many leading tokens are real; None is all. The results of the others mean
             nothing, and the native kernel does not compute them.
         implementation: "reference" (always dense), "xla", "native" and "pallas" (grouped only), or
@@ -118,4 +130,5 @@ def experts(
     """
     leaves = (gate_up, gate_up_bias, down, down_bias)
     how = {"activation": activation, "norm": norm, "method": method, "num_tokens": num_tokens}
+    how["residual"] = residual
     return EXPERTS(implementation, MoeArgs.of(x, expert_ids, expert_weights, *leaves, **how))

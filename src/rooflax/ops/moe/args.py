@@ -54,6 +54,7 @@ class MoeArgs:
     norm: Norm | None = None
     method: str = "grouped"
     num_tokens: NumRows = None
+    residual: Float[Array, "tokens hidden"] | None = None
 
     @staticmethod
     def of(
@@ -74,6 +75,10 @@ class MoeArgs:
     @property
     def num_experts(self) -> int:
         return self.up.w.stack[-1]
+
+    def onto(self, out: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """The residual and what the experts give."""
+        return out if self.residual is None else self.residual + out
 
     @property
     def rows(self) -> Float[Array, "tokens hidden"]:

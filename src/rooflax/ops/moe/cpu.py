@@ -35,7 +35,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     total = shared[:, 0]
     for index in range(1, chosen):  # one after the other: XLA's sums depend on the shape
         total = total + shared[:, index]
-    return total.astype(args.x.dtype)
+    return args.onto(total.astype(args.x.dtype))
 
 
 def unsupported(args: MoeArgs) -> str | None:

@@ -11,6 +11,7 @@ sm_90a show that they compile. No GPU has run them yet.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -22,6 +23,7 @@ from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear import gpu_rows
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
 from rooflax.ops.weights import Quantized, Stored
@@ -34,12 +36,14 @@ STAGES = 4
 """Tiles of rows and of weights on their way to shared memory, by rule."""
 SHARED_BYTES = 192 << 10
 """Of those and of the results, of the 227 KiB that a warpgroup can have."""
+ENOUGH_PROGRAMS = 1056
+"""Eight warpgroups for each of an H200's 132 multiprocessors: below it inputs are split."""
 ROWS_READ = 64
 """Rows of plain weights that a warpgroup asks for before it uses the first."""
 
 
 def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
-    x, expert_ids = args.rows, args.expert_ids
+    x, expert_ids = args.x, args.expert_ids
     tokens, chosen = expert_ids.shape
     num_experts, pairs = args.num_experts, tokens * chosen
     few = _is_few(args)
@@ -47,6 +51,8 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
     if tile == 1:  # nothing to sort: that would take longer than the matmuls
+        if args.up.w.code != "matrix" and args.down.w.code != "matrix":
+            return _by_pairs(args, pair_expert)
         tile_expert, num_tiles = pair_expert, jnp.int32(pairs)
         pair_slot = jnp.arange(pairs, dtype=jnp.int32)
         token_of_slot = token_of_pair
@@ -56,19 +62,47 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
         token_of_slot = slots.at[pair_slot].set(token_of_pair)
 
     def through(rows: jax.Array, e: Experts) -> Float[Array, "tiles tile outer"]:
-        members = tile_expert if e.index is None else tile_expert + e.index * num_experts
-        w = e.w if e.index is None else e.w.joined()
+        w, members = _members(e, tile_expert)
         tiles = rows.reshape(-1, tile, rows.shape[-1])
         y = multiply(tiles, w, members, num_tiles.reshape(1), x.dtype)
         if e.biases is None:
             return y
         return y + e.biases.astype(jnp.float32)[tile_expert][:, None, :]
 
-    h = through(x[token_of_slot], args.up)
+    h = through(args.rows[token_of_slot], args.up)
     h = args.activation(h.reshape(len(token_of_slot), 2, -1))
     y = through(h, args.down).reshape(len(token_of_slot), -1)
     per_pair = y[pair_slot].reshape(tokens, chosen, -1)
-    return jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
+    return args.onto(jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype))
+
+
+def _members(e: Experts, expert: Int[Array, " tiles"]) -> tuple[Stored, Int[Array, " tiles"]]:
+    """All matrices in one stack, and which of them these experts are."""
+    if e.index is None:
+        return e.w, expert
+    return e.w.joined(), expert + e.index * e.w.stack[-1]
+
+
+def _by_pairs(args: MoeArgs, pair_expert: Int[Array, " pairs"]) -> Float[Array, "tokens hidden"]:
+    """Quantised experts, one pair of token and expert after the other, in two kernels: norm and
+    first matmul; activation, second matmul and the sum over a token's experts."""
+    tokens, chosen = args.expert_ids.shape
+    dtype, sizes = args.x.dtype, jnp.full(1, tokens * chosen, jnp.int32)
+    up, members = _members(args.up, pair_expert)
+    rows = gpu_rows.Rows(args.x[:, None], dtype, args.norm, chosen, args.up.biases)
+    h = gpu_rows.tiled_matmul(rows, cast(Quantized, up), members, sizes)
+    down, members = _members(args.down, pair_expert)
+    activation, shares = args.activation, args.expert_weights
+    if not isinstance(activation, Activation | ClampedSwiglu):
+        h, activation = activation(h.reshape(len(h), 1, 2, -1)), None
+    rows = gpu_rows.Rows(h, dtype, activation, bias=args.down.biases)
+    if not 2 <= chosen <= gpu_rows.MOST_WARPGROUPS:
+        y = gpu_rows.tiled_matmul(rows, cast(Quantized, down), members, sizes)
+        y = y.reshape(tokens, chosen, -1) * shares[:, :, None]
+        return args.onto(jnp.sum(y, axis=1).astype(dtype))
+    residual = None if args.residual is None else args.residual[:, None]
+    rows = replace(rows, shares=shares, result=dtype, residual=residual)
+    return gpu_rows.tiled_matmul(rows, cast(Quantized, down), members, sizes)[:, 0]
 
 
 def _is_few(args: MoeArgs) -> bool:
@@ -124,7 +158,7 @@ def _few(
     """Matmuls of tiles of few rows, by reading the weights once at their width."""
     if w.code == "matrix":
         return _unpacked_matmuls(x.astype(jnp.float32), w.arrays[0], members, num_tiles)
-    return gpu_rows.tiled_matmul(x, cast(Quantized, w), members, num_tiles, dtype)
+    return gpu_rows.tiled_matmul(gpu_rows.Rows(x, dtype), cast(Quantized, w), members, num_tiles)
 
 
 def _unpacked_matmuls(
@@ -144,7 +178,7 @@ def _unpacked_matmuls(
     (splits,) = block_sizes.of(
         "experts.gpu",
         (rounded_up(count), rounded_up(few), inner, outer, w.dtype.name),
-        (max(1, min(steps, -(-gpu_rows.ENOUGH_PROGRAMS // (count * panels)))),),
+        (max(1, min(steps, -(-ENOUGH_PROGRAMS // (count * panels)))),),
         [(number,) for number in powers_of_two(steps)],
     )
     per_split = -(-steps // splits)

@@ -26,7 +26,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
         y = y + taken(args.down.bias).astype(jnp.float32)[None]
     chosen = jax.nn.one_hot(args.expert_ids, args.num_experts, dtype=jnp.float32)
     shares = jnp.einsum("tj,tje->te", args.expert_weights, chosen, precision=HIGHEST)
-    return jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype)
+    return args.onto(jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype))
 
 
 def _operands(x: jax.Array, w: Stored) -> tuple[jax.Array, jax.Array]:

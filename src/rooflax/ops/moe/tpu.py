@@ -42,7 +42,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     h = args.activation(h.reshape(num_slots, 2, -1))
     y = expert_matmul(h, args.down)
     pairs = y[pair_slot].reshape(tokens, chosen, -1)
-    return jnp.sum(pairs * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
+    return args.onto(jnp.sum(pairs * args.expert_weights[:, :, None], axis=1).astype(x.dtype))
 
 
 def unsupported(args: MoeArgs) -> str | None:

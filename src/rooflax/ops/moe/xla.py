@@ -29,7 +29,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     tile_expert, pair_slot, num_tiles = plan(expert_ids.reshape(-1), args.num_experts, tile)
     outputs = _run_tiles(args, x, tile_expert, pair_slot, num_tiles, tile)
     per_pair = outputs[pair_slot].reshape(num_tokens, chosen, -1)
-    return jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype)
+    return args.onto(jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype))
 
 
 def _tile_size(num_pairs: int, num_experts: int) -> int:

@@ -474,6 +474,10 @@ def test_preset_parameters_are_those_of_the_models_they_are_named_after():
         "gpt2-xl": 1_557_611_200, "qwen2.5-0.5b": 494_032_768, "llama-3.2-1b": 1_235_814_400,
         "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
         "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+        "mistral-7b": 7_248_023_552, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920,
+        "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "smollm3-3b": 3_075_098_624,
+        "gemma-3-270m": 268_098_176, "gemma-3-1b": 999_885_952, "phi-3-mini": 3_821_079_552,
+        "phi-4": 14_659_507_200,
     }  # fmt: skip
     for preset, count in known.items():
         _, config = read_config(preset_config(preset))

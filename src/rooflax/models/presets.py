@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from rooflax.errors import RequestError
@@ -131,8 +133,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=32,
     ),
 }  # fmt: skip
+PRESETS |= json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 """Each as the config.json of the model it is named after, but for GPT-OSS's MXFP4 (-q mxfp4);
-gpt-oss-3b has four of gpt-oss-20b's layers and a small vocabulary. Tiny ones are float32."""
+gpt-oss-3b has four of gpt-oss-20b's layers and a small vocabulary. Tiny ones are float32. Those of
+presets.json are published files (tests/data/published_configs has them whole, with their sources),
+without what no computation reads; of wrappers their text part."""
 
 
 def preset_config(model: str) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.nn.pooler import Pooler
 
 DEFAULT_MAX_WAITING = 256
+Conversation = Seq[Mapping[str, Any]]
 
 
 class _Inbox:
@@ -342,6 +345,38 @@ class AsyncLLM:
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]
+
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Conversation | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+        **sampling: Any,
+    ) -> list[Completion]:
+        """The assistant's `n` answers to a conversation.
+
+        To have them in pieces, give `stream` what `llm.encode_chat` makes of the messages.
+
+        Args:
+            messages, tools, chat_template, chat_template_kwargs: as for `LLM.encode_chat`.
+
+        Raises:
+            RequestError, CheckpointError: as `LLM.encode_chat`.
+            QueueFull, EngineError: as `stream`.
+        """
+        encode = partial(
+            self.llm.encode_chat,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        ids = await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+        return await self.generate(ids, params, cache_salt=cache_salt, **sampling)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread: each output to the loop that waits for it."""

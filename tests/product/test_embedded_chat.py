@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
 import pytest
 
-from rooflax import LLM
+from rooflax import LLM, AsyncLLM, RequestError
 from rooflax.loading.model_info import embedded_folder
 from rooflax.models.presets import CHAT_NAME
 
@@ -88,3 +89,17 @@ def test_transformers_gives_the_same_ids_and_greedy_tokens(llm: LLM) -> None:
     out = model.generate(torch.tensor([ids]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
     (ours,) = llm.generate([ids], max_tokens=24, temperature=0.0, ignore_eos=True)
     assert list(ours.tokens) == out[0, len(ids) :].tolist()
+
+
+def test_conversations_at_once_get_the_answers_they_get_alone(llm):
+    conversations = [[{"role": "user", "content": f"What is {word}?"}] for word in ("len", "max")]
+    wanted = [c.text for c in llm.chat(conversations, max_tokens=40, temperature=0)]
+
+    async def together() -> list[str]:
+        async with AsyncLLM(CHAT_NAME, max_num_seqs=2, max_model_len=256) as engine:
+            asked = (engine.chat(one, max_tokens=40, temperature=0) for one in conversations)
+            with pytest.raises(RequestError, match="role"):
+                await engine.chat([{"content": "who?"}])
+            return [found[0].text for found in await asyncio.gather(*asked)]
+
+    assert asyncio.run(together()) == wanted

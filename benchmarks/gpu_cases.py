@@ -158,6 +158,17 @@ def attention_case(
     return row
 
 
+def _needs_gpu_jax() -> None:
+    """
+    Raises:
+        NotImplementedError: this JAX has no GPU kernels, and XLA none for the case.
+    """
+    from rooflax.ops.accelerator import OLDEST_GPU_JAX
+
+    if jax.__version_info__ < OLDEST_GPU_JAX:
+        raise NotImplementedError("GPU kernels need JAX 0.11 or later")
+
+
 def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
     """What a decode step does between its projections, in one kernel and its merge, against the
     operations one after the other; new keys and values lie where they should."""
@@ -167,6 +178,7 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
     from rooflax.ops.rope import apply_rope
 
     del implementation
+    _needs_gpu_jax()
     rows, kv_heads, group, block, table = (2, 1, 2, 16, 12) if tiny else (1, 8, 4, 16, 512)
     keys, blocks = jax.random.split(jax.random.key(0), 4), 1 + rows * table
     shape = (blocks, kv_heads, block, head_dim)
@@ -240,11 +252,10 @@ def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None)
 def race(stages: int, tiny: bool, implementation: str | None) -> Figures:
     """The experts' tiles with products under way, bit for bit as without any, inputs changing."""
     del implementation
-    from rooflax.ops import accelerator, block_sizes
+    from rooflax.ops import block_sizes
     from rooflax.ops.moe import gpu
 
-    if jax.__version_info__ < accelerator.OLDEST_GPU_JAX:
-        raise NotImplementedError("GPU kernels need JAX 0.11 or later")
+    _needs_gpu_jax()
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (count, inner, outer) = (1, 256, 128) if tiny else (16, 2880, 2944)

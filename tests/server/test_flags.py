@@ -61,6 +61,7 @@ def observe(monkeypatch, tmp_path, capfd):
         def __init__(self, plan, **given):
             given.pop("progress"), given.pop("report")
             self.llm = argparse.Namespace(tokenizer=argparse.Namespace(chat_templates={}))
+            self.llm.info = argparse.Namespace(pooling=())  # so that nothing is measured
             asked.append((plan.info.name, str(plan), str(given), self.llm))
 
     class Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import jax
@@ -45,4 +46,4 @@ class Roofline:
             one = cost(rows, blocks * CONTEXT_STEP)
             return max(one.total_bytes / bytes_per_s, one.operations / flops_per_s)
 
-        self.decode_s = lambda rows, context: ideal(rows, -(-int(context) // CONTEXT_STEP))
+        self.decode_s = lambda rows, context: ideal(rows, math.ceil(context / CONTEXT_STEP))

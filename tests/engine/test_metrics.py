@@ -2,6 +2,7 @@
 
 import pytest
 
+from rooflax import LLM, ExecutionOptions
 from rooflax.engine.metrics import Histogram, Metrics
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
@@ -59,3 +60,21 @@ def test_decoding_is_a_share_of_what_the_machine_allows():
     assert metrics.ideal_decode_seconds / metrics.decode_seconds == pytest.approx(1 / 3)
     metrics.called(3, 16)
     assert (metrics.num_program_tokens, metrics.num_padding_tokens) == (16, 13)
+
+
+@pytest.mark.parametrize(("use_cache", "speculate"), [(True, None), (True, "ngram"), (False, None)])
+def test_no_more_tokens_run_than_programs_are_made_for(use_cache, speculate):
+    options = ExecutionOptions(use_cache=use_cache)
+    llm = LLM("preset:qwen2.5-tiny", options=options, speculate=speculate, max_num_seqs=4)
+    sequences = llm.processor.samples(0, [5, 6, 7] * 9, SamplingParams(max_tokens=20, n=3))
+    engine = llm.engine_for([sample.sequence for sample in sequences])
+    engine.ideal_decode_s = lambda rows, context: 1e-9 * rows * context
+    engine.add([sample.sequence for sample in sequences])
+    before = 0
+    while engine.has_unfinished:
+        engine.step()
+        metrics = engine.metrics
+        assert before <= metrics.num_padding_tokens < metrics.num_program_tokens
+        before = metrics.num_padding_tokens
+    if use_cache:
+        assert 0 < metrics.decode_roofline < 1

@@ -11,6 +11,7 @@ from rooflax.bench.ceilings import ceiling_reader
 from rooflax.bench.counting import StepCost, decode_cost
 from rooflax.bench.measure import multiplied_as
 from rooflax.llm import LLM
+from rooflax.nn.mesh import shards_of
 
 READINGS = 3
 CONTEXT_STEP = 64
@@ -27,8 +28,11 @@ class Roofline:
 
     def __init__(self, llm: LLM):
         info, plan = llm.info, llm.plan
-        simulated = jax.default_backend() == "cpu"  # devices of a mesh are then a single CPU
-        devices = 1 if llm.mesh is None or simulated else llm.mesh.size
+        shards = shards_of(llm.mesh) if llm.mesh is not None else None
+        if shards is None or jax.default_backend() == "cpu":  # whose devices are simulated
+            devices = 1
+        else:
+            devices = shards.tensor * shards.expert  # which read parts of the same weights at once
 
         def cost(rows: int, context: int) -> StepCost:
             return decode_cost(

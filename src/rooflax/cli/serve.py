@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.cli.session import open_async_llm
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, first_line
 from rooflax.models.presets import CHAT_NAME
 
 if TYPE_CHECKING:
@@ -229,7 +229,10 @@ def _loader(
             engine.llm.tokenizer.response_template = None  # it is of the template before
         if engine.llm.info.pooling is None:
             tell("measuring what the machine allows")
-            engine.compares_with(Roofline(engine.llm).decode_s)
+            try:
+                engine.compares_with(Roofline(engine.llm).decode_s)
+            except Exception as error:  # such as no memory for it; the server does without
+                terminal.say(f"rooflax: the machine could not be measured: {first_line(error)}.")
         gc.collect()
         gc.freeze()  # what is there now stays; the collector need not look at it again
         return engine

@@ -412,9 +412,11 @@ class Engine:
         return outputs
 
     def _count_call(self, call: Call, num_steps: int, seconds: float) -> None:
-        self.metrics.called(num_steps * sum(call.counts), num_steps * call.shape.tokens)
-        if call.shape.kind == "decode" and self.ideal_decode_s is not None:
-            rows = len(call.sequences)
+        shape, rows = call.shape, len(call.sequences)
+        run = sum(call.counts) + sum(map(len, call.lookahead or ()))
+        made_for = shape.tokens * (shape.sequences if shape.kind == "dense" else 1)
+        self.metrics.called(num_steps * run, num_steps * made_for)
+        if shape.kind in ("decode", "verify") and self.ideal_decode_s is not None:
             context = sum(sequence.num_tokens for sequence in call.sequences) / rows
             self.metrics.decoded(seconds, num_steps * self.ideal_decode_s(rows, context))
 

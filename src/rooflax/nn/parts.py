@@ -441,8 +441,8 @@ class Moe:
     ) -> Hidden:
         """The dense network and the experts, each with a norm of its result."""
         own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
-        h = own[dense.key](dense.branch(w, x, context, norm, None))
-        h = h + own["mlp"](self._experts(w, x, context))
+        h = context.norm(dense.branch(w, x, context, norm, None), own[dense.key])
+        h = h + context.norm(self._experts(w, x, context), own["mlp"])
         return h if residual is None else residual + h
 
     def _experts(

@@ -4,11 +4,14 @@ That llama.cpp opens them and computes the same is shown by benchmarks/peers/ggu
 """
 
 import json
+import resource
+import signal
 
 import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from rooflax import load
 from rooflax.cli.main import main
@@ -231,7 +234,12 @@ def around(*texts):
     return change
 
 
+def without_merges(parts):
+    parts["model"]["merges"] = []
+
+
 TOKENIZERS = {
+    "characters": ("qwen2", without_merges, "no merges"),
     "cut": ("qwen2", cut_by(r"\p{L}+|[^\p{L}]"), "no name for how it cuts text"),
     "scores": ("llama2", lacks_a_way, "not in the order of scores"),
     "around": ("llama-bpe", around("<|begin|>", "<|im_end|>"), "around a text"),
@@ -309,6 +317,47 @@ def test_a_failure_leaves_what_was_there(checkpoint, tmp_path):
         save_gguf(model_info(folder), path, "F32", check=True)
     assert path.read_bytes() == b"before"
     assert {p.name for p in tmp_path.iterdir()} == {"m", "m.gguf"}
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("Q8_0", 8.4e6), ("Q4_0", -5.3e5)])
+def test_weights_beyond_a_types_scales_are_rejected(kind, weight, tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "seed_oss")
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    down = tensors["model.layers.0.mlp.down_proj.weight"]
+    down[0, 0] = weight
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=f"in blk.0.ffn_down.weight, and {kind} holds"):
+        save_gguf(model_info(folder), tmp_path / "m.gguf", kind)
+    assert list(tmp_path.iterdir()) == [folder]
+    save_gguf(model_info(folder), tmp_path / "m.gguf", "BF16")
+
+
+def test_a_model_that_embeds_is_rejected(tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "qwen3")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    kinds = "Transformer", "Pooling"
+    modules = [
+        {"idx": i, "name": str(i), "path": ("", "1_Pooling")[i],
+         "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(UnsupportedModelError, match="embeds or scores"):
+        save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
+
+
+def test_a_full_disk_is_said_and_nothing_stays(checkpoint, tmp_path):
+    path, (soft, hard) = tmp_path / "m.gguf", resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, hard))
+    try:
+        with pytest.raises(OSError, match=r"m\.gguf|File too large"):
+            written(checkpoint("llama"), path, "F32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_types_have_llama_cpps_numbers():

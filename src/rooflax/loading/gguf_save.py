@@ -6,6 +6,8 @@ and the small ones that it wants so stay float32. The file appears whole or not 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf_changes import Shape
 from rooflax.loading.gguf_metadata import (
     HeaderOnly,
@@ -39,6 +41,8 @@ FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}
 """Types of matrices to llama.cpp's numbers of such files."""
 FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "ssm_conv1d.", "shortconv.conv.")
 """Matrices that llama.cpp wants in float32."""
+LARGEST = {"Q8_0": 8_319_008, "Q4_0": 524_032}
+"""Weights of which a block's scale is a finite float16."""
 STORAGE = Storage(keeps_bfloat16=True)
 
 
@@ -59,6 +63,7 @@ def save_gguf(
     Raises:
         RequestError: an unknown type, a preset, or the checkpoint is quantized by rooflax.
         UnsupportedModelError: llama.cpp computes no such model, or has no such tokenizer.
+        CheckpointError: a weight is too large for the type.
         OSError: the disk is full or not writable; what was there before stays.
     """
     from gguf import GGUFWriter
@@ -92,14 +97,18 @@ def save_gguf(
         for name, tensor in tensors.items():
             found, array = next(written)
             assert (found, array.shape) == (name, tensor.shape)
+            _check_range(info.name, name, array, tensor.dtype)
             writer.write_tensor_data(_encoded(array, tensor.dtype))
         writer.close()
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         os.replace(new, path)
-    except BaseException:
-        writer.close()
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what it still holds may not fit the disk either
+            writer.close()
         new.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is None:  # numpy's, of a short write
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
         raise
     return notes
 
@@ -109,9 +118,9 @@ def _header(
 ) -> tuple[Metadata, dict[str, TensorInfo], list[str]]:
     """Metadata and tensors, checked to be the model's."""
     config = info.config
-    if not (config.has_head and config.is_causal):
+    if not (config.has_head and config.is_causal) or info.pooling is not None:
         raise UnsupportedModelError(
-            f"{info.name} is a model that only embeds, of which no GGUF files are written."
+            f"{info.name} is a model that embeds or scores, of which no GGUF files are written."
         )
     raw = family(info.family).config_to_hf(config)
     tokenizer, defaults = info.tokenizer(), info.generation_defaults()
@@ -205,6 +214,21 @@ def _stored(
     return {k: np.stack(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
+def _check_range(model: str, name: str, array: np.ndarray, kind: str) -> None:
+    """
+    Raises:
+        CheckpointError: a block's scale would be infinite.
+    """
+    if kind not in LARGEST:
+        return
+    largest = max(float(array.max(initial=0)), -float(array.min(initial=0)))
+    if largest > LARGEST[kind]:  # NaN is not: it is written as it is
+        raise CheckpointError(
+            f"{model} has a weight of {largest:g} in {name}, and {kind} holds at most "
+            f"{LARGEST[kind]:,}; write BF16."
+        )
+
+
 def _encoded(array: np.ndarray, kind: str) -> np.ndarray:
     """An array's bytes as a type has them."""
     from gguf import quants
@@ -212,7 +236,8 @@ def _encoded(array: np.ndarray, kind: str) -> np.ndarray:
     if kind == "BF16" and array.dtype.itemsize == 2:
         return np.ascontiguousarray(array).view(np.uint16)
     array = np.ascontiguousarray(array, np.float32)
-    return array if kind == "F32" else quants.quantize(array, _ggml_type(kind))
+    with np.errstate(all="ignore"):  # NaN stays NaN
+        return array if kind == "F32" else quants.quantize(array, _ggml_type(kind))
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

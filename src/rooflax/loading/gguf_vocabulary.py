@@ -51,6 +51,8 @@ def vocabulary_metadata(
     model = parts["model"]
     if model.get("type") != "BPE" or model.get("end_of_word_suffix") or model.get("dropout"):
         raise _unsupported(f"its model is {model.get('type')!r}; only BPE is written.")
+    if not model["merges"]:
+        raise _unsupported("its model has no merges.")
     found, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
     tokens, types = _tokens(parts, rows)
     found |= {"tokens": tokens, "token_type": types}

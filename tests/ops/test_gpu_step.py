@@ -200,7 +200,7 @@ def test_layers_decode_by_it(layers, on_gpu):  # noqa: F811
     model = build(family, config, weights, 64)
     found = {}
     for kernels in (None, "xla"):
-        cache = allocate(config.groups, (7,), 2, 64, block_size=BLOCK, stacked=layers == "scan")
+        cache = allocate(config.groups, (7,), block_size=BLOCK, stacked=layers == "scan")
         options = ExecutionOptions(kernels=kernels, layers=layers)
         steps = []
         for step in range(2):

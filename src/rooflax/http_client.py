@@ -115,6 +115,11 @@ class Connection(asyncio.Protocol):
         self._head: tuple[int, dict[str, str], int] | None = None  # status, headers, its bytes
         self._count, self._tail = 0, b""
 
+    @property
+    def num_received(self) -> int:
+        """Bytes of the answer so far."""
+        return self._count
+
     @staticmethod
     async def to(server: Server) -> Connection:
         """
@@ -204,7 +209,16 @@ class Client:
         """
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
-        connection = self._idle.pop() if self._idle else await Connection.to(self.server)
+        if self._idle:
+            connection = self._idle.pop()
+            try:
+                return await self._ask_on(connection, request)
+            except ConnectionError:
+                if connection.num_received:
+                    raise  # else the server had closed it meanwhile, as it may
+        return await self._ask_on(await Connection.to(self.server), request)
+
+    async def _ask_on(self, connection: Connection, request: bytes) -> Reply:
         try:
             reply = await connection.ask(request)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socketserver
 import threading
@@ -228,3 +229,29 @@ def test_every_flag_has_its_effect_or_is_rejected(live, scripted, capfd, monkeyp
             assert code == 2 and rejection in err, (flag, err)
         else:
             assert seen != base[2], flag
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_opened_again():
+    asked = []
+
+    async def answer_once(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        asked.append(1)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await reader.read(1)  # the next request, which gets no answer
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def twice():
+        server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            client = Client(Server.of(f"http://127.0.0.1:{port}"))
+            for _ in range(3):
+                assert (await client.get("/")).status == 200
+            client.close()
+            await asyncio.sleep(0.1)  # so that the last answer ends, too
+
+    asyncio.run(twice())
+    assert len(asked) == 3

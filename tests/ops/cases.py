@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from rooflax.ops.attention import AttentionArgs, Dense
@@ -176,3 +177,17 @@ MOE = [
     Moe("ties", 17, router="ties"),
     Moe("more experts than pairs", 2, experts=11, chosen=3),
 ]
+
+
+def lowered(function, *arguments):
+    """The module for CUDA, as text."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    return text
+
+
+def close(found, wanted, tolerance=2e-6):
+    """Within a share of the largest value."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())

@@ -30,7 +30,7 @@ from rooflax.ops.moe.args import MoeArgs
 from rooflax.ops.weights import Stacked, as_weight, class_of, pack, quantize, taken
 from tests.marks import cases
 from tests.ops.answers import each_answer
-from tests.ops.cases import ATTENTION, MOE, PATTERNS, normal, seen_by_hand
+from tests.ops.cases import ATTENTION, MOE, PATTERNS, close, lowered, normal, seen_by_hand
 from tests.ops.test_attention import by_hand, into_blocks
 
 pytestmark = [
@@ -40,39 +40,6 @@ pytestmark = [
         reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
     ),
 ]
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Mosaic GPU kernels run on the CPU; memory nobody wrote is NaN.
-
-    A program's warpgroups wait for each other on the threads of XLA's client, which has two here.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(gpu_rows, "MOST_WARPGROUPS", 2)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="raise")):
-        yield
-
-
-@pytest.fixture
-def on_gpu(monkeypatch, interpreted):
-    """Dispatch believes that this is a GPU."""
-    monkeypatch.setattr(accelerator, "platform", lambda: "gpu")
-
-
-def lowered(function, *arguments):
-    """The module for CUDA, as text."""
-    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
-    return text
-
-
-def close(found, wanted, tolerance=2e-6):
-    """Within a share of the largest value."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    assert found.shape == wanted.shape
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
 # Inner and outer sizes: panels of less than a tile of words, and of a tile and a part.
@@ -677,7 +644,7 @@ def test_experts_with_few_tokens(name, kind, interpreted):
 @pytest.mark.parametrize("chosen", [2, 3])  # 3 are more than warpgroups
 def test_pairs_of_token_and_expert(chosen, interpreted):
     """With norm, biases, gate and residual in the two kernels: 33 groups are no whole tiles, and
-    every expert that nobody chose is NaN."""
+    every expert that no token chose is NaN."""
     kind, tokens, count, hidden, mlp = "w8a16", 1, 5, 528, 528
     sizes = ((count, hidden, 2 * mlp), (count, mlp, hidden))
     up, down = (normal(*size, seed=n) * size[1] ** -0.5 for n, size in enumerate(sizes))

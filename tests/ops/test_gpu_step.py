@@ -24,8 +24,7 @@ from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 from tests.marks import cases
-from tests.ops.cases import normal
-from tests.ops.test_gpu import close, interpreted, lowered, on_gpu  # noqa: F401
+from tests.ops.cases import close, lowered, normal
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -140,7 +139,7 @@ def one_after_the_other(case, new, pools, sequences, args):
 
 
 @pytest.mark.parametrize("case", cases(CASES, every_jax=["two rows"]), ids=lambda c: c.name)
-def test_a_step_is_its_operations(case, interpreted):  # noqa: F811
+def test_a_step_is_its_operations(case, interpreted):
     new, args = case.arrays()
     pools, sequences = case.cache()
     wanted = one_after_the_other(case, new, pools, sequences, args)
@@ -194,7 +193,7 @@ LAYERS = {
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("layers", cases(["unrolled", "scan"], slow=["scan"]))
-def test_layers_decode_by_it(layers, on_gpu):  # noqa: F811
+def test_layers_decode_by_it(layers, on_gpu):
     family, config = read_config(LAYERS)
     weights = random_weights(family, config, stacked=layers == "scan")
     model = build(family, config, weights, 64)

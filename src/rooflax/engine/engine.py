@@ -141,9 +141,7 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self._set_steps_per_dispatch(BURST_S)
         self.metrics = Metrics()
-        self.ideal_decode_s: Callable[[int, float], float] | None = (
-            None  # see AsyncLLM.compares_with
-        )
+        self.ideal_decode_s: Callable[[int, float], float] | None = None
 
     def _new_blocks(self) -> BlockManager:
         return BlockManager(

@@ -57,7 +57,7 @@ class Metrics:
         num_finished: sequences by finish_reason.
         num_compilations: after warm-up.
         num_program_tokens, num_padding_tokens: that programs of steps were made for, and how many
-            of those were nobody's.
+            of those were padding.
         decode_seconds, ideal_decode_seconds: what decode steps took, from scheduling to their
             tokens, and what the machine allows, where that is known.
         decode_roofline: the latter as a share of the former, of about the last fifty dispatches;

@@ -28,22 +28,7 @@ from tokenizers import (
 
 from tests import gguf_cases
 from tests.loading.conftest import TEXT
-
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# As the tokenizer.json files of LLaMA 3, Qwen 2.5 and GPT-OSS have them.
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-GPT_OSS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+from tests.tokenizer_cases import GPT4O, LLAMA3, QWEN2, TEMPLATE
 
 # case: (pattern, name that llama.cpp knows it by, special tokens, eos, adds BOS)
 BYTE_LEVEL = {
@@ -57,7 +42,7 @@ BYTE_LEVEL = {
     ),
     "qwen2": (QWEN2, "qwen2", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>", False),
     "gpt_oss_mxfp4": (
-        GPT_OSS,
+        GPT4O,
         "gpt-4o",
         ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"],
         "<|return|>",

@@ -24,11 +24,11 @@ from tokenizers import (
 
 from tests.loading.conftest import TEXT
 
-_LLAMA3 = (
+LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+"
     r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,14 +37,14 @@ _SEED = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT4O = (
+GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN = _GPT4O.replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = GPT4O.replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 _HUNYUAN_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
@@ -54,12 +54,12 @@ _HUNYUAN = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _HUNYUA
 # llama.cpp's name: (patterns, digits apart, composed, pieces that are tokens whole, adds BOS)
 BYTE_LEVEL = {
     "gpt-2": ((), False, False, False, False),
-    "llama-bpe": ((_LLAMA3,), False, False, True, True),
-    "dbrx": ((_LLAMA3,), False, False, False, False),  # OLMo 2, Granite 4, SmolLM3
-    "qwen2": ((_QWEN2,), False, True, False, False),
-    "deepseek-r1-qwen": ((_QWEN2,), False, False, False, False),
+    "llama-bpe": ((LLAMA3,), False, False, True, True),
+    "dbrx": ((LLAMA3,), False, False, False, False),  # OLMo 2, Granite 4, SmolLM3
+    "qwen2": ((QWEN2,), False, True, False, False),
+    "deepseek-r1-qwen": ((QWEN2,), False, False, False, False),
     "qwen35": ((_QWEN35,), False, True, False, False),
-    "gpt-4o": ((_GPT4O,), False, False, False, False),
+    "gpt-4o": ((GPT4O,), False, False, False, False),
     "smollm": ((), True, False, False, False),
     "command-r": ((), True, True, False, True),
     "tekken": ((_TEKKEN,), False, False, True, True),

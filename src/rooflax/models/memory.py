@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooflax.errors import RequestError
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed, num_snapshots
 from rooflax.nn.shards import Shards, config_on, part_sizes

@@ -17,6 +17,7 @@ import jax
 from rooflax.errors import RequestError
 from rooflax.models.memory import gib
 from rooflax.models.model import Model
+from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.weights import Weight
 

@@ -304,8 +304,8 @@ def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENC
 
 
 def local_layers(
-    x: Float[Array, layers * shape] | None, shards: Shards | None
-) -> Float[Array, own * shape] | None:
+    x: Float[Array, "layers ..."] | None, shards: Shards | None
+) -> Float[Array, "own ..."] | None:
     """What the layers of this stage have of it."""
     if x is None or shards is None or shards.stage == 1:
         return x

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,15 +13,27 @@ from rooflax.loading.load import load_plan
 from rooflax.loading.model_info import model_info
 from rooflax.loading.plan import make_plan
 from rooflax.models.memory import plan_blocks
-from rooflax.nn.kv_cache import LayerGroups
+from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards
 from rooflax.ops import accelerator, kernels
 from rooflax.ops.weights import packed_format
 from tests import gguf_cases, goldens
 
 NATIVE = kernels.chosen(None)["linear"] == "native"
-GROUPS = LayerGroups.from_windows((None, 32, None, 32, 32), ((2, 8),) * 5)
-CONFIG = SimpleNamespace(groups=GROUPS)
+_, CONFIG = read_config(
+    {
+        "model_type": "olmo3",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "sliding_window": 32,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "sliding")
+        ],
+    }
+)
 WORK = {"kv_dtype": "float32", "num_slots": 4, "max_tokens": 160, "new_tokens": 64}
 
 

@@ -30,6 +30,7 @@ bool HasAvx512() {
 // Null where this processor does not have it, or there is no such name.
 const Kernels* Find(const char* name) {
 #if defined(ROOFLAX_X86)
+  if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
   if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
 #endif
@@ -37,6 +38,9 @@ const Kernels* Find(const char* name) {
 }
 
 const Kernels* Best() {
+#if defined(ROOFLAX_X86)
+  if (const Kernels* found = __builtin_cpu_is("amd") ? Find("avx512-far") : nullptr) return found;
+#endif
   for (const char* name : {"avx512", "avx2"}) {
     if (const Kernels* found = Find(name)) return found;
   }
@@ -65,7 +69,7 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2" or "avx512"; 0 if this processor lacks it. "" takes the best again.
+// Forces "generic", "avx2", "avx512" or "avx512-far"; 0 if this processor lacks it. "" takes the best again.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
   const rooflax::Kernels* found = *name ? rooflax::Find(name) : rooflax::Best();
   if (found == nullptr) return 0;

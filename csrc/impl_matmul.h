@@ -22,8 +22,9 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 //   kOneFetches            whether one row of x does so too
 //   kWideStripe            pairs of vectors of one row's sums, where a stripe of them streams
 #if defined(__AVX512F__)
-constexpr int64_t kDepth = 8, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 12;
-constexpr bool kOneFetches = false;
+constexpr int64_t kDepth = 8, kFewTile = 1, kFewVectors = 2;
+constexpr int64_t kAhead = kFarApart ? 128 : 4096, kWideStripe = kFarApart ? 0 : 12;
+constexpr bool kOneFetches = kFarApart;
 #elif defined(__AVX2__)
 constexpr int64_t kDepth = 8, kFewTile = 4, kFewVectors = 1, kAhead = 128, kWideStripe = 0;
 constexpr bool kOneFetches = true;

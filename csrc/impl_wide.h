@@ -4,7 +4,7 @@ constexpr int64_t kLanes = 16;
 // kRegisters  vectors of sixteen floats that registers hold
 // kStreams    places that a thread reads one row's weights from at once, as many as memory answers best
 #if defined(__AVX512F__)
-constexpr int64_t kRegisters = 32, kStreams = 1;
+constexpr int64_t kRegisters = 32, kStreams = ROOFLAX_STREAMS;
 #elif defined(__AVX2__)
 constexpr int64_t kRegisters = 8, kStreams = 4;
 #else

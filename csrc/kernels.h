@@ -209,6 +209,7 @@ struct Kernels {
 namespace generic { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
+namespace avx512_far { extern const Kernels kKernels; }
 
 // The best of this processor, or the one that was forced.
 const Kernels& ChosenKernels();

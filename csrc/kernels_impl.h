@@ -1,4 +1,5 @@
-// The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA.
+// The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA,
+// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once.
 //
 // Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
 // instruction sets is what has an instruction of its own, as products of bytes and table look-ups,

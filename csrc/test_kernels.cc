@@ -499,7 +499,7 @@ void TestMaskExchange() {
 
 int main() {
   TestMaskExchange();
-  for (const char* name : {"generic", "avx2", "avx512"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512-far"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {
       for (bool narrow : {false, true}) {

@@ -1,5 +1,5 @@
 // The AVX-512 instructions that the kernels use, one lane after the other, so that their AVX-512 code
-// is tested where the processor has only AVX2: included before csrc/kernels_avx512.cc by
+// is tested where the processor has only AVX2: included before csrc/kernels_avx512*.cc by
 // tools/sanitize.sh.
 #ifndef ROOFLAX_AVX512_IN_LANES_H_
 #define ROOFLAX_AVX512_IN_LANES_H_

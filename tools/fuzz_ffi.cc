@@ -1062,7 +1062,7 @@ int main(int argc, char** argv) {
                   {"rooflax_norm", rooflax_norm, FuzzNorm},
                   {"rooflax_delta_rule", rooflax_delta_rule, FuzzDeltaRule},
                   {"rooflax_causal_conv", rooflax_causal_conv, FuzzCausalConv}};
-  for (const char* name : {"generic", "avx2", "avx512"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512-far"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {
       std::printf("%s: this processor has none\n", name);

@@ -34,10 +34,12 @@ for sanitizer in address,undefined thread; do
     build kernels_avx2 "${avx2[@]}"
     if grep -qsw avx512_vnni /proc/cpuinfo; then
       build dispatch
-      build kernels_avx512 "${avx512[@]}"
+      for name in kernels_avx512 kernels_avx512_far; do build $name "${avx512[@]}"; done
     else
       build dispatch -DROOFLAX_AVX512_IN_LANES
-      build kernels_avx512 "${avx2[@]}" -include tools/avx512_in_lanes.h
+      for name in kernels_avx512 kernels_avx512_far; do
+        build $name "${avx2[@]}" -include tools/avx512_in_lanes.h
+      done
     fi
   fi
   for pid in "${pids[@]}"; do wait "$pid"; done

@@ -25,7 +25,7 @@ LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
 KERNELS_VERSION = 10
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
-INSTRUCTION_SETS = ("generic", "avx2", "avx512")
+INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far")
 
 
 @dataclass(frozen=True)

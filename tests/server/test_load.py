@@ -49,8 +49,22 @@ def test_prefixes_are_shared_and_arrivals_are_as_many_a_second():
     assert at == sorted(at) and 190 < at[-1] < 210
 
 
+def test_another_seed_asks_something_else():
+    loads = [Load(num_requests=8, mix="chat", per_s=1.0, seed=seed) for seed in (0, 0, 1)]
+    for what in (Load.lengths, Load.arrivals_s, lambda load: load.prompts(1000)):
+        first, again, other = map(what, loads)
+        assert first == again != other
+
+
 @pytest.mark.parametrize(
-    "given", [{"mix": "x"}, {"per_s": 0}, {"target_ttft_s": -1}, {"target_tpot_s": float("inf")}]
+    "given",
+    [
+        {"mix": "x"},
+        {"seed": -1},
+        {"per_s": 0},
+        {"target_ttft_s": -1},
+        {"target_tpot_s": float("inf")},
+    ],
 )
 def test_a_load_that_cannot_be_is_rejected(given):
     with pytest.raises(RequestError, match=next(iter(given))):
@@ -188,6 +202,7 @@ FLAGS = {
     "--api-key": ["k"],
     "--requests": ["5"],
     "--mix": ["long"],
+    "--seed": ["1"],
     "--prompt-tokens": ["6"],
     "--output-tokens": ["4"],
     "--target-ttft": ["1e-9"],
@@ -214,9 +229,10 @@ def test_every_flag_has_its_effect_or_is_rejected(live, scripted, capfd, monkeyp
         code = main(["bench", "serve", "--url", live.url, *(w for w in words if w != "MODEL")])
         told = capfd.readouterr()
         sizes = sorted((len(ids), params.max_tokens) for ids, params, _ in scripted.asked)
+        prompts = sorted(list(ids) for ids, _, _ in scripted.asked)
         good = [line.split(": ")[1] for line in told.out.splitlines() if "goodput" in line]
         head = told.out.partition(" tokens): ")[0]
-        return code, told.err, (sizes, good, head, list(keys))
+        return code, told.err, (sizes, prompts, good, head, list(keys))
 
     base = run(SMALL)
     assert base == run(SMALL) and base[0] == 0, base

@@ -1,6 +1,7 @@
 """Load on an OpenAI server: what is asked, when, and what came of it. Needs no jax.
 
-Lengths and arrivals follow a stated rule and a fixed seed, so every run asks the same.
+Lengths, prompts and arrivals follow a stated rule and a seed: equal seeds ask the same. A server
+that was asked before answers from its prefix cache; a further run takes another seed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from rooflax.bench.statistics import PERCENTILES, percentiles
 from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import Client, Reply, Server
 
-SEED = 0
 MIXES = {
     "fixed": "every request has --prompt-tokens and --output-tokens",
     "chat": "log-normal around them, sigma 1 (prompts) and 0.7 (answers), cut at 4 times",
@@ -50,12 +50,15 @@ class Load:
     per_s: float | None = None
     target_ttft_s: float = 1.0
     target_tpot_s: float = 0.1
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.mix not in MIXES:
             raise RequestError(
                 f"mix is {self.mix!r}; it must be one of {', '.join(MIXES)}.", param="mix"
             )
+        if self.seed < 0:
+            raise RequestError(f"seed is {self.seed}; it must be at least 0.", param="seed")
         for name in ("per_s", "target_ttft_s", "target_tpot_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -65,7 +68,7 @@ class Load:
 
     def lengths(self) -> list[tuple[int, int]]:
         """Tokens of each prompt, and of its answer."""
-        count, rng = self.num_requests, np.random.default_rng(SEED)
+        count, rng = self.num_requests, np.random.default_rng((self.seed, 0))
         prompts = np.full(count, self.prompt_tokens)
         answers = np.full(count, self.output_tokens)
         if self.mix == "chat":
@@ -77,7 +80,7 @@ class Load:
 
     def prompts(self, vocab_size: int | None) -> list[list[int] | str]:
         """Random token ids; random words where the size of the vocabulary is not known."""
-        rng = np.random.default_rng(SEED + 1)
+        rng = np.random.default_rng((self.seed, 1))
 
         def some(size: int) -> list[Any]:
             drawn = rng.integers(0, vocab_size or len(_WORDS), size).tolist()
@@ -93,7 +96,7 @@ class Load:
     def arrivals_s(self) -> list[float]:
         """When each request of an open loop is sent."""
         assert self.per_s is not None
-        rng = np.random.default_rng(SEED + 2)
+        rng = np.random.default_rng((self.seed, 2))
         return np.cumsum(rng.exponential(1 / self.per_s, self.num_requests)).tolist()
 
 
@@ -309,6 +312,7 @@ def summary(
     return {
         "model": target.model,
         "mix": load.mix,
+        "seed": load.seed,
         "rule": MIXES[load.mix],
         "prompts": "random ids" if target.vocab_size else "random words",
         "loop": "closed" if load.per_s is None else "open",

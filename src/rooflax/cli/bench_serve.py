@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.own_server import own_server, words_of
-from rooflax.cli.parser import Parser, at_least_one, number
+from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def add_flags(parser: Parser) -> None:
         "around these), prefix (3/4 of a prompt shared), long (every 10th times 8)")  # fmt: skip
     add("--prompt-tokens", metavar="N", type=at_least_one, default=64, help="default 64")
     add("--output-tokens", metavar="N", type=at_least_one, default=64, help="default 64")
+    add("--seed", metavar="N", type=whole, default=0, help="of lengths, prompts and arrivals; "
+        "another one misses the server's prefix cache; default 0")  # fmt: skip
     add("--target-ttft", metavar="S", type=number, default=1.0, help="for goodput; default 1")
     add("--target-tpot", metavar="S", type=number, default=0.1, help="seconds a token; default 0.1")
     flags.add_output(parser)
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         per_s=args.request_rate,
         target_ttft_s=args.target_ttft,
         target_tpot_s=args.target_tpot,
+        seed=args.seed,
     )
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(terminal.statuses(args.quiet))

@@ -356,11 +356,16 @@ def test_c1_overload_is_429_at_once_and_others_finish(llm):
         assert time.perf_counter() - started < 1
         assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
         assert 1 <= int(found.headers["retry-after"]) <= 30
-        found = server.post("/v1/completions", {"prompt": ["x"] * 100})
-        assert (found.status_code, error_of(found)["param"]) == (400, "n")
+        found = server.post("/v1/embeddings", {"never": "read"})
+        assert (found.status_code, error_of(found)["code"]) == (429, "queue_full")
+        assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+        counts = server.http.get("/metrics").text
+        assert 'http_requests_total{route="/v1/embeddings",status="429"} 1.0' in counts
         for thread in threads:
             thread.join()
         assert statuses == [200] * (slots + 1)
+        found = server.post("/v1/completions", {"prompt": ["x"] * 100})
+        assert (found.status_code, error_of(found)["param"]) == (400, "n")
 
 
 @pytest.mark.parametrize("stream", [False, True])

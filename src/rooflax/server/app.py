@@ -58,6 +58,7 @@ POSTS: dict[str, tuple[Endpoint, Table]] = {
     "/detokenize": (small.detokenize, tables.DETOKENIZE),
     "/apply-template": (small.apply_template, tables.TEMPLATE),
 }
+TAKES_NO_PLACE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template")
 GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/models": small.models,
     "/v1/models/{name:path}": small.model,
@@ -296,10 +297,17 @@ class Guard:
                 )
                 return error_answer(scope, error)
             scope["owner"] = owner
+        if scope["method"] == "POST" and scope["path"] in POSTS:
+            # Checked again before an answer is opened; here a rejection costs least.
+            takes_place = scope["path"] not in TAKES_NO_PLACE
+            full = self._service.no_place(scope["owner"]) if takes_place else None
+            if full is not None:
+                return error_answer(scope, full)
         return None
 
     def _done(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        is_post = scope["method"] == "POST" and scope["path"] in POSTS
+        route = scope["path"] if is_post else getattr(scope.get("route"), "path", "other")
         self._exporter.answered(route, status)
         if route in ("/health", "/ready", "/metrics"):
             return

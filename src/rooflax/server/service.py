@@ -160,17 +160,15 @@ class Service:
             ApiError: 429, too many are open; or more than may ever be.
         """
         self.ready()
-        most = self.slots + self.settings.max_waiting
+        most = self._most_open
         if num_sequences > most:
             raise ApiError(
                 f"The request has {num_sequences} answers and at most {most} may run and wait; "
                 f"lower n, or send fewer prompts.",
                 param="n",
             )
-        mine = self._open_by_owner[owner]
-        share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
-        if self.open + num_sequences > most or mine + num_sequences > share:
-            raise self.queue_full(f"{self.open} answers are open and {most} may be")
+        if self._is_over(num_sequences, owner):
+            raise self._no_place()
         self.open += num_sequences
         self._open_by_owner[owner] += num_sequences
         started = time.monotonic()
@@ -180,6 +178,23 @@ class Service:
             self.open -= num_sequences
             self._open_by_owner[owner] -= num_sequences
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
+
+    def no_place(self, owner: str) -> ApiError | None:
+        """Why not one more answer may be opened; known before a body is read."""
+        return self._no_place() if self.state == "ready" and self._is_over(1, owner) else None
+
+    def _is_over(self, num_sequences: int, owner: str) -> bool:
+        most = self._most_open
+        share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
+        mine = self._open_by_owner[owner]
+        return self.open + num_sequences > most or mine + num_sequences > share
+
+    def _no_place(self) -> ApiError:
+        return self.queue_full(f"{self.open} answers are open and {self._most_open} may be")
+
+    @property
+    def _most_open(self) -> int:
+        return self.slots + self.settings.max_waiting
 
     def queue_full(self, why: str) -> ApiError:
         """429, with the seconds after which a place is likely."""

@@ -29,7 +29,7 @@ def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     rooflax.save(rooflax.load(f"preset:{name}"), folder, dtype="bfloat16")
     config = edited(folder / "config.json", lambda raw: with_context(raw))
-    write_tokenizer(folder, config["vocab_size"], TOKENIZER_CLASSES[name])
+    write_tokenizer(folder, config["vocab_size"], TOKENIZER_CLASSES.get(name, "GPT2Tokenizer"))
 
 
 def with_context(raw: dict[str, Any]) -> dict[str, Any]:

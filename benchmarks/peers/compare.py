@@ -30,6 +30,7 @@ from prepare import Installation, Unavailable
 from serving import Serving
 
 HERE = Path(__file__).parent
+MODELS = (*plan.MODELS, *plan.FAMILIES)
 SLOW, SLOW_ROUNDS = 3.0, 2
 """A peer that takes SLOW times as long as the quickest one in the first round, in all that becomes
 a row, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
@@ -244,7 +245,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="batches 1 and 8, fewer rounds and steps"
     )
-    parser.add_argument("--models", type=names_of(plan.MODELS), default=plan.MODELS)
+    parser.add_argument("--models", type=names_of(MODELS), default=plan.MODELS)
     parser.add_argument("--widths", type=names_of(plan.WIDTHS), default=plan.WIDTHS)
     parser.add_argument("--engines", type=names_of(PEERS), default=PEERS, help="which peers")
     parser.add_argument("--jobs", type=names_of(plan.KINDS), default=plan.KINDS)

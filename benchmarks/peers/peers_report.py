@@ -163,7 +163,7 @@ def serving_verdict(one: dict[str, Any], peer: dict[str, Any] | None, cpu: str) 
 def rendered(document: dict[str, Any]) -> str:
     """The page; a function of the document alone."""
     parts = ["# rooflax beside its peers", *introduction(document)]
-    names = [name for name in PEERS if name in document["engines"]]
+    names = [name for name in PEERS if document["engines"].get(name, "left out") != "left out"]
     header = ("test", "width", OURS, *names, *AFTER_SPEEDS)
     for model in dict.fromkeys(found["model"] for found in document["rows"]):
         rows = [found for found in document["rows"] if found["model"] == model]

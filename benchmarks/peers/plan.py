@@ -12,6 +12,8 @@ import random
 from dataclasses import dataclass
 
 MODELS = ("gpt2", "qwen2.5-0.5b")
+FAMILIES = ("qwen3-0.6b", "gemma-3-270m", "qwen3-moe-3b", "lfm2-350m", "qwen3.5-0.8b")
+"""Compared when named, with llama.cpp alone, whose files rooflax writes."""
 WIDTHS = ("float32", "bf16", "int8", "int4")
 OURS = "rooflax"
 PEERS = ("llama.cpp", "OpenVINO", "CTranslate2", "transformers", "onnxruntime-genai")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plan import FORMATS, OURS
+from plan import FAMILIES, FORMATS, OURS
 
 HERE = Path(__file__).parent
 MODULES = {
@@ -91,6 +91,10 @@ def gguf(at: Installation, model: str, form: str) -> Path:
     target = at.files / f"{model}-gguf"
     if not (target.exists() or (at.llama_cpp / "convert_hf_to_gguf.py").exists()):
         raise Unavailable(f"no convert_hf_to_gguf.py in {at.llama_cpp}")
+    if model in FAMILIES:
+        command = [sys.executable, "-m", "rooflax", "quantize", source, "--gguf", form.upper()]
+        file = at.files / f"{model}.{form}.gguf"
+        return made(file, lambda part: [[*command, "-o", part]], suffix=".part.gguf")
     kinds = FORMATS["llama.cpp"].values()
     how = ["--pre", PRE_TOKENIZER, "--pure"]
     made(
@@ -139,11 +143,13 @@ MAKERS: dict[str, Callable[[Installation, str, str], Path]] = {
 }
 
 
-def made(target: Path, commands: Callable[[Path], list[Sequence[object]]]) -> Path:
-    """A folder that is whole or not there; the commands write it under another name."""
+def made(
+    target: Path, commands: Callable[[Path], list[Sequence[object]]], *, suffix: str = ".part"
+) -> Path:
+    """A folder or file that is whole or not there; the commands write it under another name."""
     if target.exists():
         return target
-    part = target.with_name(f"{target.name}.part")
+    part = target.with_name(f"{target.name}{suffix}")
     shutil.rmtree(part, ignore_errors=True)
     for command in commands(part):
         run(command, target.parent)

@@ -118,6 +118,7 @@ def is_without_meaning(config, path):
         or (path[-1] == "key" and len(config.attentions) > 1)  # in which they must differ
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
         or (path[:2] == ("mlp", "norm") and layer.parallel)
+        or (path[-1] == "stacked" and any("mlp.gate_up" in key for key, _ in config.names.stored))
     )
 
 

@@ -134,10 +134,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 PRESETS |= json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+PRESETS["qwen3-moe-3b"] = PRESETS["qwen3-30b-a3b"] | {"num_hidden_layers": 4, "vocab_size": 32768}
 """Each as the config.json of the model it is named after, but for GPT-OSS's MXFP4 (-q mxfp4);
-gpt-oss-3b has four of gpt-oss-20b's layers and a small vocabulary. Tiny ones are float32. Those of
-presets.json are published files (tests/data/published_configs has them whole, with their sources),
-without what no computation reads; of wrappers their text part."""
+gpt-oss-3b and qwen3-moe-3b have four layers of the larger model and a small vocabulary. Tiny ones
+are float32. Those of presets.json are published files (tests/data/published_configs has them whole,
+with their sources), without what no computation reads; of wrappers their text part."""
 
 
 def preset_config(model: str) -> dict[str, Any]:

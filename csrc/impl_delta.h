@@ -9,10 +9,11 @@ void Delta(const DeltaArgs& args) {
   F16 seen[2] = {}, out[2] = {};
   for (int64_t row = 0; row < args.key_dim; ++row) {
     const F16 k = F16{} + args.k[row];
-    float* s = args.state + row * kDeltaColumns;
+    const float* from = args.from + row * args.from_step;
+    float* s = args.decayed + row * kDeltaColumns;
     ROOFLAX_WHOLE
     for (int64_t i = 0; i < 2; ++i) {
-      const F16 kept = Load<F16>(s + i * kLanes) * decay;
+      const F16 kept = Load<F16>(from + i * kLanes) * decay;
       seen[i] += kept * k;
       Store(s + i * kLanes, kept);
     }
@@ -21,12 +22,13 @@ void Delta(const DeltaArgs& args) {
   for (int64_t i = 0; i < 2; ++i) seen[i] = beta * (Load<F16>(args.v + i * kLanes) - seen[i]);
   for (int64_t row = 0; row < args.key_dim; ++row) {
     const F16 k = F16{} + args.k[row], q = F16{} + args.q[row];
-    float* s = args.state + row * kDeltaColumns;
+    const float* s = args.decayed + row * kDeltaColumns;
+    float* to = args.to + row * args.to_step;
     ROOFLAX_WHOLE
     for (int64_t i = 0; i < 2; ++i) {
       const F16 corrected = Load<F16>(s + i * kLanes) + k * seen[i];
       out[i] += corrected * q;
-      Store(s + i * kLanes, corrected);
+      Store(to + i * kLanes, corrected);
     }
   }
   ROOFLAX_WHOLE

@@ -167,7 +167,10 @@ struct DeltaArgs {
   const float* k;
   const float* v;  // [kDeltaColumns]
   float g, beta;
-  float* state;  // [key_dim, kDeltaColumns]
+  const float* from;  // [key_dim, kDeltaColumns], a row every from_step numbers
+  float* to;  // where the new one goes, likewise; may be `from`
+  int64_t from_step, to_step;
+  float* decayed;  // [key_dim, kDeltaColumns], scratch
   float* o;  // [kDeltaColumns]
 };
 

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -100,29 +103,42 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
     const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
     if (len == 0) return;
     const int64_t columns = std::min(kDeltaColumns, value_dim - begin);
-    std::vector<float> state(static_cast<size_t>(key_dim * kDeltaColumns));
+    const int64_t size = key_dim * kDeltaColumns;
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(2 * size)]);
+    float *state = scratch.get(), *decayed = state + size;
     float value[kDeltaColumns] = {}, o[kDeltaColumns];
     const auto row_of = [&](int64_t row) {
       return to + ((row * heads + head) * group + member) * matrix + begin;
     };
-    if (is_new.typed_data()[i] == 0) {
+    const bool is_whole = columns == kDeltaColumns, goes_on = is_new.typed_data()[i] == 0;
+    if (!is_whole || !goes_on) std::fill_n(state, size, 0.0f);
+    if (goes_on && !is_whole) {
       const float* from = row_of(rows.typed_data()[i]);
       for (int64_t r = 0; r < key_dim; ++r) {
-        std::copy_n(from + r * value_dim, columns, state.data() + r * kDeltaColumns);
+        std::copy_n(from + r * value_dim, columns, state + r * kDeltaColumns);
       }
     }
     for (int64_t n = 0; n < len; ++n) {
+      // Whole columns are read from the pool, and the last ones written to it, without a copy.
+      const bool reads = n == 0 && goes_on && is_whole;
+      const bool writes = n + 1 == len && is_whole && num_targets > 0 &&
+                          runs.Reached(i, 0) == len && runs.Target(i, 0) < num_rows;
+      const float* from = reads ? row_of(rows.typed_data()[i]) : state;
+      float* next = writes ? row_of(runs.Target(i, 0)) : state;
+      const int64_t from_step = reads ? value_dim : kDeltaColumns;
+      const int64_t next_step = writes ? value_dim : kDeltaColumns;
       const int64_t at = (start + n) * heads + head, one = at * group + member;
       std::copy_n(v.typed_data() + one * value_dim + begin, columns, value);
       ChosenKernels().delta({key_dim, unit_q + at * key_dim, unit_k + at * key_dim, value,
-                             g.typed_data()[one], beta.typed_data()[one], state.data(), o});
+                             g.typed_data()[one], beta.typed_data()[one], from, next, from_step,
+                             next_step, decayed, o});
       std::copy_n(o, columns, out->typed_data() + one * value_dim + begin);
-      for (int64_t j = 0; j < num_targets; ++j) {
+      for (int64_t j = writes ? 1 : 0; j < num_targets; ++j) {
         const int64_t target = runs.Target(i, j);
         if (runs.Reached(i, j) != n + 1 || target >= num_rows) continue;
         float* kept = row_of(target);
         for (int64_t r = 0; r < key_dim; ++r) {
-          std::copy_n(state.data() + r * kDeltaColumns, columns, kept + r * value_dim);
+          std::copy_n(next + r * next_step, columns, kept + r * value_dim);
         }
       }
     }
@@ -133,19 +149,40 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
   return ffi::Error::Success();
 }
 
+// One token of a sequence that goes on from `tail`: the same sums as below.
+void ConvolveOne(const float* x, const float* weight, int64_t channels, int64_t taps, const float* tail,
+                 float* out) {
+  for (int64_t c = 0; c < channels; ++c) {
+    float sum = 0;
+    for (int64_t j = 0; j + 1 < taps; ++j) sum += weight[c * taps + j] * tail[c * (taps - 1) + j];
+    out[c] = sum + weight[c * taps + taps - 1] * x[c];
+  }
+}
+
+// The tail after it.
+void Advance(const float* tail, const float* x, int64_t channels, int64_t length, float* to) {
+  for (int64_t c = 0; c < channels && length > 0; ++c) {
+    for (int64_t n = 0; n + 1 < length; ++n) to[c * length + n] = tail[c * length + n + 1];
+    to[c * length + length - 1] = x[c];
+  }
+}
+
 // y[t] = sum over j of weight[j] * x[t - taps + 1 + j], from the oldest input to the newest. A state is
-// the last taps - 1 inputs of each channel. The result is the pool itself; outputs of tokens that are no
+// the last taps - 1 inputs of each channel, whose axis may be several. The result is the pool itself; outputs of tokens that are no
 // sequence's are zero.
 ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 rows, S32 is_new, S32 targets,
                       S32 reached, ffi::Result<F32> out, ffi::Result<F32> states) {
   const Runs runs{starts, lens, rows, is_new, targets, reached};
-  if (Rank(x) != 2 || !SameShape(x, *out) || Rank(weight) != 2 || Rank(pool) != 3 ||
+  if (Rank(x) != 2 || !SameShape(x, *out) || Rank(weight) != 2 || Rank(pool) < 3 ||
       !SameShape(pool, *states) || !runs.Fit()) {
     return Reject("causal conv: shapes");
   }
+  const auto sizes = pool.dimensions();
   const int64_t tokens = Dim(x, 0), channels = Dim(x, 1), taps = Dim(weight, 1), length = taps - 1;
   const int64_t num_rows = Dim(pool, 0), num_targets = runs.NumTargets(), size = channels * length;
-  if (taps < 1 || Dim(weight, 0) != channels || Dim(pool, 1) != channels || Dim(pool, 2) != length) {
+  if (taps < 1 || Dim(weight, 0) != channels || 
+      std::accumulate(sizes.begin() + 1, sizes.end() - 1, int64_t{1}, std::multiplies<>()) != channels ||
+      sizes.back() != length) {
     return Reject("causal conv: sizes");
   }
   int64_t computed = 0;
@@ -154,6 +191,17 @@ ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 row
   }
   float* to = states->typed_data();
   if (to != pool.typed_data()) std::memcpy(to, pool.typed_data(), pool.size_bytes());
+  if (tokens == 1 && runs.Count() == 1 && computed == 1 && is_new.typed_data()[0] == 0) {
+    const float* row = to + rows.typed_data()[0] * size;
+    const std::vector<float> tail(row, row + size);  // a target may be this row
+    ConvolveOne(x.typed_data(), weight.typed_data(), channels, taps, tail.data(), out->typed_data());
+    for (int64_t j = 0; j < num_targets; ++j) {
+      const int64_t target = runs.Target(0, j);
+      if (target >= num_rows || runs.Reached(0, j) != 1) continue;
+      Advance(tail.data(), x.typed_data(), channels, length, to + target * size);
+    }
+    return ffi::Error::Success();
+  }
   std::fill_n(out->typed_data(), x.element_count(), 0.0f);
   // Taps and tails with the channels side by side.
   std::vector<float> w(static_cast<size_t>(taps * channels)), tails(static_cast<size_t>(runs.Count() * size));

@@ -570,7 +570,9 @@ void FuzzCausalConv() {
   Call call{rooflax_causal_conv, {}, {}, {}};
   call.args.emplace_back(kF32, Dims{tokens, channels});
   call.args.emplace_back(kF32, Dims{channels, taps});
-  call.args.emplace_back(kF32, Dims{pool_rows, channels, length});
+  const bool is_split = channels % 2 == 0 && draw.In(0, 1) == 1;  // channels as two axes
+  call.args.emplace_back(kF32, is_split ? Dims{pool_rows, 2, channels / 2, length}
+                                        : Dims{pool_rows, channels, length});
   AddRuns(call, sequences, draw.In(0, 2));
   call.rets.emplace_back(kF32, call.args[0].dims);
   call.rets.emplace_back(kF32, call.args[2].dims);

@@ -82,7 +82,8 @@ def _native(flat: Array, kernel: Array, pool: Array, runs: Runs) -> tuple[Array,
     """In place."""
     out = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (flat, pool)]
     call = jax.ffi.ffi_call("rooflax_causal_conv", out, input_output_aliases={2: 1})
-    return tuple(call(flat, kernel, pool, *runs.numbers()))
+    y, pool = call(flat, kernel, pool, *runs.numbers())
+    return y, pool
 
 
 CAUSAL_CONV = Operation(

@@ -88,13 +88,13 @@ def checkpoint(at: Installation, model: str, form: str = "") -> Path:
 
 def gguf(at: Installation, model: str, form: str) -> Path:
     source, script = checkpoint(at, model), HERE / "gguf_files.py"
-    target = at.files / f"{model}-gguf"
-    if not (target.exists() or (at.llama_cpp / "convert_hf_to_gguf.py").exists()):
-        raise Unavailable(f"no convert_hf_to_gguf.py in {at.llama_cpp}")
     if model in FAMILIES:
         command = [sys.executable, "-m", "rooflax", "quantize", source, "--gguf", form.upper()]
         file = at.files / f"{model}.{form}.gguf"
-        return made(file, lambda part: [[*command, "-o", part]], suffix=".part.gguf")
+        return made(file, lambda part: [[*command, "--force", "-o", part]], suffix=".part.gguf")
+    target = at.files / f"{model}-gguf"
+    if not (target.exists() or (at.llama_cpp / "convert_hf_to_gguf.py").exists()):
+        raise Unavailable(f"no convert_hf_to_gguf.py in {at.llama_cpp}")
     kinds = FORMATS["llama.cpp"].values()
     how = ["--pre", PRE_TOKENIZER, "--pure"]
     made(

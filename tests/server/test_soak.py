@@ -237,13 +237,17 @@ def test_no_token_of_256_streams_is_lost(llm):
     assert {one.output_tokens for one in found} == {len(found[0].times_s)} == {tokens}
 
 
+RUN, WAIT, MEAN_TOKENS = 16, 32, 16
+
+
 def test_c1_four_times_overload():
     seconds = max(8.0, SECONDS / 4)
-    flags = ["-q", "int8", "--max-model-len", "128", "--max-num-queued-seqs", "32"]
+    flags = ["-q", "int8", "--max-model-len", "128", "--max-num-seqs", str(RUN)]
+    flags += ["--max-num-queued-seqs", str(WAIT)]
     with own_server("preset:gpt2", flags) as url:
         for is_last in (False, False, True):  # where others take the processor, no figure holds
             found = asyncio.run(_overload(url, seconds))
-            assert found["rejected"] > found["overloaded"] / 16, found
+            assert found["rejected"] > found["overloaded"] / MEAN_TOKENS, found
             assert set(found["statuses"]) <= {200, 429} and found["retry_after"]
             in_time = found["rejection_p99_s"] <= 0.05
             if in_time and found["overloaded"] >= 0.95 * found["capacity"]:
@@ -273,7 +277,7 @@ async def _overload(url, seconds):
 
         closed: list = []
         start = time.perf_counter()
-        await asyncio.gather(*(answers(start + seconds, closed) for _ in range(48)))
+        await asyncio.gather(*(answers(start + seconds, closed) for _ in range(RUN + WAIT)))
         capacity = rate(closed, start + 0.25 * seconds, start + seconds)
         opened: list = []
         start = time.perf_counter()
@@ -283,7 +287,7 @@ async def _overload(url, seconds):
 
         tasks = []
         while (now := time.perf_counter() - start) < seconds:
-            while len(tasks) < 4 * capacity / 16 * now:
+            while len(tasks) < 4 * capacity / MEAN_TOKENS * now:
                 tasks.append(asyncio.ensure_future(send()))
             await asyncio.sleep(0.005)
         await asyncio.gather(*tasks)

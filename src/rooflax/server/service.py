@@ -180,8 +180,10 @@ class Service:
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
     def no_place(self, owner: str) -> ApiError | None:
-        """Why not one more answer may be opened; known before a body is read."""
-        return self._no_place() if self.state == "ready" and self._is_over(1, owner) else None
+        """Why not one more answer may be opened, before a body is read; None without an engine."""
+        with contextlib.suppress(ApiError):
+            return self._no_place() if self._is_over(1, owner) else None
+        return None
 
     def _is_over(self, num_sequences: int, owner: str) -> bool:
         most = self._most_open

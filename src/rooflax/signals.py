@@ -1,9 +1,10 @@
-"""Ctrl-C that asks to stop, instead of breaking off in the middle of a step."""
+"""Signals that let work end in order: Ctrl-C that asks to stop, SIGTERM that cleans up."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,3 +32,24 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def cleanup_on_sigterm() -> Iterator[None]:
+    """While inside, SIGTERM raises SystemExit(143), so that unfinished files are removed."""
+
+    def end(signum: int, frame: Any) -> None:
+        sys.exit(TERMINATED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread: signals are someone else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

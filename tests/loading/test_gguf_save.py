@@ -6,6 +6,9 @@ That llama.cpp opens them and computes the same is shown by benchmarks/peers/ggu
 import json
 import resource
 import signal
+import subprocess
+import sys
+import time
 
 import gguf
 import ml_dtypes
@@ -298,12 +301,33 @@ def test_what_the_command_cannot_do(checkpoint, tmp_path, capsys):
         (["--gguf", "Q5_K", "-o", path], "Q8_0"),
         (["--gguf", "F32", "-o", str(tmp_path / "m")], "ends in .gguf"),
         (["--gguf", "F32", "-q", "int8", "-o", path], "--quantize"),
+        (["-q", "int8", "-o", path], "say its type with --gguf"),
         (["--gguf", "F32", "--dtype", "float32", "-o", path], "--dtype"),
     ):
         assert main(["quantize", folder, *flags]) == 2
         assert reason in capsys.readouterr().err
     with pytest.raises(RequestError, match="random weights"):
         save_gguf(model_info("preset:qwen2.5-tiny"), path, "F32")
+
+
+def test_sigterm_leaves_no_unfinished_file(tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "llama", intermediate_size=1 << 18)
+    output = tmp_path / "out"
+    output.mkdir()
+    argv = ["quantize", str(folder), "--gguf", "Q4_0", "-o", str(output / "m.gguf")]
+    with subprocess.Popen([sys.executable, "-m", "rooflax", *argv]) as process:
+        while process.poll() is None and not list(output.iterdir()):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 143
+    assert list(output.iterdir()) == []
+
+
+def test_a_file_of_this_folder_has_the_folders_name(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkpoint("llama"))
+    written(".", tmp_path / "m.gguf", "F32")
+    name = gguf.GGUFReader(tmp_path / "m.gguf").fields["general.name"].contents()
+    assert name == checkpoint("llama").name
 
 
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path):

@@ -12,6 +12,7 @@ from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
 from rooflax.nn.execution import ExecutionOptions
+from rooflax.signals import cleanup_on_sigterm
 
 SUMMARY = "save a quantized model; it loads without conversion"
 
@@ -35,7 +36,8 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads the model quantised and saves it as it lies in memory, or writes its GGUF file."""
-    written = _write_folder(args) if args.gguf is None else _write_gguf(args)
+    with cleanup_on_sigterm():
+        written = _write_folder(args) if args.gguf is None else _write_gguf(args)
     if args.json:
         terminal.print_json(written)
     else:
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_folder(args: argparse.Namespace) -> dict[str, Any]:
+    if Path(args.output).suffix == ".gguf":
+        raise RequestError(f"{args.output} is the name of a GGUF file; say its type with --gguf.")
     if Path(args.output).is_file():
         raise RequestError(f"{args.output} is a file; give the name of a folder.")
     if (Path(args.output) / "config.json").exists() and not args.force:

@@ -113,6 +113,13 @@ def save_gguf(
     return notes
 
 
+def _name(info: ModelInfo) -> str:
+    """The last part of a hub id or a path; of "." and ".." the folder's own name."""
+    assert info.folder is not None
+    name = Path(info.name).name
+    return info.folder.resolve().name if name in ("", "..") else name
+
+
 def _header(
     info: ModelInfo, path: Path, kind: str
 ) -> tuple[Metadata, dict[str, TensorInfo], list[str]]:
@@ -127,7 +134,7 @@ def _header(
     vocabulary, notes = vocabulary_metadata(tokenizer, config.vocab_size, defaults.eos_token_ids)
     metadata = architecture_metadata(config, raw) | {
         "general.type": "model",
-        "general.name": Path(info.name).name,
+        "general.name": _name(info),
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": 2,
     }

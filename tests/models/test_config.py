@@ -474,6 +474,7 @@ def test_preset_parameters_are_those_of_the_models_they_are_named_after():
         "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
         "gpt2-xl": 1_557_611_200, "qwen2.5-0.5b": 494_032_768, "llama-3.2-1b": 1_235_814_400,
         "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+        "seed-oss-36b": 36_151_104_512,
         "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
         "mistral-7b": 7_248_023_552, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920,
         "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "smollm3-3b": 3_075_098_624,

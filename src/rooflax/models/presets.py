@@ -123,6 +123,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         5376, 21504, 60, 32, 6, num_key_value_heads=16, num_global_key_value_heads=4,
         **_GEMMA4_KV, **_BFLOAT16,
     ),
+    "seed-oss-36b": {
+        "model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120,
+        "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
+        "rope_theta": 10_000_000.0, "attention_bias": True, "attention_out_bias": False,
+        "mlp_bias": False, "tie_word_embeddings": False, **_BFLOAT16,
+    },
     "gpt-oss-20b": _gpt_oss(24, 32, **_BFLOAT16),
     "gpt-oss-120b": _gpt_oss(36, 128, **_BFLOAT16),
     "gpt-oss-3b": _gpt_oss(4, 32, vocab_size=32768, **_BFLOAT16),

@@ -157,21 +157,22 @@ struct DrawArgs {
   int64_t last, first;  // first: the most likely, which survives
 };
 
-constexpr int64_t kDeltaColumns = 32;  // of a matrix, that are computed together
+constexpr int64_t kDeltaColumns = 32;  // of a matrix, the fewest that are computed together
+constexpr int64_t kMostDeltaColumns = 4 * kDeltaColumns;
 
-// The gated delta rule of one token, for kDeltaColumns columns of a head's matrix:
+// The gated delta rule of one token, for some columns of a head's matrix:
 //   state = exp(g) state;  state += k (beta (v - state^T k))^T;  o = state^T q
 struct DeltaArgs {
   int64_t key_dim;
+  int64_t columns;  // 1, 2 or 4 times kDeltaColumns
   const float* q;  // [key_dim]
   const float* k;
-  const float* v;  // [kDeltaColumns]
+  const float* v;  // [columns]
   float g, beta;
-  const float* from;  // [key_dim, kDeltaColumns], a row every from_step numbers
+  const float* from;  // [key_dim, columns], a row every from_step numbers
   float* to;  // where the new one goes, likewise; may be `from`
   int64_t from_step, to_step;
-  float* decayed;  // [key_dim, kDeltaColumns], scratch
-  float* o;  // [kDeltaColumns]
+  float* o;  // [columns]
 };
 
 struct Kernels {
@@ -206,6 +207,7 @@ struct Kernels {
   void (*sums_above)(const float* x, const float* weights, int64_t count, const float* levels,
                      double* sums);
   int64_t (*draw)(const DrawArgs&);
+  int64_t delta_columns;  // whose sums fit into registers
   void (*delta)(const DeltaArgs&);
 };
 

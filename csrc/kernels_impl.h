@@ -36,7 +36,8 @@ const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRo
                           Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
                           QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
                           Attend,           Argmax,         Above,      ExpTotal,
-                          ExpEach,          SumsAbove,      Draw,           Delta};
+                          ExpEach,          SumsAbove,      Draw,           kColumnsAtOnce,
+                          Delta};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

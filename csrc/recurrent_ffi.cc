@@ -96,26 +96,28 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
     Normalise(q.typed_data() + i * key_dim, key_dim, eps, scale, unit_q + i * key_dim);
     Normalise(k.typed_data() + i * key_dim, key_dim, eps, 1, unit_k + i * key_dim);
   }
-  const int64_t parts = (value_dim + kDeltaColumns - 1) / kDeltaColumns;
+  int64_t wide = ChosenKernels().delta_columns;  // whole columns, if there are some that divide
+  while (wide > kDeltaColumns && value_dim % wide != 0) wide /= 2;
+  const int64_t parts = (value_dim + wide - 1) / wide;
   const auto work = [&](int64_t item) {
-    const int64_t begin = item % parts * kDeltaColumns, of = item / parts;  // columns, matrix
+    const int64_t begin = item % parts * wide, of = item / parts;  // columns, matrix
     const int64_t member = of % group, head = of / group % heads, i = of / group / heads;
     const int64_t start = starts.typed_data()[i], len = lens.typed_data()[i];
     if (len == 0) return;
-    const int64_t columns = std::min(kDeltaColumns, value_dim - begin);
-    const int64_t size = key_dim * kDeltaColumns;
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(2 * size)]);
-    float *state = scratch.get(), *decayed = state + size;
-    float value[kDeltaColumns] = {}, o[kDeltaColumns];
+    const int64_t columns = std::min(wide, value_dim - begin);
+    const int64_t size = key_dim * wide;
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(size)]);
+    float* const state = scratch.get();
+    float value[kMostDeltaColumns] = {}, o[kMostDeltaColumns];
     const auto row_of = [&](int64_t row) {
       return to + ((row * heads + head) * group + member) * matrix + begin;
     };
-    const bool is_whole = columns == kDeltaColumns, goes_on = is_new.typed_data()[i] == 0;
+    const bool is_whole = columns == wide, goes_on = is_new.typed_data()[i] == 0;
     if (!is_whole || !goes_on) std::fill_n(state, size, 0.0f);
     if (goes_on && !is_whole) {
       const float* from = row_of(rows.typed_data()[i]);
       for (int64_t r = 0; r < key_dim; ++r) {
-        std::copy_n(from + r * value_dim, columns, state + r * kDeltaColumns);
+        std::copy_n(from + r * value_dim, columns, state + r * wide);
       }
     }
     for (int64_t n = 0; n < len; ++n) {
@@ -125,13 +127,13 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
                           runs.Reached(i, 0) == len && runs.Target(i, 0) < num_rows;
       const float* from = reads ? row_of(rows.typed_data()[i]) : state;
       float* next = writes ? row_of(runs.Target(i, 0)) : state;
-      const int64_t from_step = reads ? value_dim : kDeltaColumns;
-      const int64_t next_step = writes ? value_dim : kDeltaColumns;
+      const int64_t from_step = reads ? value_dim : wide;
+      const int64_t next_step = writes ? value_dim : wide;
       const int64_t at = (start + n) * heads + head, one = at * group + member;
       std::copy_n(v.typed_data() + one * value_dim + begin, columns, value);
-      ChosenKernels().delta({key_dim, unit_q + at * key_dim, unit_k + at * key_dim, value,
+      ChosenKernels().delta({key_dim, wide, unit_q + at * key_dim, unit_k + at * key_dim, value,
                              g.typed_data()[one], beta.typed_data()[one], from, next, from_step,
-                             next_step, decayed, o});
+                             next_step, o});
       std::copy_n(o, columns, out->typed_data() + one * value_dim + begin);
       for (int64_t j = writes ? 1 : 0; j < num_targets; ++j) {
         const int64_t target = runs.Target(i, j);

@@ -503,7 +503,8 @@ bool DrawRuns(Call& call, size_t first, int64_t tokens, int64_t pool_rows, bool&
 // A sequence's tokens one after the other, as the rule is written.
 void FuzzDeltaRule() {
   const int64_t tokens = draw.In(0, 8), heads = draw.In(1, 2), group = draw.In(1, 2);
-  const int64_t key_dim = draw.In(1, 9), dim = draw.OneIn(4) ? draw.In(30, 70) : draw.In(1, 9);
+  const int64_t key_dim = draw.In(1, 9);
+  const int64_t dim = draw.OneIn(8) ? 128 : draw.OneIn(4) ? draw.In(30, 70) : draw.In(1, 9);
   const int64_t pool_rows = draw.In(1, 6), sequences = draw.In(0, 3), targets = draw.In(0, 2);
   const float eps = 1e-6f;
   Call call{rooflax_delta_rule, {}, {}, {Real("eps", eps)}};

@@ -360,7 +360,7 @@ class _Metadata:
         return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
 
     def _gemma4(self) -> dict[str, Any]:
-        """What differs by layer. A wrong number makes a tensor's shape a wrong one."""
+        """What differs by layer."""
         flags = self.per_layer("attention.sliding_window_pattern")
         heads = self.per_layer("attention.head_count_kv")
         widths = self.per_layer("feed_forward_length")
@@ -373,12 +373,24 @@ class _Metadata:
         }
         if heads and flags:
             by_kind = dict(zip(flags, heads, strict=False))
+            self._check_layers("attention.head_count_kv", heads, [by_kind.get(f) for f in flags])
             found["num_key_value_heads"] = by_kind.get(True, heads[0])
             found["num_global_key_value_heads"] = by_kind.get(False, heads[-1])
         if widths:
-            found["intermediate_size"] = widths[0]
-            found["use_double_wide_mlp"] = widths[-1] != widths[0]
+            first, last, shared = widths[0], widths[-1], self.get("attention.shared_kv_layers", 0)
+            own = len(widths) - shared if type(shared) is int else 0
+            wanted = [last if i >= own else first for i in range(len(widths))]
+            self._check_layers("feed_forward_length", widths, wanted)
+            found["intermediate_size"] = first
+            found["use_double_wide_mlp"] = last != first
         return found
+
+    def _check_layers(self, key: str, found: list[Any], wanted: list[Any]) -> None:
+        if found != wanted:
+            raise UnsupportedModelError(
+                f"{self.file.path} has {self._prefix + key} = {found!r:.80}, which differs within "
+                f"a kind of layers."
+            )
 
     def _gemma4_whole(self, raw: dict[str, Any]) -> dict[str, Any]:
         """RoPE of layers without a window and with one, and the rows of their embeddings."""

@@ -190,6 +190,21 @@ def test_a_tokenizer_comes_back(name, tmp_path):
     assert (defaults.temperature, defaults.top_k) == (wanted.temperature, wanted.top_k)
 
 
+def test_gemma4s_tokenizer_without_bos_comes_back_and_llama_cpp_is_said_to_put_one(tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "gemma4", "gemma4")
+    tokenizer_changed(folder, lambda parts: parts.update(post_processor=None))
+    path = tmp_path / "m.gguf"
+    notes = save_gguf(model_info(folder), path, "Q8_0")
+    assert notes == ["llama.cpp puts BOS before every text, and the tokenizer does not"]
+    ours, theirs = Tokenizer(path), Tokenizer(folder)
+    for text in tokenizer_cases.TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    types = GGUFFile(path).metadata["tokenizer.ggml.token_type"]
+    for text in tokenizer_cases.CALLS:  # which llama.cpp has to show
+        token_id = ours.token_to_id(text)
+        assert types[token_id] == 4 and token_id in ours.special_token_ids
+
+
 def test_a_tokenizers_ids_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     for name in (*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.SENTENCEPIECE):

@@ -125,11 +125,22 @@ def write_original(folder: Path, name: str) -> Path:
     return folder
 
 
+_GEMMA4 = {
+    "global_head_dim": 64, "num_kv_shared_layers": 0, "moe_intermediate_size": None,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+"""What llama.cpp's converter wants said."""
 _SIZES = {
     "vocab_size": tokenizer_cases.ROWS, "hidden_size": 96, "intermediate_size": 128,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "head_dim": 32,
     "shared_intermediate_size": 128, "n_embd": 64, "n_inner": 256, "n_ctx": 131,
-    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": tokenizer_cases.ROWS,
 }  # fmt: skip
 """Of matrices that divide into blocks of 32."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,6 +165,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 64}),
     "gemma3": ("gemma3_text", {"sliding_window_pattern": 6, "query_pre_attn_scalar": 32}),
+    "gemma4": ("gemma4_text", _GEMMA4 | {"hidden_size_per_layer_input": 0}),
+    "gemma4_moe": (
+        "gemma4_text_moe", _GEMMA4 | {"moe_intermediate_size": 64, "attention_bias": False},
+    ),
+    "gemma4_shared": ("gemma4_text_shared", _GEMMA4 | {"num_kv_shared_layers": 4}),
     "granite": ("granite", {}),
     "granite4": ("granitemoehybrid", {"intermediate_size": 128}),
     "granite4_nope": (
@@ -187,8 +203,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
 
 
-KEPT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3")
+GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
+KEPT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", *GEMMA4)
 """Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
+TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
+"""Those that a family's files have, where the converter reads no other."""
 
 
 def kept(name: str) -> Path:
@@ -203,10 +222,19 @@ def kept_sizes(name: str) -> dict[str, Any]:
         "shared_expert_intermediate_size": 20, "block_ff_dim": 24, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6,
-        "linear_value_head_dim": 6, "head_dim": 8,
+        "linear_value_head_dim": 6, "head_dim": 8, "global_head_dim": 16, "top_k_experts": 2,
+        "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1,
     }  # fmt: skip
     raw = family_config(name)
-    return {key: size for key, size in sizes.items() if key in raw}
+    return {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
+
+
+def converted_rows(name: str) -> dict[str, int]:
+    """Rows of embeddings where the converter wants a token for each."""
+    if name not in TOKENIZERS:
+        return {}
+    rows = tokenizer_cases.sentencepiece(TOKENIZERS[name]).get_vocab_size()
+    return {"vocab_size": rows, "vocab_size_per_layer_input": rows}
 
 
 def family_config(name: str) -> dict[str, Any]:

@@ -164,7 +164,8 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
 
 def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
     """The kept file of a family: a small checkpoint, converted."""
-    gguf_cases.write_family(work, name, **gguf_cases.kept_sizes(name))
+    tokenizer = gguf_cases.TOKENIZERS.get(name, "gpt-2")
+    gguf_cases.write_family(work, name, tokenizer, **gguf_cases.kept_sizes(name))
     target = gguf_cases.kept(name)
     command = [llama_cpp, "gpt-2", "convert", str(work), "--outfile", str(target)]
     flags = ["--outtype", "bf16", *(["--no-mtp"] if name.startswith("qwen3_") else [])]

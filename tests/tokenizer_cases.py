@@ -66,10 +66,14 @@ BYTE_LEVEL = {
     "seed-coder": ((_SEED,), False, False, False, True),
     "hunyuan-dense": (_HUNYUAN, False, False, False, True),
 }
-SENTENCEPIECE = ("llama2", "gemma")
+SENTENCEPIECE = ("llama2", "gemma", "gemma4")
+FAMILIES = {"gemma4": "gemma4"}
+"""Families of tokenizers that are not LLaMA's (gguf_cases.FAMILIES)."""
 SPECIAL = (
     "<|begin|>", "<|endoftext|>", "<|im_end|>", "<|observation|>", "[gMASK]", "<|user|>",
 )  # fmt: skip
+CALLS = ("<|tool_call>", "<tool_call|>", "<|tool_response>")
+"""Special tokens of Gemma 4 that llama.cpp shows."""
 VOCAB = 384
 ROWS = 392
 """Of an embedding: more than there are tokens."""
@@ -81,6 +85,7 @@ TEXTS = (
     "<|endoftext|>a<|im_end|> b <|user|>\n<|begin|>",
     " leading and trailing ",
     "  two spaces   three\n\n\n    four",
+    "\n\n<|tool_call>call:f{}<tool_call|><|tool_response>\n",
     "",
 )
 
@@ -113,9 +118,13 @@ def byte_level(name: str) -> tokenizers.Tokenizer:
 def sentencepiece(name: str) -> tokenizers.Tokenizer:
     """SentencePiece's BPE with byte fall-back, as transformers converts it."""
     trained = tokenizers.Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    words = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    lines = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    is_listed = name in FAMILIES
+    trained.pre_tokenizer = pre_tokenizers.Sequence([words, lines]) if is_listed else words
     trainer = trainers.BpeTrainer(vocab_size=VOCAB - 270, show_progress=False)
-    trained.train_from_iterator([t for t in TEXT if t.isascii()], trainer)
+    texts = [text for text in TEXT if text.isascii()]
+    trained.train_from_iterator([*texts, *(["\n\n"] * 50 if is_listed else [])], trainer)
     head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces = sorted(trained.get_vocab(), key=trained.get_vocab().get)
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*head, *pieces]))}
@@ -124,10 +133,12 @@ def sentencepiece(name: str) -> tokenizers.Tokenizer:
         ways = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         ways = [way for way in ways if way[0] in vocab and way[1] in vocab]
         merges += sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))
+    if is_listed:  # one way to make a piece
+        merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
     model = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if name == "gemma":
+    if name != "llama2":
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
@@ -135,7 +146,8 @@ def sentencepiece(name: str) -> tokenizers.Tokenizer:
         tokenizer.normalizer = normalizers.Sequence([prepend, normalizers.Replace(" ", "▁")])
         back.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(back)
-    special = [AddedToken(t, special=True, normalized=False) for t in (*head[:3], *SPECIAL[:-1])]
+    names = (*head[:3], *SPECIAL[:-1], *(CALLS if is_listed else ()))
+    special = [AddedToken(text, special=True, normalized=False) for text in names]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(SPECIAL[-1], special=False, normalized=False)])
     _begins_with(tokenizer, "<s>")

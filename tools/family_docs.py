@@ -22,7 +22,7 @@ HEAD = """\
 """
 TABLE = re.compile(re.escape(HEAD.partition("\n")[0]) + r"\n(\|.*\n)+")
 TEXT_PARTS = {
-    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
 }  # fmt: skip
 """Families with a tower, whose GGUF files are those of their text models."""

@@ -40,7 +40,7 @@ CONVERTED = "converted"
 MOST = {CONVERTED: 1e-4, "F32": 2e-4, "BF16": 0.05, "Q8_0": 0.2, "Q4_0": 0.2}
 """The first two in logits, the others as shares: beside such weights llama.cpp rounds activations,
 to bfloat16 and to int8, which random weights amplify and routing to experts makes steps of."""
-TABLES = {"gpt2", "gemma3"}
+TABLES = {"gpt2", "gemma3", *gguf_cases.GEMMA4}
 """Whose GELU llama.cpp looks up in a table of float16: F32 may differ by `TABLE_ERROR`."""
 TABLE_ERROR = 0.02
 CONVERTER: dict[str, dict[str, Any] | None] = {
@@ -103,7 +103,9 @@ def convert(name: str, args: argparse.Namespace, work: Path) -> float | str:
     changes = CONVERTER.get(name, {})
     if changes is None:
         return "other model"
-    folder = gguf_cases.write_family(work / "source", name, **changes)
+    tokenizer = gguf_cases.TOKENIZERS.get(name, "gpt-2")
+    changes = gguf_cases.converted_rows(name) | changes
+    folder = gguf_cases.write_family(work / "source", name, tokenizer, **changes)
     if name in CLASSES:
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {
@@ -154,7 +156,8 @@ def write(name: str, args: argparse.Namespace, work: Path) -> dict[str, float | 
 
 def different_ids(name: str, args: argparse.Namespace, work: Path) -> list[str]:
     """Texts of which llama.cpp makes other tokens."""
-    folder = gguf_cases.write_family(work / "tokens", "llama", name)
+    family = tokenizer_cases.FAMILIES.get(name, "llama")
+    folder = gguf_cases.write_family(work / "tokens", family, name)
     save_gguf(model_info(folder), work / "tokens.gguf", "F32")
     texts, ids = work / "texts.json", work / "ids.json"
     texts.write_text(json.dumps(tokenizer_cases.TEXTS))

@@ -12,7 +12,7 @@ from rooflax import LLM, SamplingParams, load, save
 from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
-from rooflax.loading.gguf_config import end_texts, llama3_scaling
+from rooflax.loading.gguf_config import end_texts, llama3_scaling, proportional_scaling
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
@@ -191,6 +191,17 @@ def test_divisors_that_no_llama3_scaling_makes_are_none():
     assert llama3_scaling(np.ones(32), plain) == {"rope_type": "default"}
 
 
+def test_a_proportional_ropes_share_is_recovered_from_its_divisors():
+    for size, share in ((512, 0.25), (64, 1.0), (24, 0.5)):
+        scaling = RopeScaling("proportional", 2.0, share=share)
+        plain, scaled = (inverse_frequencies(size, 1e6, s) for s in (None, scaling))
+        with np.errstate(divide="ignore"):
+            divisors = np.minimum(plain / scaled, 1e30)
+        assert proportional_scaling(divisors, plain) == scaling.to_hf()
+    for others in ([1, 2, 1e30, 1e30], [1, 1e30, 1, 1e30], [1, 1, 1, np.inf], [np.nan] * 4):
+        assert proportional_scaling(np.array(others), np.ones(4)) is None
+
+
 def test_inspect_shows_formats_and_bytes(capsys):
     path = gguf_cases.gguf("llama3", "q4_0")
     assert main(["inspect", str(path), "--json"]) == 0
@@ -222,6 +233,7 @@ def test_generate_speaks(capsys):
         (("<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"), 3),  # Phi-3
         (("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"), 3),  # GPT-OSS
         (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), 2),  # Gemma 3
+        (("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool_response>"), 3),  # Gemma 4
         (("<s>", "</s>", "[INST]"), 1),  # Mistral
     ],
 )

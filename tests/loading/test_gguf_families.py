@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax import load
+from rooflax.errors import UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_weights import tensor_entries
 from tests import gguf_cases, goldens
@@ -174,30 +175,71 @@ def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     assert seen > 3
 
 
-def test_a_layer_that_predicts_further_tokens_is_passed_over(tmp_path):
-    reader = gguf.GGUFReader(gguf_cases.kept("qwen3_5"))
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "qwen35")
-    last = 3  # the number of layers
+def extended(path, source, tensors, **values):
+    """A copy of a file with further tensors, and other values of some keys."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture)
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture")):
-            more = field.name in ("qwen35.block_count",)
-            kind, value = field.types[0], field.contents()
-            sub = field.types[-1] if len(field.types) > 1 else None
-            value = value + 1 if more else value
-            if field.name == "qwen35.attention.recurrent_layers":
-                value = [*value, False]
-            writer.add_key_value(field.name, value, kind, sub_type=sub)
-    writer.add_nextn_predict_layers(1)
+            kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            key = field.name.removeprefix(f"{architecture}.")
+            writer.add_key_value(field.name, values.get(key, field.contents()), kind, sub_type=sub)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
-        writer.add_tensor(f"blk.{last}.{name}.weight", np.ones((2, 16), np.float32))
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
+    return writer
+
+
+def finished(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    ours, plain = load(path), load(gguf_cases.kept("qwen3_5"))
+
+
+def same_models(path, source):
+    ours, plain = load(path), load(source)
     assert ours.config == plain.config
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, plain.weights)
     assert all(jax.tree.leaves(same))
+
+
+def test_a_layer_that_predicts_further_tokens_is_passed_over(tmp_path):
+    source, last = gguf_cases.kept("qwen3_5"), 3  # the number of layers
+    flags = gguf.GGUFReader(source).fields["qwen35.attention.recurrent_layers"].contents()
+    values = {"block_count": last + 1, "attention.recurrent_layers": [*flags, False]}
+    names = ("attn_norm", "nextn.eh_proj", "nextn.enorm")
+    tensors = {f"blk.{last}.{name}.weight": np.ones((2, 16), np.float32) for name in names}
+    writer = extended(tmp_path / "m.gguf", source, tensors, **values)
+    writer.add_nextn_predict_layers(1)
+    finished(writer)
+    same_models(tmp_path / "m.gguf", source)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("gemma4", "attention.head_count_kv", [2, 1, 1, 1]),
+        ("gemma4_shared", "feed_forward_length", [24, 48, 24, 48, 48, 48, 48]),
+    ],
+)
+def test_layers_of_a_kind_that_differ_are_rejected(name, key, value, tmp_path):
+    finished(extended(tmp_path / "m.gguf", gguf_cases.kept(name), {}, **{key: value}))
+    with pytest.raises(UnsupportedModelError, match=f"gemma4.{key}"):
+        load(tmp_path / "m.gguf")
+
+
+def test_keys_and_values_that_no_layer_reads_are_passed_over(tmp_path):
+    """Gemma 4's checkpoints have them in layers that attend to those of others."""
+    source = gguf_cases.kept("gemma4_shared")
+    file = GGUFFile(source)
+    tensors = {
+        name.replace("blk.2.", "blk.6."): np.ones(file.info(name).shape, np.float32)
+        for name in file.names()
+        if name in ("blk.2.attn_k.weight", "blk.2.attn_v.weight", "blk.2.attn_k_norm.weight")
+    }
+    assert len(tensors) == 3
+    finished(extended(tmp_path / "m.gguf", source, tensors))
+    same_models(tmp_path / "m.gguf", source)

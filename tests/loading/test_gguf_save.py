@@ -168,12 +168,13 @@ def test_blocks_that_an_order_would_cut_become_numbers(tmp_path):
 
 @pytest.mark.parametrize("name", [*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.SENTENCEPIECE])
 def test_a_tokenizer_comes_back(name, tmp_path):
-    folder = gguf_cases.write_family(tmp_path / "m", "llama", name)
+    kind = tokenizer_cases.FAMILIES.get(name, "llama")
+    folder = gguf_cases.write_family(tmp_path / "m", kind, name)
     path = written(folder, tmp_path / "m.gguf", "Q8_0")
     ours, theirs = Tokenizer(path), Tokenizer(folder)
     metadata = GGUFFile(path).metadata
-    is_bytes = name in tokenizer_cases.BYTE_LEVEL
-    assert metadata["tokenizer.ggml.pre"] == (name if is_bytes else "default")
+    is_named = name in (*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.FAMILIES)
+    assert metadata["tokenizer.ggml.pre"] == (name if is_named else "default")
     assert ours.special_tokens == theirs.special_tokens
     assert ours.special_token_ids == theirs.special_token_ids
     assert ours.chat_templates == theirs.chat_templates
@@ -183,9 +184,25 @@ def test_a_tokenizer_comes_back(name, tmp_path):
         assert ours.encode_plain(text) == theirs.encode_plain(text)
         assert ours.decode(ids) == theirs.decode(ids)
     defaults, wanted = (model_info(m).generation_defaults() for m in (path, folder))
-    known = {theirs.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>")}  # as llama.cpp
+    texts = ("<|endoftext|>", "<|im_end|>", "<|tool_response>")
+    known = {theirs.token_to_id(text) for text in texts} - {None}  # as llama.cpp
     assert set(defaults.eos_token_ids) == set(wanted.eos_token_ids) | known
     assert (defaults.temperature, defaults.top_k) == (wanted.temperature, wanted.top_k)
+
+
+def test_gemma4s_tokenizer_without_bos_comes_back_and_llama_cpp_is_said_to_put_one(tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "gemma4", "gemma4")
+    tokenizer_changed(folder, lambda parts: parts.update(post_processor=None))
+    path = tmp_path / "m.gguf"
+    notes = save_gguf(model_info(folder), path, "Q8_0")
+    assert notes == ["llama.cpp puts BOS before every text, and the tokenizer does not"]
+    ours, theirs = Tokenizer(path), Tokenizer(folder)
+    for text in tokenizer_cases.TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    types = GGUFFile(path).metadata["tokenizer.ggml.token_type"]
+    for text in tokenizer_cases.CALLS:  # which llama.cpp has to show
+        token_id = ours.token_to_id(text)
+        assert types[token_id] == 4 and token_id in ours.special_token_ids
 
 
 def test_a_tokenizers_ids_are_those_of_transformers(tmp_path):
@@ -196,7 +213,8 @@ def test_a_tokenizers_ids_are_those_of_transformers(tmp_path):
         tokenizer_cases.write(folder, name)
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         path = folder / "m.gguf"
-        written(gguf_cases.write_family(folder, "llama", name), path, "Q8_0")
+        kind = tokenizer_cases.FAMILIES.get(name, "llama")
+        written(gguf_cases.write_family(folder, kind, name), path, "Q8_0")
         for text in tokenizer_cases.TEXTS:
             assert Tokenizer(path).encode(text) == theirs(text)["input_ids"], (name, text)
 
@@ -241,23 +259,42 @@ def without_merges(parts):
     parts["model"]["merges"] = []
 
 
+def merges_a_newline(parts):
+    vocabulary = parts["model"]["vocab"]
+    vocabulary["e\n"] = len(vocabulary) + 8
+    parts["model"]["merges"].append(["e", "\n"])
+
+
 TOKENIZERS = {
     "characters": ("qwen2", without_merges, "no merges"),
     "cut": ("qwen2", cut_by(r"\p{L}+|[^\p{L}]"), "no name for how it cuts text"),
     "scores": ("llama2", lacks_a_way, "not in the order of scores"),
     "around": ("llama-bpe", around("<|begin|>", "<|im_end|>"), "around a text"),
     "another BOS": ("llama-bpe", around("<|im_end|>"), "around a text"),
+    "newlines": ("gemma4", merges_a_newline, "cuts text at newlines"),
 }
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_tokenizer_that_llama_cpp_has_not_is_rejected(case, tmp_path):
     name, change, reason = TOKENIZERS[case]
-    folder = gguf_cases.write_family(tmp_path / "m", "llama", name)
+    kind = tokenizer_cases.FAMILIES.get(name, "llama")
+    folder = gguf_cases.write_family(tmp_path / "m", kind, name)
     tokenizer_changed(folder, change)
     with pytest.raises(UnsupportedModelError, match=reason):
         save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
     assert list(tmp_path.iterdir()) == [folder]
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+DEFAULT, PROPORTIONAL = (
+    {"rope_type": "default"}, {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+)  # fmt: skip
+
+
+def ropes(full=DEFAULT, local=DEFAULT):
+    theta = {"rope_theta": 1000.0}
+    return {"full_attention": full | theta, "sliding_attention": local | theta}
 
 
 MODELS = {
@@ -271,6 +308,16 @@ MODELS = {
     "wide": ("qwen2", {"hidden_size": 64, "head_dim": 32}, "6 heads"),
     "bias": ("qwen3", {"attention_bias": True}, "bias on attention's result"),
     "convolution": ("lfm2", {"conv_bias": True}, "conv"),
+    "sharing": ("gemma4_shared", {"layer_types": [*KINDS * 2, KINDS[1]]}, "and then one without"),
+    "no windows": ("gemma4", {"layer_types": ["full_attention"] * 4}, "without a window"),
+    "gelu": ("gemma4", {"hidden_activation": "gelu"}, "hidden_activation"),
+    "biases": ("gemma4", {"attention_bias": True}, "bias on attention's result"),
+    "no proportion": ("gemma4", {"rope_parameters": ropes()}, "no tensor 'rope_freqs.weight'"),
+    "scaled": (
+        "gemma4",
+        {"rope_parameters": ropes(PROPORTIONAL, {"rope_type": "linear", "factor": 2.0})},
+        "cannot say rope_parameters",
+    ),
     "exaone": ("exaone4", {"sliding_window": 7, "layer_types": None}, "windows in 4 layers"),
 }
 
@@ -293,6 +340,18 @@ def test_the_command_writes_a_file_that_is_not_replaced_unasked(checkpoint, tmp_
     assert "--force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
     assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
+
+
+def test_factors_of_rope_and_no_soft_cap_are_written(tmp_path):
+    scaled = ropes(PROPORTIONAL | {"factor": 4.0})
+    changes = {"rope_parameters": scaled, "final_logit_softcapping": None}
+    folder = gguf_cases.write_family(tmp_path / "m", "gemma4", **changes)
+    path = written(folder, tmp_path / "m.gguf", "F32")
+    file, ours, theirs = GGUFFile(path), load(path), load(folder)
+    wanted = np.float32([4] * 8 + [1e30] * 24)
+    np.testing.assert_array_equal(file.read("rope_freqs.weight"), wanted)
+    assert file.metadata["gemma4.final_logit_softcapping"] == 0  # llama.cpp takes 30 for none
+    assert ours.config == theirs.config
 
 
 def test_what_the_command_cannot_do(checkpoint, tmp_path, capsys):

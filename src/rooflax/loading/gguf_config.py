@@ -32,6 +32,7 @@ FAMILIES = {
     "hunyuan-dense": "hunyuan_v1_dense", "exaone4": "exaone4", "cohere2": "cohere2",
     "mistral3": "ministral3", "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe", "lfm2": "lfm2",
     "qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
 }  # fmt: skip
 """A file's architecture to our family."""
 ALIASES = {
@@ -45,15 +46,18 @@ LONGROPE_FACTORS = {
 }  # fmt: skip
 _NO_BIAS_KEY = (
     "gpt2", "qwen2", "qwen2_moe", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3",
-    "mistral", "lfm2",
+    "mistral", "lfm2", "gemma4_text",
 )  # fmt: skip
 PARTIAL = ("phi3", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
+STILL = 1e30
+"""Divisor of a frequency that is 0."""
 
 END_TEXTS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|return|>",
     "<|call|>", "<end_of_turn>", "<|end|>", "<eos>", "</s>", "[EOS]", "[EOT]", "<EOT>",
+    "<turn|>", "<|tool_response>",
 )  # fmt: skip
 """Control tokens that end an answer, as llama.cpp has them; a file names three of them at most."""
 ENDS_A_MESSAGE = "<|end|>"
@@ -147,6 +151,17 @@ KEYS |= {
     "qwen3_5_moe_text": {k: v for k, v in _COMMON.items() if k != "feed_forward_length"}
     | _QWEN2_MOE | _DELTA,
 }  # fmt: skip
+_GEMMA4 = {
+    "attention.key_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+KEYS["gemma4_text"] = {k: v for k, v in _COMMON.items() if k != "rope.freq_base"} | _GEMMA4
 _AS_COMPUTED = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": None},
@@ -252,7 +267,8 @@ class _Metadata:
             )
 
     def config(self) -> dict[str, Any]:
-        per_layer = self._heads_per_layer()
+        is_gemma4 = self.family == "gemma4_text"
+        per_layer = self._gemma4() if is_gemma4 else self._heads_per_layer()
         keys = ((key, hf) for key, hf in KEYS[self.family].items() if hf not in per_layer)
         found = {hf: self.get(key) for key, hf in keys} | per_layer
         raw = {key: value for key, value in found.items() if value is not None}
@@ -286,7 +302,9 @@ class _Metadata:
             raw |= self._window_layers()
         if self.family == "gemma3_text":
             raw |= _query_scale(raw)
-        if self.family != "gpt2":
+        if is_gemma4:
+            raw |= self._gemma4_whole(raw)
+        elif self.family != "gpt2":
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
             raw["torch_dtype"] = "bfloat16"
@@ -341,6 +359,53 @@ class _Metadata:
         count = layers - more if type(layers) is int and type(more) is int else layers
         return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
 
+    def _gemma4(self) -> dict[str, Any]:
+        """What differs by layer."""
+        flags = self.per_layer("attention.sliding_window_pattern")
+        heads = self.per_layer("attention.head_count_kv")
+        widths = self.per_layer("feed_forward_length")
+        named = [re.fullmatch(r"blk\.(\d+)\.attn_(k|v)\.weight", n) for n in self.file.names()]
+        keys, values = ({m[1] for m in named if m and m[2] == part} for part in "kv")
+        found: dict[str, Any] = {
+            "attention_k_eq_v": bool(keys - values),
+            "enable_moe_block": bool(self.get("expert_count", 0)),
+            "final_logit_softcapping": self.get("final_logit_softcapping") or None,
+        }
+        if heads and flags:
+            by_kind = dict(zip(flags, heads, strict=False))
+            self._check_layers("attention.head_count_kv", heads, [by_kind.get(f) for f in flags])
+            found["num_key_value_heads"] = by_kind.get(True, heads[0])
+            found["num_global_key_value_heads"] = by_kind.get(False, heads[-1])
+        if widths:
+            first, last, shared = widths[0], widths[-1], self.get("attention.shared_kv_layers", 0)
+            own = len(widths) - shared if type(shared) is int else 0
+            wanted = [last if i >= own else first for i in range(len(widths))]
+            self._check_layers("feed_forward_length", widths, wanted)
+            found["intermediate_size"] = first
+            found["use_double_wide_mlp"] = last != first
+        return found
+
+    def _check_layers(self, key: str, found: list[Any], wanted: list[Any]) -> None:
+        if found != wanted:
+            raise UnsupportedModelError(
+                f"{self.file.path} has {self._prefix + key} = {found!r:.80}, which differs within "
+                f"a kind of layers."
+            )
+
+    def _gemma4_whole(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """RoPE of layers without a window and with one, and the rows of their embeddings."""
+        for end, key in (("", "global_head_dim"), ("_swa", "head_dim")):
+            self.expect(f"attention.value_length{end}", raw.get(key))
+            self.expect(f"rope.dimension_count{end}", raw.get(key))
+        self.expect("attention.causal", True)
+        theta, local = self.get("rope.freq_base", 1e4), self.get("rope.freq_base_swa", 1e4)
+        full = self._recovered(raw.get("global_head_dim"), theta, "proportional")
+        ropes = {
+            "full_attention": full | {"rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+        return {"rope_parameters": ropes, "vocab_size_per_layer_input": raw.get("vocab_size")}
+
     def _window_layers(self) -> dict[str, Any]:
         """`layer_types`, which files have as a flag of each layer."""
         key = f"{self._prefix}attention.sliding_window_pattern"
@@ -389,7 +454,7 @@ class _Metadata:
                 raise UnsupportedModelError(
                     f"{self.file.path} scales RoPE both by {ROPE_FACTORS} and by its metadata."
                 )
-            return self._recovered(head_dim, theta)
+            return self._recovered(head_dim, theta, "llama3")
         if self.family == "hunyuan_v1_dense":
             self.get("rope.scaling.original_context_length")  # its scaling is in theta already
         if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
@@ -419,7 +484,9 @@ class _Metadata:
         factor = self.get("rope.scaling.attn_factor")
         return found | ({"attention_factor": factor} if factor is not None else {})
 
-    def _recovered(self, head_dim: Any, theta: Any) -> dict[str, Any]:
+    def _recovered(self, head_dim: Any, theta: Any, kind: str) -> dict[str, Any]:
+        if ROPE_FACTORS not in self.file.names():
+            raise CheckpointError(f"{self.file.path} has no tensor {ROPE_FACTORS!r}.")
         info = self.file.info(ROPE_FACTORS)
         usable = isinstance(head_dim, int) and isinstance(theta, int | float) and theta > 0
         if not usable or info.dtype != "F32" or info.shape != (head_dim // 2,):
@@ -428,10 +495,11 @@ class _Metadata:
                 f"and one factor for each of half the head's {head_dim} dimensions."
             )
         divisors = np.array(self.file.read(ROPE_FACTORS), np.float64)
-        found = llama3_scaling(divisors, inverse_frequencies(head_dim, float(theta), None))
+        recover = llama3_scaling if kind == "llama3" else proportional_scaling
+        found = recover(divisors, inverse_frequencies(head_dim, float(theta), None))
         if found is None:
             raise UnsupportedModelError(
-                f"{self.file.path}: {ROPE_FACTORS} does not hold the factors of llama3's scaling."
+                f"{self.file.path}: {ROPE_FACTORS} does not hold the factors of {kind} scaling."
             )
         return found
 
@@ -491,6 +559,19 @@ def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, A
     }
 
 
+def proportional_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, Any] | None:
+    """The `rope_scaling` of which the first frequencies turn and the others are still; None if the
+    divisors are others."""
+    half = len(frequencies)
+    count = int((divisors < STILL / 2).sum())
+    factor, share = float(str(np.float32(divisors[0]))), count / half
+    wanted = np.where(np.arange(half) < count, factor, STILL)
+    same = np.allclose(divisors, wanted, rtol=MAX_FACTOR_ERROR, atol=0)
+    if not same or int(share * 2 * half // 2) != count:
+        return None
+    return {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": share}
+
+
 def end_texts(control: Sequence[str]) -> list[str]:
     """Those of a vocabulary's control tokens that end an answer, whatever else the file names."""
     left_out = {ENDS_A_MESSAGE} if "<|return|>" in control else set()
@@ -503,7 +584,7 @@ def _end_tokens(file: Header) -> dict[str, Any]:
     ends = [found.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = found.get("tokenizer.ggml.tokens"), found.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
-        control = [tokens[i] for i in np.flatnonzero(types == 3)]
+        control = [tokens[i] for i in np.flatnonzero((types == 3) | (types == 4))]
         ends += [tokens.index(text) for text in end_texts(control)]
     bos = found.get("tokenizer.ggml.bos_token_id")
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))

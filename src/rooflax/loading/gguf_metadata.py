@@ -25,6 +25,7 @@ from rooflax.loading.gguf_config import (
     LONGROPE_FACTORS,
     ROPE_FACTORS,
     SAMPLING,
+    STILL,
     YARN,
     read_gguf_config,
 )
@@ -40,7 +41,7 @@ ARCHITECTURES = {ours: arch for arch, ours in FAMILIES.items()} | ALIASES
 FLOATS = (
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base",
     "rope.freq_base_swa", "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
-    "expert_weights_scale",
+    "expert_weights_scale", "final_logit_softcapping",
 )  # fmt: skip
 """Keys whose values are floats, also where config.json has a whole number."""
 SQUARE = (
@@ -56,8 +57,12 @@ OUTPUT_BIASES = (
 """Families of which llama.cpp adds a bias to attention's result."""
 MLP_BIASES = ("gpt2", "llama", "granite", "gpt_oss")
 """Families of which llama.cpp adds biases in feed-forward networks."""
+LISTS_MERGES = ("gemma4_text",)
+"""Families whose SentencePiece tokenizers llama.cpp wants with a list of merges."""
 EXAONE4_WINDOWED = 64
 """Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
+DIVIDED = ("llama3", "proportional")
+"""Scalings of RoPE that files keep as divisors."""
 CLOSE = 1e-6
 """Of two numbers that one float32 stands for."""
 
@@ -128,14 +133,14 @@ def _positions(name: str, config: Decoder) -> Metadata:
     """Sizes of heads, and RoPE; tensors of its factors are `rope_tensors`."""
     if config.learned_positions:
         return {}
-    size = config.head_dim
+    size = _head_dim(config)
     found: Metadata = {"attention.key_length": size, "attention.value_length": size}
     if not config.ropes:
         return found | {"rope.scaling.finetuned": False, "rope.dimension_count": size}
     rope = _rope(config)
     found |= {"rope.freq_base": rope.theta, "rope.dimension_count": rope.dim or size}
     scaling = rope.scaling
-    if scaling is None or scaling.kind == "llama3":
+    if scaling is None or scaling.kind in DIVIDED:
         return found
     found["rope.scaling.type"] = scaling.kind
     if scaling.kind == "longrope":
@@ -161,6 +166,12 @@ def _positions(name: str, config: Decoder) -> Metadata:
     return found
 
 
+def _head_dim(config: Decoder) -> int:
+    """That of layers without a window, where there are some."""
+    sizes = {attention.window is None: attention.head_dim for attention in config.attentions}
+    return sizes.get(True, config.head_dim)
+
+
 def _rope(config: Decoder) -> Rope:
     """That of layers without a window, where there are some."""
     ropes = {layer.attention.window is None: layer.attention.rope for layer in config.layers[::-1]
@@ -177,9 +188,11 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
         found["attention.sliding_window_pattern"] = [window is not None for window in windows]
     if name == "phi3":
         found["attention.sliding_window"] = windows[0] or 0
-    if name == "gemma3_text":
-        local = next((x.attention.rope for x in config.layers if x.attention.window), None)
-        found |= {"rope.freq_base_swa": local.theta} if local else {}
+    local = next((x.rope for x in config.attentions if x.window and x.rope), None)
+    if name in ("gemma3_text", "gemma4_text") and local:
+        found["rope.freq_base_swa"] = local.theta
+    if name == "gemma4_text":
+        found |= _gemma4(raw, windows)
     if name == "glm4_moe":
         found["expert_gating_func"] = 2
     if name == "lfm2":
@@ -189,6 +202,23 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
     delta = next((x.attention for x in config.layers if isinstance(x.attention, GatedDelta)), None)
     if delta is not None:
         found |= _delta(name, config, delta)
+    return found
+
+
+def _gemma4(raw: Mapping[str, Any], windows: Sequence[int | None]) -> Metadata:
+    """Heads of layers with a window, and wider networks of layers without keys of their own."""
+    size, width = raw["head_dim"], raw["intermediate_size"]
+    found: Metadata = {"attention.value_length_swa": size, "rope.dimension_count_swa": size}
+    found["final_logit_softcapping"] = raw["final_logit_softcapping"] or 0.0  # absent is 30
+    found["attention.head_count_kv"] = [
+        raw["num_global_key_value_heads" if window is None else "num_key_value_heads"]
+        for window in windows
+    ]
+    if raw["use_double_wide_mlp"]:
+        own = len(windows) - raw["num_kv_shared_layers"]
+        found["feed_forward_length"] = [
+            width if index < own else 2 * width for index in range(len(windows))
+        ]
     return found
 
 
@@ -215,17 +245,18 @@ def rope_tensors(config: Decoder) -> dict[str, np.ndarray]:
     if not config.ropes or _rope(config).scaling is None:
         return {}
     rope = _rope(config)
-    scaling, size = rope.scaling, rope.dim or config.head_dim
+    scaling, size = rope.scaling, rope.dim or _head_dim(config)
     assert scaling is not None
     if scaling.kind == "longrope":
         return {
             name: np.asarray(getattr(scaling, hf), np.float32)
             for hf, name in LONGROPE_FACTORS.items()
         }
-    if scaling.kind != "llama3":
+    if scaling.kind not in DIVIDED:
         return {}
     plain, scaled = (inverse_frequencies(size, rope.theta, s) for s in (None, scaling))
-    return {ROPE_FACTORS: (plain / scaled).astype(np.float32)}
+    with np.errstate(divide="ignore"):
+        return {ROPE_FACTORS: np.minimum(plain / scaled, STILL).astype(np.float32)}
 
 
 def sampling_metadata(defaults: GenerationDefaults) -> Metadata:
@@ -280,6 +311,22 @@ def _not_computed(name: str, config: Decoder, tensors: Sequence[str]) -> str | N
         return "with biases in feed-forward networks"
     if name == "exaone4" and windows != {None} and config.num_layers != EXAONE4_WINDOWED:
         return f"with windows in {config.num_layers} layers (only {EXAONE4_WINDOWED})"
+    if name == "gemma4_text":
+        return _sharing(config)
+    return None
+
+
+def _sharing(config: Decoder) -> str | None:
+    """Of which layers llama.cpp takes keys and values otherwise."""
+    attentions = [layer.attention for layer in config.layers]
+    own = [attention.window is not None for attention in attentions if not attention.reuses_kv]
+    if not any(own):
+        return "without a window"
+    if len(own) < len(attentions) and own[-2:] != [True, False]:
+        return (
+            "whose last two layers with keys and values of their own are not one with a window "
+            "and then one without"
+        )
     return None
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf_changes import Shape
 from rooflax.loading.gguf_metadata import (
+    LISTS_MERGES,
     HeaderOnly,
     Metadata,
     architecture_metadata,
@@ -34,7 +35,7 @@ from rooflax.loading.packed import is_packed
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import Storage, is_matmul
+from rooflax.nn.storage import TABLES, Storage, is_matmul
 from rooflax.nn.weights import Slot
 
 FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}
@@ -131,7 +132,12 @@ def _header(
         )
     raw = family(info.family).config_to_hf(config)
     tokenizer, defaults = info.tokenizer(), info.generation_defaults()
-    vocabulary, notes = vocabulary_metadata(tokenizer, config.vocab_size, defaults.eos_token_ids)
+    vocabulary, notes = vocabulary_metadata(
+        tokenizer,
+        config.vocab_size,
+        defaults.eos_token_ids,
+        lists_merges=raw["model_type"] in LISTS_MERGES,
+    )
     metadata = architecture_metadata(config, raw) | {
         "general.type": "model",
         "general.name": _name(info),
@@ -181,7 +187,7 @@ def _stored_shapes(
 def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
     from gguf import GGML_QUANT_SIZES
 
-    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key == "embed")
+    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
     divides = max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0] == 0
     if not is_matrix or not divides or any(part in name for part in FLOAT32):
         kind = "F32"

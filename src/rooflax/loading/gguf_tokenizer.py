@@ -1,8 +1,9 @@
 """The tokenizer inside a GGUF file, rebuilt as the one that its checkpoint came with.
 
-Two kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name, and "llama",
-SentencePiece's BPE, whose merges follow from the pieces' scores. Other kinds and pre-tokenizers
-are rejected by name, because text that is cut elsewhere gives other ids without a word.
+Three kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name; "llama",
+SentencePiece's BPE, whose merges follow from the pieces' scores; and "gemma4", the same with a list
+of merges. Other kinds and pre-tokenizers are rejected by name, because text that is cut elsewhere
+gives other ids without a word.
 
 Source: the tokenizer.json files of the models named beside the patterns; llama.cpp,
 src/llama-vocab.cpp (names); transformers, convert_slow_tokenizer.py (merges from scores).
@@ -114,6 +115,13 @@ PRE_TOKENIZERS: Mapping[str, Cut] = {
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0", "tekken")
 """Names of which a file that says nothing of BOS has one."""
 
+LISTED = "gemma4"
+"""The kind of tokenizer whose pieces are SentencePiece's and whose merges are listed."""
+SHOWN = (
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+    "<tool_response|>", '<|"|>',
+)  # fmt: skip
+"""Its special tokens that files have as plain ones, so that llama.cpp shows them."""
 SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -139,11 +147,12 @@ def read_gguf_tokenizer(
     kind = vocabulary.get("model", str, None)
     if kind == "gpt2":
         backend = _byte_level(vocabulary)
-    elif kind == "llama":
-        backend = _sentencepiece(vocabulary)
+    elif kind in ("llama", LISTED):
+        backend = _sentencepiece(vocabulary, is_listed=kind == LISTED)
     else:
         raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of the kind {kind!r}; only 'gpt2' and 'llama' are read."
+            f"{file.path} has a tokenizer of the kind {kind!r}; only 'gpt2', 'llama' and "
+            f"{LISTED!r} are read."
         )
     _add_tokens(backend, vocabulary)
     special = vocabulary.special_tokens()
@@ -160,6 +169,9 @@ class _Vocabulary:
         count = len(self.tokens)
         self.types = self.array("token_type", np.ndarray, np.full(count, NORMAL)).tolist()
         self.scores = self.array("scores", np.ndarray, np.zeros(count)).tolist()
+        shown = SHOWN if self.get("model", str, "") == LISTED else ()
+        for i in (self.tokens.index(text) for text in shown if text in self.tokens):
+            self.types[i : i + 1] = [CONTROL]
         if not len(self.types) == len(self.scores) == count:
             raise self.bad("has tokens, types and scores in different numbers")
         for flag in ("normalizer.lowercase", "normalizer.strip_accents", "add_sep_token"):
@@ -228,8 +240,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             f"{', '.join(PRE_TOKENIZERS)} are read."
         )
     cut = PRE_TOKENIZERS[name]
-    pairs = [_pair(vocabulary, merge) for merge in vocabulary.array("merges", list, None)]
-    model = _build(vocabulary, merges=pairs, ignore_merges=cut.whole)
+    model = _build(vocabulary, merges=_listed_merges(vocabulary), ignore_merges=cut.whole)
     backend = tokenizers.Tokenizer(model)
     if cut.nfc:
         backend.normalizer = normalizers.NFC()
@@ -239,6 +250,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    return [_pair(vocabulary, merge) for merge in vocabulary.array("merges", list, None)]
 
 
 def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
@@ -255,7 +270,7 @@ def _build(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options
         raise vocabulary.bad(f"does not hold together: {str(error)[:200]}") from None
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary, *, is_listed: bool) -> tokenizers.Tokenizer:
     if vocabulary.file.metadata.get("tokenizer.ggml.precompiled_charsmap") is not None:
         raise UnsupportedModelError(
             f"{vocabulary.file.path} rewrites characters by a table (precompiled_charsmap), which "
@@ -264,13 +279,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     unknown = vocabulary.of(UNKNOWN)
     model = _build(
         vocabulary,
-        merges=_merges_from_scores(vocabulary),
+        merges=(_listed_merges if is_listed else _merges_from_scores)(vocabulary),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=vocabulary.tokens[unknown[0]] if unknown else None,
     )
     backend = tokenizers.Tokenizer(model)
-    prefix = vocabulary.get("add_space_prefix", bool, True)
+    prefix = vocabulary.get("add_space_prefix", bool, not is_listed)
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -309,7 +324,7 @@ def _surround(
     backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, special: Mapping[str, str]
 ) -> None:
     """BOS and EOS around a text; where the file is silent, as llama.cpp has it."""
-    sentencepiece = vocabulary.get("model", str, "") == "llama"
+    sentencepiece = vocabulary.get("model", str, "") in ("llama", LISTED)
     begins = sentencepiece or vocabulary.get("pre", str, "") in BEGINS
     wanted = {
         "bos_token": vocabulary.get("add_bos_token", bool, begins),

@@ -20,8 +20,10 @@ from rooflax.loading.gguf_metadata import HeaderOnly, Metadata
 from rooflax.loading.gguf_tokenizer import (
     BYTE,
     CONTROL,
+    LISTED,
     NORMAL,
     PRE_TOKENIZERS,
+    SHOWN,
     SPECIAL_IDS,
     UNKNOWN,
     UNUSED,
@@ -36,13 +38,14 @@ PREFIX = "tokenizer.ggml."
 
 
 def vocabulary_metadata(
-    tokenizer: Tokenizer, rows: int, end_ids: Sequence[int]
+    tokenizer: Tokenizer, rows: int, end_ids: Sequence[int], *, lists_merges: bool = False
 ) -> tuple[Metadata, list[str]]:
     """The tokenizer's keys, and a sentence for each thing that llama.cpp does otherwise.
 
     Args:
         rows: of the embedding; ids without a token are filled up.
         end_ids: that end a sequence.
+        lists_merges: the model's SentencePiece has a list of merges in place of scores.
 
     Raises:
         UnsupportedModelError: llama.cpp has no such tokenizer.
@@ -56,6 +59,11 @@ def vocabulary_metadata(
     found, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
     tokens, types = _tokens(parts, rows)
     found |= {"tokens": tokens, "token_type": types}
+    if lists_merges and found.get("add_space_prefix") is False:
+        _check_newlines(model["merges"])
+        shown = {i: USER_DEFINED for i, text in enumerate(tokens) if text in SHOWN}
+        kinds = [shown.get(i, kind) for i, kind in enumerate(types)]
+        found |= {"model": LISTED, "pre": LISTED, "token_type": kinds}
     if found["model"] == "llama":
         found["scores"] = _scores(model["merges"], tokens)
     else:
@@ -65,6 +73,8 @@ def vocabulary_metadata(
     for name, template in tokenizer.chat_templates.items():
         key = "tokenizer.chat_template"
         found[key if name == "default" else f"{key}.{name}"] = template
+    if found[f"{PREFIX}model"] == LISTED and not found[f"{PREFIX}add_bos_token"]:
+        notes.append("llama.cpp puts BOS before every text, and the tokenizer does not")
     named = [name for name in tokenizer.chat_templates if name != "default"]
     found |= {"tokenizer.chat_templates": named} if named else {}
     _check(found, parts)
@@ -140,6 +150,13 @@ def _sentencepiece(parts: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
             f"{_shown(parts['normalizer'])}."
         )
     return {"model": "llama", "pre": "default", "add_space_prefix": has_prefix}, notes
+
+
+def _check_newlines(merges: Sequence[Sequence[str]]) -> None:
+    pieces = ("".join(pair) for pair in merges)
+    mixed = next((piece for piece in pieces if "\n" in piece and piece.strip("\n")), None)
+    if mixed is not None:
+        raise _unsupported(f"llama.cpp cuts text at newlines, and it merges {mixed!r:.40}.")
 
 
 def _finds_no_space(step: Mapping[str, Any]) -> bool:

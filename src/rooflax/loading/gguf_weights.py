@@ -424,6 +424,28 @@ _GRANITE4 = _renamed(("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_
     f"{_SHARED_MLP}.output_linear.weight": (("blk.{i}.ffn_down.weight",), KEEP),
 }  # fmt: skip
 _HUNYUAN = {"q": "query", "k": "key"}
+_LAYER = "model.layers.{i}"
+_GEMMA4 = _renamed(
+    ("model.embed_tokens_per_layer", "per_layer_token_embd"),
+    ("model.per_layer_model_projection", "per_layer_model_proj"),
+    ("model.per_layer_projection_norm", "per_layer_proj_norm"),
+    (f"{_LAYER}.per_layer_input_gate", "blk.{i}.inp_gate"),
+    (f"{_LAYER}.per_layer_projection", "blk.{i}.proj"),
+    (f"{_LAYER}.post_per_layer_input_norm", "blk.{i}.post_norm"),
+    (f"{_LAYER}.pre_feedforward_layernorm_2", "blk.{i}.pre_ffw_norm_2"),
+    (f"{_LAYER}.post_feedforward_layernorm_1", "blk.{i}.post_ffw_norm_1"),
+    (f"{_LAYER}.post_feedforward_layernorm_2", "blk.{i}.post_ffw_norm_2"),
+    (f"{_LAYER}.router.proj", "blk.{i}.ffn_gate_inp"),
+) | {
+    f"{_LAYER}.{name}": ((f"blk.{{i}}.{stored}",), KEEP)
+    for name, stored in {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    }.items()
+}
 _OTHERS = {
     "gpt2": _GPT2,
     "hunyuan_v1_dense": {
@@ -436,6 +458,7 @@ _OTHERS = {
     "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
     "seed_oss": _LAYERS | _DENSE | _POST_NORM,
     "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
+    "gemma4_text": _LAYERS | _DENSE | _SANDWICH | _GEMMA4,
     "olmo2": _LAYERS | _DENSE | _SANDWICH,
     "olmo3": _LAYERS | _DENSE | _SANDWICH,
     "granitemoehybrid": _LAYERS | _GRANITE4,

@@ -5,15 +5,19 @@ import shutil
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from jax.numpy import float32
 
-from rooflax import LLM, ExecutionOptions, Precision
+from rooflax import LLM, ExecutionOptions, Precision, SamplingParams
+from rooflax.engine.engine import Engine
+from rooflax.engine.sequence import Sequence
 from rooflax.errors import CheckpointError, RequestError, RooflaxError
 from rooflax.loading.load import load, load_plan
 from rooflax.loading.model_info import embedded_folder, model_info
 from rooflax.loading.plan import make_plan, resolve_precision
 from rooflax.models.memory import check_fits, estimate
+from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
 from rooflax.nn.storage import Storage
 from tests import goldens
@@ -116,6 +120,36 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     cache = new_cache(model, rows=3, max_tokens=64, dtype=dtype)
     assert need.kv_cache <= cache.num_bytes  # windows hold less than the whole
     assert need.total == need.weights + need.kv_cache + need.workspace
+
+
+def temporaries(raw, rows):
+    """Bytes that a step of a prompt of so many tokens takes, and those that are planned for it."""
+    info = replace(model_info("preset:gpt2-tiny"), config=read_config(raw)[1], raw_config=raw)
+    plan = make_plan(info, max_model_len=rows, max_num_seqs=1)
+    engine = Engine(load_plan(plan), plan.options, num_slots=1, max_tokens=rows)
+    (tokens,) = np.zeros((1, rows - 1), int).tolist()
+    greedy = SamplingParams(temperature=0.0).with_defaults({})
+    engine.warm_up_prefill([Sequence(0, tokens, greedy, 1, frozenset())])
+    return engine.temporary_bytes(), plan.memory.workspace
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "small", "large"),
+    [
+        ("gemma4_text_shared", "hidden_size_per_layer_input", 0, 256),
+        ("gemma4_text_shared", "use_double_wide_mlp", False, True),
+        ("qwen3_moe", "moe_intermediate_size", 256, 1024),
+    ],
+)
+def test_the_workspace_grows_by_no_less_than_the_compiled_step(variant, key, small, large):
+    """As XLA counts its temporaries."""
+    raw = goldens.VARIANTS[variant] | {"intermediate_size": 1024}
+    if variant.startswith("gemma4"):
+        raw |= {"use_double_wide_mlp": False}
+    (real, planned), (more_real, more_planned) = (
+        temporaries(raw | {key: value}, 128) for value in (small, large)
+    )
+    assert 0 < more_real - real <= more_planned - planned
 
 
 def test_what_does_not_fit_is_rejected_with_the_arithmetic(folder):

@@ -212,8 +212,12 @@ def workspace_bytes(
     chunk = chunk // shards.sequence if chunk % shards.sequence == 0 else chunk
     scores_stay = PAGED.preferred(None).reads_blocks  # in the kernel
     scores = 0 if scores_stay else config.num_heads // shards.tensor * chunk * tokens * 4
-    mlp = config.intermediate_size // shards.tensor
-    hidden = chunk * (4 * config.hidden_size + 3 * mlp) * 4
+    widths = {axis: size for axis, size in config.axis_sizes.items() if axis.endswith("mlp")}
+    if config.moe:  # a token has a row for each expert that it chooses
+        widths["mlp"] *= config.moe.experts_per_token
+    mlp = max(widths.values()) // shards.tensor
+    per_layers = config.per_layer.width * config.num_layers if config.per_layer else 0  # not split
+    hidden = chunk * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
     logits = 3 * config.vocab_size * 4
     return rows * (2 * scores + hidden + logits)
 

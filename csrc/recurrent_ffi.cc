@@ -19,6 +19,8 @@ namespace {
 
 using S32 = ffi::Buffer<ffi::S32>;
 
+constexpr int64_t kConvChannels = 1024;  // of one token, that a thread takes at once
+
 // x / sqrt(|x|^2 + eps) * scale: one function, so that every row is computed alike.
 __attribute__((noinline)) void Normalise(const float* x, int64_t count, float eps, float scale, float* out) {
   float squares = 0;
@@ -151,29 +153,25 @@ ffi::Error DeltaRule(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 g, F32 be
   return ffi::Error::Success();
 }
 
-// One token of a sequence that goes on from `tail`: the same sums as below.
-void ConvolveOne(const float* x, const float* weight, int64_t channels, int64_t taps, const float* tail,
-                 float* out) {
+// One token of a sequence that goes on from `tail`, which a target may be: the same sums as below.
+template <int64_t kLength>
+void ConvolveOne(const float* x, const float* weight, int64_t channels, const float* tail,
+                 const std::vector<float*>& targets, float* out) {
   for (int64_t c = 0; c < channels; ++c) {
-    float sum = 0;
-    for (int64_t j = 0; j + 1 < taps; ++j) sum += weight[c * taps + j] * tail[c * (taps - 1) + j];
-    out[c] = sum + weight[c * taps + taps - 1] * x[c];
-  }
-}
-
-// The tail after it.
-void Advance(const float* tail, const float* x, int64_t channels, int64_t length, float* to) {
-  for (int64_t c = 0; c < channels && length > 0; ++c) {
-    for (int64_t n = 0; n + 1 < length; ++n) to[c * length + n] = tail[c * length + n + 1];
-    to[c * length + length - 1] = x[c];
+    float inputs[kLength + 1], sum = 0;
+    std::copy_n(tail + c * kLength, kLength, inputs);
+    inputs[kLength] = x[c];
+    for (int64_t j = 0; j <= kLength; ++j) sum += weight[c * (kLength + 1) + j] * inputs[j];
+    out[c] = sum;
+    for (float* const to : targets) std::copy_n(inputs + 1, kLength, to + c * kLength);
   }
 }
 
 // y[t] = sum over j of weight[j] * x[t - taps + 1 + j], from the oldest input to the newest. A state is
-// the last taps - 1 inputs of each channel, whose axis may be several. The result is the pool itself; outputs of tokens that are no
-// sequence's are zero.
-ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 rows, S32 is_new, S32 targets,
-                      S32 reached, ffi::Result<F32> out, ffi::Result<F32> states) {
+// the last taps - 1 inputs of each channel, whose axis may be several. The result is the pool itself;
+// outputs of tokens that are no sequence's are zero.
+ffi::Error CausalConv(ffi::ThreadPool threads, F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 rows,
+                      S32 is_new, S32 targets, S32 reached, ffi::Result<F32> out, ffi::Result<F32> states) {
   const Runs runs{starts, lens, rows, is_new, targets, reached};
   if (Rank(x) != 2 || !SameShape(x, *out) || Rank(weight) != 2 || Rank(pool) < 3 ||
       !SameShape(pool, *states) || !runs.Fit()) {
@@ -193,15 +191,24 @@ ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 row
   }
   float* to = states->typed_data();
   if (to != pool.typed_data()) std::memcpy(to, pool.typed_data(), pool.size_bytes());
-  if (tokens == 1 && runs.Count() == 1 && computed == 1 && is_new.typed_data()[0] == 0) {
-    const float* row = to + rows.typed_data()[0] * size;
-    const std::vector<float> tail(row, row + size);  // a target may be this row
-    ConvolveOne(x.typed_data(), weight.typed_data(), channels, taps, tail.data(), out->typed_data());
+  const auto one = length == 3 ? ConvolveOne<3> : length == 2 ? ConvolveOne<2> : nullptr;
+  if (one && tokens == 1 && runs.Count() == 1 && computed == 1 && is_new.typed_data()[0] == 0) {
+    const float* tail = to + rows.typed_data()[0] * size;
+    std::vector<float*> kept;
     for (int64_t j = 0; j < num_targets; ++j) {
       const int64_t target = runs.Target(0, j);
-      if (target >= num_rows || runs.Reached(0, j) != 1) continue;
-      Advance(tail.data(), x.typed_data(), channels, length, to + target * size);
+      if (target < num_rows && runs.Reached(0, j) == 1) kept.push_back(to + target * size);
     }
+    const auto work = [&](int64_t item) {
+      const int64_t begin = item * kConvChannels, count = std::min(kConvChannels, channels - begin);
+      std::vector<float*> targets = kept;
+      for (float*& target : targets) target += begin * length;
+      one(x.typed_data() + begin, weight.typed_data() + begin * taps, count, tail + begin * length,
+          targets, out->typed_data() + begin);
+    };
+    // All of it is read from memory, unlike what other operations count: a thread is worth it sooner.
+    ParallelFor((channels + kConvChannels - 1) / kConvChannels, ThreadsFor(threads, 4 * channels * taps),
+                [&](auto task) { threads.Schedule(std::move(task)); }, work);
     return ffi::Error::Success();
   }
   std::fill_n(out->typed_data(), x.element_count(), 0.0f);
@@ -251,8 +258,8 @@ ffi::Error CausalConv(F32 x, F32 weight, F32 pool, S32 starts, S32 lens, S32 row
 }  // namespace
 
 ROOFLAX_HANDLER(rooflax_causal_conv, CausalConv,
-                ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
-                    .Arg<S32>().Arg<S32>().Arg<S32>().Ret<F32>().Ret<F32>());
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<F32>().Ret<F32>());
 ROOFLAX_HANDLER(rooflax_delta_rule, DeltaRule,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
                     .Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()

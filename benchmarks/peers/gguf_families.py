@@ -4,8 +4,9 @@ Tiny checkpoints of random weights (tests/gguf_cases.py). "converted" is the lar
 between the checkpoint's logits and those of the file that llama.cpp's own converter makes of it,
 both read by rooflax. The other columns are files that `rooflax quantize --gguf` writes: how far
 llama.cpp's logits of a file are from rooflax's in float32 of the same file, the largest difference
-for F32, for the others its root mean square as a share of the logits'. Token ids of every kind of
-tokenizer must be equal.
+for F32; for the others its root mean square as a share of the logits', in the median of the tokens,
+because rounded activations choose another expert for a few, whose logits then differ altogether.
+Token ids of every kind of tokenizer must be equal.
 
     python -m benchmarks.peers.gguf_families --llama-cpp DIR/vendor/llama.cpp --python PEERS/python
 
@@ -37,7 +38,7 @@ from tests import gguf_cases, tokenizer_cases
 HERE = Path(__file__).parent
 TOKENS = 41
 CONVERTED = "converted"
-MOST = {CONVERTED: 1e-4, "F32": 2e-4, "BF16": 0.05, "Q8_0": 0.2, "Q4_0": 0.2}
+MOST = {CONVERTED: 1e-4, "F32": 2e-4, "BF16": 0.03, "Q8_0": 0.1, "Q4_0": 0.1}
 """The first two in logits, the others as shares: beside such weights llama.cpp rounds activations,
 to bfloat16 and to int8, which random weights amplify and routing to experts makes steps of."""
 TABLES = {"gpt2", "gemma3", *gguf_cases.GEMMA4}
@@ -149,8 +150,8 @@ def write(name: str, args: argparse.Namespace, work: Path) -> dict[str, float | 
         elif name in AS_LLAMA_CPP:
             continue
         error = ours - theirs[..., : ours.shape[-1]]
-        share = np.linalg.norm(error) / np.linalg.norm(ours)
-        errors[kind] = float(np.abs(error).max() if kind == "F32" else share)
+        shares = np.linalg.norm(error, axis=-1) / np.linalg.norm(ours, axis=-1)
+        errors[kind] = float(np.abs(error).max() if kind == "F32" else np.median(shares))
     return errors
 
 

@@ -38,7 +38,7 @@ from tests import gguf_cases, tokenizer_cases
 HERE = Path(__file__).parent
 TOKENS = 41
 CONVERTED = "converted"
-MOST = {CONVERTED: 1e-4, "F32": 2e-4, "BF16": 0.03, "Q8_0": 0.1, "Q4_0": 0.1}
+MOST = {CONVERTED: 1e-4, "F32": 2e-4, "BF16": 0.03, "Q8_0": 0.15, "Q4_0": 0.15}
 """The first two in logits, the others as shares: beside such weights llama.cpp rounds activations,
 to bfloat16 and to int8, which random weights amplify and routing to experts makes steps of."""
 TABLES = {"gpt2", "gemma3", *gguf_cases.GEMMA4}

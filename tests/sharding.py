@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": _DEEPSEEK | {
         "model_type": "deepseek_v3", "q_lora_rank": 40, "n_routed_experts": 4,
-        "n_group": 1, "topk_group": 1, "attention_bias": True,
+        "n_group": 1, "topk_group": 1, "attention_bias": True, "first_k_dense_replace": 0,
     },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,

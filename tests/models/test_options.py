@@ -106,6 +106,12 @@ def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, 
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", pairs(), ids=name_of)
+def test_pairs_of_switches_leave_latent_attention_unchanged(case, setting):
+    check(case, "deepseek_v3", **setting)
+
+
 @pytest.mark.parametrize("variant", ["gemma4_text", "gemma4_text_shared"])
 def test_a_prefix_hit_in_layers_of_several_kinds_leaves_the_tokens_unchanged(case, variant):
     this = case(variant)
@@ -303,6 +309,7 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
 FORMATS = (None, "int8", "int4", "mxfp4")
 BY_DEFAULT = {
     ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"), ("qwen3", "int4"), ("smollm3_window", None),
+    ("deepseek_v3", "int8"),
 }  # fmt: skip
 EACH_FORMAT = pytest.mark.parametrize(
     ("variant", "format"),

@@ -92,6 +92,24 @@ def test_pools_have_each_layers_heads_and_layers_that_read_others_have_none():
     assert read(cache, 3, [2], 1)[0].tolist() == [[[1.0] * 10]]
 
 
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 40), ("int8", 14)])
+def test_values_in_keys_have_no_pool(dtype, bytes_each):
+    groups = LayerGroups.from_windows((None,) * 3, ((1, 10, 1),) * 3)
+    for stacked, layers in ((False, 3), (True, 1)):
+        cache = allocate(groups, (5,), block_size=4, dtype=dtype, stacked=stacked)
+        assert cache.v == ((),) * layers
+        assert cache.num_bytes == 3 * 5 * 4 * bytes_per_token(Heads(1, 10, 1), dtype)
+        assert bytes_per_token(Heads(1, 10, 1), dtype) == bytes_each
+    cache = with_pools(
+        cache, [write(cache.k[0], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]]))], [()]
+    )
+    k, v = read(cache, 0, [2], 1)
+    np.testing.assert_allclose(k, np.ones((1, 1, 10)), rtol=1e-6)
+    np.testing.assert_array_equal(k, v)
+    copied = copy_blocks(cache, (jnp.asarray([2]),), (jnp.asarray([3]),))
+    np.testing.assert_array_equal(read(copied, 0, [3], 1)[0], k)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_what_is_written_through_slots_is_read_back(stacked):
     """Two rows of unequal length in shuffled blocks; a padded token lands in scratch."""

@@ -110,9 +110,8 @@ def architecture(config: Decoder) -> dict[str, Any]:
     if set(windows) != {"full"}:
         found["layer_windows"] = dict(windows)
     groups = config.groups
-    heads = Counter(
-        f"{groups.heads[layer].count} x {groups.heads[layer].dim}" for layer in groups.attending()
-    )
+    kept = [groups.heads[layer] for layer in groups.attending()]
+    heads = Counter(f"{each.num} x {each.dim}" for each in kept)
     if len(heads) > 1:
         found["layer_kv_heads"] = dict(heads)
     if shared := len(groups.attending()) - len(groups.keeping()):

@@ -215,7 +215,8 @@ def workspace_bytes(
     widths = {axis: size for axis, size in config.axis_sizes.items() if axis.endswith("mlp")}
     if config.moe:  # a token has a row for each expert that it chooses
         widths["mlp"] *= config.moe.experts_per_token
-    mlp = max(widths.values()) // shards.tensor
+    heads = config.num_heads * config.head_dim  # latent attention's are wide
+    mlp = max(heads, *widths.values()) // shards.tensor
     per_layers = config.per_layer.width * config.num_layers if config.per_layer else 0  # not split
     hidden = chunk * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
     logits = 3 * config.vocab_size * 4

@@ -210,6 +210,18 @@ _GEMMA4 = {k: v for k, v in _LLAMA.items() if k != "hidden_act"} | {
     },
 }  # fmt: skip
 
+_DEEPSEEK = {k: v for k, v in _LLAMA.items() if k != "head_dim"} | {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 48,
+    "rope_theta": 1000.0, "num_attention_heads": 6, "num_key_value_heads": 6,
+    "q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 28,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
@@ -379,6 +391,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {
         "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": False,
         "use_qk_norm": False, "n_shared_experts": 1, "partial_rotary_factor": 0.25,
+    },
+    "deepseek_v2": _DEEPSEEK
+    | {
+        "rope_scaling": {
+            "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
+        },
+    },
+    "deepseek_v2_groups": _DEEPSEEK
+    | {
+        "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": 28,
+        "attention_bias": True, "n_shared_experts": 1, "tie_word_embeddings": True,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": _DEEPSEEK_V3
+    | {
+        "n_group": 3, "topk_group": 2, "attention_bias": True, "first_k_dense_replace": 0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "deepseek_v3_plain": _DEEPSEEK_V3
+    | {
+        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False,
+        "routed_scaling_factor": 2.0,
+        "n_shared_experts": 1, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -569,6 +608,8 @@ EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "qwen2_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "glm4_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v2": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "qwen3_next": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }

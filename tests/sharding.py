@@ -28,6 +28,11 @@ _GEMMA4 = _LLAMA | {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
 }  # fmt: skip
+_DEEPSEEK = {k: v for k, v in _LLAMA.items() if k != "head_dim"} | {
+    "num_key_value_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+    "n_shared_experts": 2, "first_k_dense_replace": 2,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": _SIZES | {
         "model_type": "gpt2", "n_positions": 131, "n_embd": 48, "n_inner": 104, "n_layer": 4,
@@ -93,6 +98,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma4_shared": _GEMMA4 | {
         "num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    },
+    "deepseek_v2": _DEEPSEEK | {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "group_limited_greedy",
+        "n_group": 4, "topk_group": 3, "n_routed_experts": 8,
+    },
+    "deepseek_v3": _DEEPSEEK | {
+        "model_type": "deepseek_v3", "q_lora_rank": 40, "n_routed_experts": 4,
+        "n_group": 1, "topk_group": 1, "attention_bias": True, "first_k_dense_replace": 0,
     },
     "gpt_oss": _LLAMA | {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3,

@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
-EXPERTS = ("gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "gemma4_text")
+EXPERTS = (
+    "gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "gemma4_text",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 ROWS = 8
 """Of a step: the five prompts' bucket."""
 SPLITS = {
@@ -38,7 +41,7 @@ PAIRS = [
     "expert=2,sequence=2", "expert=2,stage=2",
 ]  # fmt: skip
 STATEFUL = ("lfm2", "qwen3_next")
-UNLIKE = ("gemma4_shared",)
+UNLIKE = ("gemma4_shared", "deepseek_v2", "glm4_moe")
 """Whose layers do not repeat, so that no stages have the same."""
 ALL = [
     (f, m)
@@ -153,6 +156,22 @@ def test_kinds_of_attention_are_split_and_copied_each_by_its_own_heads(ask, mode
 
 def test_layers_that_do_not_repeat_have_no_stages(ask):
     assert "4 layers do not divide over 2 devices" in ask("gemma4_shared", "stage=2")["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    cases(
+        [("deepseek_v3", "tensor=4"), ("deepseek_v2", "tensor=2,expert=2,data=2")],
+        default=[("deepseek_v3", "tensor=4")],
+    ),
+)
+def test_heads_of_latent_attention_are_split_and_its_cache_is_copied(ask, model, mesh):
+    one, many = same(ask, model, mesh)
+    check_bytes(model, mesh, one, many)
+    check_gathers(many)
+    assert many["cache_bytes"] == one["cache_bytes"]
+    found = ask(model, "tensor=3")["error"]
+    assert "8 query_heads do not divide over 3 devices (8 = 3 x 2 + 2)" in found
 
 
 @pytest.mark.slow

@@ -85,6 +85,20 @@ def test_formats_of_a_folder_come_from_its_headers(rooflax, tmp_path, nothing_lo
     assert entry["bytes"] == 2 * found["weights"]["parameters"]
 
 
+def test_a_latent_cache_is_counted_as_one_key_for_all_heads(rooflax):
+    """DeepSeek-V2-Lite: 512 + 64 numbers a token and layer, where 16 heads would have 5,120."""
+    flags = ("inspect", "preset:deepseek-v2-lite", "--kv-dtype", "bfloat16", "-c", 16, "--json")
+    found = json.loads(rooflax(*flags).out)
+    assert found["weights"]["parameters"] == 15_706_484_224
+    assert found["memory"]["kv_cache_bytes"] == 27 * 2 * 16 * 576 * 2  # a block, and block 0
+    sizes = {"rank": 512, "query_rank": None, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    architecture = found["architecture"]
+    assert {k: v for k, v in architecture.items() if k.startswith("latent")} == {
+        f"latent_{key}": value for key, value in sizes.items()
+    } | {"latent_bias": False}
+    assert "layer_kv_heads" not in architecture
+
+
 def test_mxfp4_is_called_so(rooflax, tmp_path):
     raw = PRESETS["gpt-oss-tiny"]
     (tmp_path / "config.json").write_text(json.dumps(raw))

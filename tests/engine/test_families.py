@@ -21,7 +21,8 @@ VARIANTS = (
     "seed_oss_bias", "qwen3_moe_dense", "mixtral", "gemma3_text", "granite", "olmo2", "olmo3",
     "phi3_long", "glm4", "ernie4_5", "exaone4", "cohere2", "ministral3", "hunyuan_v1_dense",
     "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text", "gemma4_text", "gemma4_text_moe", "gemma4_text_shared",
+    "qwen3_5_moe_text", "gemma4_text", "gemma4_text_moe", "gemma4_text_shared", "deepseek_v2",
+    "deepseek_v3",
 )  # fmt: skip
 """A checkpoint of each family, and of Gemma 4's three kinds."""
 WRAPPERS = {

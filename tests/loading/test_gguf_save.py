@@ -286,6 +286,13 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_rejected(case, tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def test_a_family_of_which_no_files_are_written_is_rejected_by_name(tmp_path):
+    reference = goldens.committed("deepseek_v3")
+    folder = goldens.write_checkpoint(tmp_path / "m", "deepseek_v3", reference)
+    with pytest.raises(UnsupportedModelError, match="writes no GGUF files of deepseek_v3, only"):
+        save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
+
+
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 DEFAULT, PROPORTIONAL = (
     {"rope_type": "default"}, {"rope_type": "proportional", "partial_rotary_factor": 0.25},

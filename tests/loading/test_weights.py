@@ -347,8 +347,24 @@ def test_save_and_load_round_trip(write, variant, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize(
+    ("variant", "quantize"), [("deepseek_v3", None), ("deepseek_v2_groups", "int8")]
+)
+def test_a_tensor_that_two_weights_share_is_saved_whole(write, variant, quantize, tmp_path):
+    """kv_b_proj, whose rows are of keys and of values; quantised, both have arrays of their own."""
+    folder = write(variant)
+    model = load(folder, quantize=quantize)
+    save(model, tmp_path / "saved", dtype="float32")
+    again = load(tmp_path / "saved")
+    assert same(again, model) and again.config == model.config
+    if quantize is None:
+        read, wrote = Checkpoint(folder), Checkpoint(tmp_path / "saved")
+        for name in (n for n in read.names() if "experts" not in n):
+            np.testing.assert_array_equal(wrote.read(name), read.read(name))
+
+
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", [*FAMILIES, "deepseek_v2", "deepseek_v3"])
 def test_transformers_opens_what_we_save_and_says_the_same(write, variant, tmp_path):
     import torch
     import transformers

@@ -16,6 +16,7 @@ from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
 from rooflax.models.registry import family, read_config, read_config_json
 from rooflax.nn.batch import Batch
+from rooflax.nn.latent import LatentAttention
 from rooflax.nn.rope import RopeScaling
 from tests import goldens
 from tests.marks import cases
@@ -48,6 +49,8 @@ FAMILIES = {
     "glm4": "glm4",
     "ernie4_5": "ernie4_5_bias",
     "gemma4_text": "gemma4_text_moe",
+    "deepseek_v2": "deepseek_v2_groups",
+    "deepseek_v3": "deepseek_v3",
 }
 
 KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
@@ -67,6 +70,7 @@ OTHER = {
     "key": "other",
     "logit_cap": 2.0,
     "scale": 0.05,
+    "groups": 2,
     "embed_scale": 5.0,
 }
 """A value that differs from every tiny config's own; other numbers grow by one, flags flip."""
@@ -111,6 +115,9 @@ def is_without_meaning(config, path):
     return (
         path[-1] == "rope"  # changed below
         or (path[-1] == "interleaved" and not config.ropes)
+        or (path[-1] == "num_kv_heads" and isinstance(layer.attention, LatentAttention))  # a mesh's
+        or (path[-1] == "mscale" and not layer.attention.rope.scaling)
+        or (path[-1] in ("groups", "chosen_groups") and config.moe.groups == 1)  # both must differ
         or (path[-1] == "norm_after_rope" and layer.attention.flat_norm)
         or (path[-1] == "norm_after_rope" and not (config.ropes and layer.attention.qk_norm))
         or (path[-1] == "shared_gated" and not (config.moe and config.moe.shared))
@@ -133,7 +140,8 @@ def variations(config):
             yield path, dataclasses.replace(config, layers=layers)
     for rope in config.ropes:
         same = dataclasses.replace
-        for other in (same(rope, theta=77.0), same(rope, scaling=YARN), None):
+        others = same(rope, theta=77.0), same(rope, scaling=YARN), None
+        for other in others[: 2 if isinstance(config.attention, LatentAttention) else 3]:
             kinds = ((layer, layer.attention.rope and other) for layer in config.layers)
             layers = tuple(
                 dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=r))
@@ -261,6 +269,14 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}),
         ("gpt_oss", {"hidden_act": "relu"}),
         ("glm4_moe", {"n_group": 2}),
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}),
+        ("deepseek_v2", {"mlp_bias": True}),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("deepseek_v3", {"num_key_value_heads": 2}),
+        ("deepseek_v3", {"head_dim": 22}),
         ("cohere2", {"use_qk_norm": True}),
         ("cohere2", {"head_dim": 12}),
         ("granitemoehybrid", {"num_local_experts": 4}),
@@ -359,6 +375,10 @@ def test_absurd_numbers_are_rejected(key):
             "llama_4_scaling_beta = -0.1; it must be finite and not below 0",
         ),
         ("glm4_moe", {"num_experts_per_tok": 6}, "6.*5"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "= 5 of n_routed_experts = 6.*n_group = 3"),
+        ("deepseek_v3", {"n_group": 4}, "n_group = 4"),
+        ("deepseek_v3", {"n_group": 6, "topk_group": 5}, "a group needs two"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "must be even"),
         ("qwen2", {"max_window_layers": "2"}, "max_window_layers"),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": "8"}}, "factor"),
         (

@@ -42,6 +42,7 @@ FAMILIES = {
     "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
     "gemma4": "gemma4_text", "gemma4_moe": "gemma4_text_moe", "gemma4_shared": "gemma4_text_shared",
+    "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 
@@ -103,6 +104,12 @@ def test_scanned_layers_leave_the_tokens_unchanged(case, variant):
 @pytest.mark.parametrize("values", list(itertools.product(*SWITCHES.values())), ids=str)
 def test_the_product_of_all_switches_leaves_the_tokens_unchanged(case, variant, values):
     check(case, variant, **dict(zip(SWITCHES, values, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", pairs(), ids=name_of)
+def test_pairs_of_switches_leave_latent_attention_unchanged(case, setting):
+    check(case, "deepseek_v3", **setting)
 
 
 @pytest.mark.parametrize("variant", ["gemma4_text", "gemma4_text_shared"])
@@ -302,6 +309,7 @@ def test_kv_heads_are_copied_where_there_are_more_shards(case, mesh, tmp_path):
 FORMATS = (None, "int8", "int4", "mxfp4")
 BY_DEFAULT = {
     ("qwen2_window", "int8"), ("gpt_oss", "mxfp4"), ("qwen3", "int4"), ("smollm3_window", None),
+    ("deepseek_v3", "int8"),
 }  # fmt: skip
 EACH_FORMAT = pytest.mark.parametrize(
     ("variant", "format"),

@@ -9,6 +9,7 @@ import pytest
 
 from rooflax.nn.batch import NO_SLOT, Batch
 from rooflax.nn.kv_cache import (
+    Heads,
     LayerGroups,
     allocate,
     bytes_per_token,
@@ -85,10 +86,28 @@ def test_pools_have_each_layers_heads_and_layers_that_read_others_have_none():
     ]  # fmt: skip
     assert cache.num_bytes == 2 * 4 * 4 * (3 * 2 * 6 + 5 * 1 * 10)
     assert (groups.attending(), groups.keeping()) == ([0, 1, 2, 3], [0, 1])
-    assert next(iter(groups.kept_heads(parts=2))) == (0, 1, 6)
+    assert next(iter(groups.kept_heads(parts=2))) == (0, (1, 6, 2))
     k = write(cache.k[1], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]], jnp.int32))
     cache = with_pools(cache, [cache.k[0], k, (), ()], list(cache.v))
     assert read(cache, 3, [2], 1)[0].tolist() == [[[1.0] * 10]]
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 40), ("int8", 14)])
+def test_values_in_keys_have_no_pool(dtype, bytes_each):
+    groups = LayerGroups.from_windows((None,) * 3, ((1, 10, 1),) * 3)
+    for stacked, layers in ((False, 3), (True, 1)):
+        cache = allocate(groups, (5,), block_size=4, dtype=dtype, stacked=stacked)
+        assert cache.v == ((),) * layers
+        assert cache.num_bytes == 3 * 5 * 4 * bytes_per_token(Heads(1, 10, 1), dtype)
+        assert bytes_per_token(Heads(1, 10, 1), dtype) == bytes_each
+    cache = with_pools(
+        cache, [write(cache.k[0], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]]))], [()]
+    )
+    k, v = read(cache, 0, [2], 1)
+    np.testing.assert_allclose(k, np.ones((1, 1, 10)), rtol=1e-6)
+    np.testing.assert_array_equal(k, v)
+    copied = copy_blocks(cache, (jnp.asarray([2]),), (jnp.asarray([3]),))
+    np.testing.assert_array_equal(read(copied, 0, [3], 1)[0], k)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -179,7 +198,7 @@ def test_int8_pools_have_the_same_verbs():
     """What is written comes back within half a step of its head's largest element."""
     groups = LayerGroups.from_windows((None, None), ((3, 8),) * 2)
     cache = allocate(groups, (5,), block_size=4, dtype="int8")
-    assert cache.num_bytes == 5 * 4 * 2 * bytes_per_token(3, 8, "int8")
+    assert cache.num_bytes == 5 * 4 * 2 * bytes_per_token(Heads(3, 8), "int8")
     new = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 3, 8)), jnp.float32)
     slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
     cache = replace(cache, k=(write(cache.k[0], new, slots), cache.k[1]))
@@ -198,7 +217,7 @@ def test_fp8_pools_have_the_same_verbs():
     for name in ("fp8", "float8_e4m3fn"):
         cache = allocate(groups, (5,), block_size=4, dtype=name)
         assert cache.k[0].values.dtype == jnp.float8_e4m3fn
-        assert cache.num_bytes == 5 * 4 * bytes_per_token(3, 8, name)
+        assert cache.num_bytes == 5 * 4 * bytes_per_token(Heads(3, 8), name)
     scale = 10.0 ** np.arange(-9, 9, 3)[:, None, None]  # of tokens: far beyond e4m3's own range
     new = np.random.default_rng(0).standard_normal((6, 3, 8)) * scale
     new[3, 1] = 0

@@ -17,6 +17,7 @@ from rooflax.nn.weights import (
     Flat,
     FusedConv1DQKV,
     GateUp,
+    HeadPart,
     InterleavedGateUp,
     Layout,
     Linear,
@@ -115,6 +116,27 @@ def test_pairs_of_a_checkpoint_are_ours(dim, interleaved, wanted):
     np.testing.assert_array_equal(Reordered(order).split(norm, ())[0], k[:, 0])
 
 
+def test_two_weights_of_one_tensor_are_each_heads_rows_of_a_kind():
+    """The first kind's rows as they are, the second's transposed; together they are the tensor."""
+    stored = np.random.RandomState(0).standard_normal((3 * (4 + 2), 5)).astype(np.float32)
+    sizes = {"heads": 3, "four": 4, "two": 2, "rank": 5}
+    axes, whole = ("heads | four -> rank", "heads | rank -> two"), 0
+    for kind, wanted in ((0, slice(0, 4)), (1, slice(4, 6))):
+        weight = Weight(axes[kind], "w", HeadPart((4, 2), kind))
+        assert weight.hf_shapes(sizes) == [stored.shape]
+        out = np.empty(weight.shape(sizes), np.float32)
+        weight.layout.join([stored], out)
+        rows = stored.reshape(3, 6, 5)[:, wanted]
+        np.testing.assert_array_equal(out if kind == 0 else out.swapaxes(1, 2), rows)
+        where = (slice(1, 3), slice(None), slice(None))
+        parts = weight.layout.slice_parts([stored], out.shape, where)
+        own = np.empty_like(out[1:])
+        weight.layout.join(parts, own)
+        np.testing.assert_array_equal(own, out[1:])
+        whole = whole + weight.split(out, sizes)[0]
+    np.testing.assert_array_equal(whole, stored)
+
+
 def test_interleaved_experts():
     """gate is the checkpoint's even columns, up its odd ones (gpt-oss)."""
     stored = np.random.RandomState(0).standard_normal((3, 5, 8)).astype(np.float32)
@@ -136,8 +158,11 @@ def test_join_converts_the_dtype_on_the_way():
 def test_every_slot_once_and_all_parameters_counted(variant):
     _, config = read_config(goldens.VARIANTS[variant])
     sizes, found = config.axis_sizes, list(config.slots())
+    shared = [slot for slot in found if isinstance(slot.weight.layout, HeadPart)]
     hf = [hf for slot in found for hf in slot.hf_names]
-    assert len(hf) == len(set(hf)) and len(found) == len({slot.name for slot in found})
+    assert len(hf) == len(set(hf)) + len(shared) // 2 and len(found) == len(
+        {slot.name for slot in found}
+    )
     shapes = {
         n: tuple(s)
         for slot in found
@@ -164,7 +189,7 @@ def test_sharding_splits_one_axis_of_what_is_large_and_nothing_else(variant):
         assert len(split) <= 1, key
         whole = ("norm", "router", "shared_gate", "o_bias", "out_bias", "down_bias", "position",
                  "choice_bias", "scale", "scales", "per_layer.gate", "per_layer.up",
-                 "per_layer.projection")  # fmt: skip
+                 "per_layer.projection", "q_a", "kv_a", "q_a_bias", "kv_a_bias")  # fmt: skip
         small = key.endswith((*whole, "norm_bias", "router_bias"))
         small &= "kv_heads" not in weight.axis_names  # a norm of all heads together
         assert bool(split) != small, key

@@ -405,6 +405,12 @@ def test_caches_of_fp8_and_float16_are_rejected():
         assert f"no {name} KV cache" in why
 
 
+def test_heads_as_wide_as_latent_keys_are_rejected():
+    q, *pools, paging, args = paged(replace(FEW[0], head_dim=576))
+    why = attention_gpu.unsupported(q, *map(as_pool, pools), paging, args)
+    assert why == "attention's GPU kernel takes heads of up to 512, not 576"
+
+
 def test_contexts_split_over_programs(interpreted, monkeypatch):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
     q, k_pool, v_pool, *given = paged(case)

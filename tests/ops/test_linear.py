@@ -7,7 +7,8 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.kernels import chosen
-from rooflax.ops.linear import linear, unembed
+from rooflax.ops.linear import linear, linear_by_head, unembed
+from rooflax.ops.weights import Stacked, quantize
 from tests.ops.cases import LINEAR, normal
 
 IMPLEMENTATIONS = ["reference", "xla", None]
@@ -62,6 +63,26 @@ def test_unembed_is_float32_and_transposed(implementation, dtype):
     assert y.shape == (2, 3, 7) and y.dtype == jnp.float32
     exact = np.asarray(x).astype(np.float64) @ np.asarray(table).astype(np.float64).T
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "w8a16", "w8a8", "w4a16"])
+def test_each_head_has_a_matrix_of_its_own(format, implementation):
+    """Also as one of a stack of layers, where `linear` of a head's rows gives the same."""
+    x, w = jnp.asarray(normal(2, 3, 5, 64)), normal(2, 5, 64, 7, seed=1)
+    if format.startswith("w"):
+        w = quantize(w, format, (64,), (7,))
+    else:
+        w = jnp.asarray(w, jnp.dtype(format))
+    how = {"implementation": implementation}
+    y = linear_by_head(x, Stacked(w, jnp.int32(1)), **how)
+    assert y.shape == (2, 3, 5, 7) and y.dtype == jnp.float32
+    own = w.member(1) if format.startswith("w") else w[1]
+    np.testing.assert_array_equal(y, linear_by_head(x, own, **how))
+    for head in range(5):
+        one = own.member(head) if format.startswith("w") else own[head]
+        wanted = linear(x[:, :, head], one, **how)
+        np.testing.assert_allclose(y[:, :, head], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_axes_that_differ_are_rejected_with_both():

@@ -83,6 +83,34 @@ def test_route_takes_the_top_and_shares_among_them_alone(case):
     np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_of_the_best_groups_alone(biased):
+    """A group counts by its largest share, or by its two largest with their biases; below zero, as
+    biases may make them, those of other groups do not come back."""
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((40, 12)).astype(np.float32)
+    bias = rng.standard_normal(12).astype(np.float32) - 2 if biased else None
+    shares = np.exp(logits.astype(np.float64))
+    shares /= shares.sum(axis=1, keepdims=True)
+    if biased:
+        shares = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    scores = shares + bias if biased else shares
+    best = np.sort(scores.reshape(40, 4, 3), axis=2)[:, :, -2 if biased else -1 :].sum(axis=2)
+    kept = np.argsort(-best, axis=1)[:, :2]
+    masked = np.full_like(scores, -np.inf)
+    for row, groups in enumerate(kept):
+        for group in groups:
+            masked[row, 3 * group : 3 * group + 3] = scores[row, 3 * group : 3 * group + 3]
+    wanted = np.argsort(-masked, axis=1)[:, :5]
+    how = {"bias": None if bias is None else jnp.asarray(bias), "renormalise": False, "scale": 1.5}
+    ids, weights = route(jnp.asarray(logits), 5, **how, groups=(4, 2))
+    np.testing.assert_array_equal(ids, wanted)
+    np.testing.assert_allclose(weights, 1.5 * np.take_along_axis(shares, wanted, 1), rtol=1e-5)
+    plain = np.asarray(route(jnp.asarray(logits), 5, **how)[0])
+    assert (plain != wanted).any()
+    np.testing.assert_array_equal(route(jnp.asarray(logits), 5, **how, groups=(4, 4))[0], plain)
+
+
 def test_without_biases_and_without_renormalising():
     """As experts of Qwen3-MoE may be; the shares sum to less than 1."""
     case = MOE[1]

@@ -12,7 +12,7 @@ import pytest
 from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.errors import RequestError
 from rooflax.models.presets import PRESETS
-from rooflax.nn.kv_cache import LayerGroups, allocate, bytes_per_token
+from rooflax.nn.kv_cache import Heads, LayerGroups, allocate, bytes_per_token
 from rooflax.ops import accelerator, native, tpu
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
@@ -151,7 +151,7 @@ def test_heads_lie_padded_in_the_cache():
         np.testing.assert_allclose(out, exact, rtol=0, atol=3e-6)
     cache = allocate(LayerGroups.from_windows((None,), ((2, 16),)), (3,), block_size=block_size())
     assert cache.k[0].shape == (3, 2, 128, 128)
-    assert cache.num_bytes == 3 * 128 * bytes_per_token(2, 16, "float32")
+    assert cache.num_bytes == 3 * 128 * bytes_per_token(Heads(2, 16), "float32")
 
 
 @pytest.mark.slow

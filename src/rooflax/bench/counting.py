@@ -86,7 +86,7 @@ def _with_attention(
     kv_bytes = 0
     for layer, num_pairs, num_read in zip(_windows(config), pairs, read, strict=True):
         attention = config.layers[layer].attention
-        kv_bytes += num_read * bytes_per_token(*config.groups.heads[layer], kv_dtype)
+        kv_bytes += num_read * bytes_per_token(config.groups.heads[layer], kv_dtype)
         operations += num_pairs * 4 * attention.num_heads * attention.head_dim  # q.k and p.v
     return StepCost(weight_bytes, kv_bytes, operations)
 

@@ -74,6 +74,8 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
 
 def architecture(config: Decoder) -> dict[str, Any]:
     """Sizes, and what the layers are made of; of several kinds of layer, how many of each."""
+    from rooflax.nn.latent import LatentAttention
+
     attention, moe = config.attention, config.moe
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -90,11 +92,17 @@ def architecture(config: Decoder) -> dict[str, Any]:
         "max_position": config.max_position,
         "norm_eps": config.norm.eps,
         "tied_embeddings": config.tied_embeddings,
-        "qkv_bias": attention.qkv_bias,
-        "output_bias": attention.output_bias,
-        "qk_norm": attention.qk_norm is not None,
-        "sinks": attention.sinks,
     }
+    if isinstance(attention, LatentAttention):
+        sizes = ("rank", "query_rank", "nope_dim", "rope_dim", "value_dim", "bias")
+        found |= {f"latent_{name}": getattr(attention, name) for name in sizes}
+    else:
+        found |= {
+            "qkv_bias": attention.qkv_bias,
+            "output_bias": attention.output_bias,
+            "qk_norm": attention.qk_norm is not None,
+            "sinks": attention.sinks,
+        }
     for rope in config.ropes:
         found["rope_theta"] = rope.theta
         found["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
@@ -102,7 +110,8 @@ def architecture(config: Decoder) -> dict[str, Any]:
     if set(windows) != {"full"}:
         found["layer_windows"] = dict(windows)
     groups = config.groups
-    heads = Counter("{} x {}".format(*groups.heads[layer]) for layer in groups.attending())
+    kept = [groups.heads[layer] for layer in groups.attending()]
+    heads = Counter(f"{each.num} x {each.dim}" for each in kept)
     if len(heads) > 1:
         found["layer_kv_heads"] = dict(heads)
     if shared := len(groups.attending()) - len(groups.keeping()):

@@ -113,13 +113,12 @@ def architecture_metadata(config: Decoder, raw: Mapping[str, Any]) -> Metadata:
         raw: config.json, as the family writes it.
 
     Raises:
-        UnsupportedModelError: llama.cpp has no such architecture.
+        UnsupportedModelError: files of the family are not written.
     """
     name = raw["model_type"]
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"llama.cpp has no architecture for {name}; GGUF files are written of "
-            f"{', '.join(sorted(ARCHITECTURES))}."
+            f"rooflax writes no GGUF files of {name}, only of {', '.join(sorted(ARCHITECTURES))}."
         )
     found = {key: raw[hf] for key, hf in KEYS[name].items() if raw.get(hf) is not None}
     found |= _positions(name, config) | _layers(name, config, raw)

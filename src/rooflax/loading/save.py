@@ -157,9 +157,18 @@ def save_model(
 
 
 def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
-    """The checkpoint's tensors, each made when it is asked for."""
-    found = config.slots()
-    return [tensor for slot in found for tensor in _slot_tensors(slot, config, weights, dtype)]
+    """The checkpoint's tensors, each made when it is asked for; one that two weights share is the
+    sum of what they give of it (`nn.weights.HeadPart`)."""
+    found: dict[str, TensorToWrite] = {}
+    for slot in config.slots():
+        for tensor in _slot_tensors(slot, config, weights, dtype):
+            other = found.get(tensor.name)
+            found[tensor.name] = _sum(other, tensor) if other else tensor
+    return list(found.values())
+
+
+def _sum(one: TensorToWrite, other: TensorToWrite) -> TensorToWrite:
+    return one._replace(produce=lambda: one.produce() + other.produce())
 
 
 def _slot_tensors(

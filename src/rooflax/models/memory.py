@@ -81,8 +81,8 @@ def estimate(
         )
     groups = config.groups
     kv_cache = block_size * sum(
-        num_blocks[groups.of_layer[layer]] * bytes_per_token(count, dim, kv_dtype)
-        for layer, count, dim in groups.kept_heads(layers, shards.tensor)
+        num_blocks[groups.of_layer[layer]] * bytes_per_token(heads, kv_dtype)
+        for layer, heads in groups.kept_heads(layers, shards.tensor)
     )
     if groups.state is not None:
         kv_cache += num_blocks[groups.state] * groups.row_bytes(layers) // shards.tensor
@@ -126,8 +126,8 @@ def plan_blocks(
 
     def needed(slots: int) -> int:
         blocks = block_size * sum(
-            (1 + slots * longest[groups.of_layer[layer]]) * bytes_per_token(count, dim, kv_dtype)
-            for layer, count, dim in groups.kept_heads()
+            (1 + slots * longest[groups.of_layer[layer]]) * bytes_per_token(heads, kv_dtype)
+            for layer, heads in groups.kept_heads()
         )
         return blocks + groups.row_bytes() * (1 + slots * (1 + draft_tokens) + kept(slots))
 
@@ -182,12 +182,12 @@ def padding(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     in_heads = in_blocks = 0
-    for layer, count, dim in config.groups.kept_heads(layers, shards.tensor):
+    for layer, heads in config.groups.kept_heads(layers, shards.tensor):
         window = config.groups.windows[config.groups.of_layer[layer]]
         kept = blocks_needed(window, tokens, chunk, 1)
         slots = blocks_needed(window, tokens, chunk, block_size) * block_size
-        in_heads += (rows * kept + block_size) * padding_per_token(count, dim, kv_dtype)
-        in_blocks += rows * (slots - kept) * bytes_per_token(count, dim, kv_dtype)
+        in_heads += (rows * kept + block_size) * padding_per_token(heads, kv_dtype)
+        in_blocks += rows * (slots - kept) * bytes_per_token(heads, kv_dtype)
     real = sizes | {"vocab": max(0, config.vocab_size - sizes["vocab"] * (shards.tensor - 1))}
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
@@ -215,7 +215,8 @@ def workspace_bytes(
     widths = {axis: size for axis, size in config.axis_sizes.items() if axis.endswith("mlp")}
     if config.moe:  # a token has a row for each expert that it chooses
         widths["mlp"] *= config.moe.experts_per_token
-    mlp = max(widths.values()) // shards.tensor
+    heads = config.num_heads * config.head_dim  # latent attention's are wide
+    mlp = max(heads, *widths.values()) // shards.tensor
     per_layers = config.per_layer.width * config.num_layers if config.per_layer else 0  # not split
     hidden = chunk * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
     logits = 3 * config.vocab_size * 4

@@ -18,7 +18,7 @@ FAMILIES = (
     "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
     "ministral3", "hunyuan_v1_dense", "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2",
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
-    "gemma4_text", "gemma4",
+    "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 ADAPTER = "adapter_config.json"
 READ_QUANTIZATION = (

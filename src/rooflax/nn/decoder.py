@@ -19,6 +19,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
+from rooflax.nn.layout import STATE
 from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
@@ -27,6 +28,9 @@ from rooflax.nn.wiring import Context, NormKind, Table
 from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
+
+AnyAttention = Attention | Any
+"""Attention, or latent attention, of which others ask only what both have."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         if not self.ropes:  # those of a whole model, also when it is cut
-            found = dict.fromkeys((kind.rope, kind.head_dim) for kind in self.attentions)
+            found = dict.fromkeys((kind.rope, kind.rope_dim) for kind in self.attentions)
             pairs = [(rope, dim) for rope, dim in found if rope is not None]
             object.__setattr__(self, "ropes", tuple(rope for rope, _ in pairs))
             object.__setattr__(self, "rope_dims", tuple(dim for _, dim in pairs))
@@ -121,13 +125,13 @@ class Decoder:
         return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
 
     @cached_property
-    def attentions(self) -> tuple[Attention, ...]:
+    def attentions(self) -> tuple[AnyAttention, ...]:
         """The kinds of it, in order of their first layers."""
         mixers = dict.fromkeys(layer.attention for layer in self.layers)
-        return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+        return tuple(mixer for mixer in mixers if mixer.window != STATE)
 
     @cached_property
-    def attention(self) -> Attention:
+    def attention(self) -> AnyAttention:
         """That of the first layer that has it."""
         return self.attentions[0]
 
@@ -153,7 +157,7 @@ class Decoder:
         mixers = [layer.attention for layer in self.layers]
         return LayerGroups.from_windows(
             tuple(mixer.window for mixer in mixers),
-            tuple(mixer.kv_heads if isinstance(mixer, Attention) else (0, 0) for mixer in mixers),
+            tuple((0, 0) if mixer.window == STATE else mixer.kv_heads for mixer in mixers),
             period=shortest_period(self.layers),
             states=tuple(getattr(mixer, "state_shapes", ()) for mixer in mixers),
             sources=self._sources,
@@ -186,12 +190,12 @@ class Decoder:
         """The same model with one of its layers."""
         return replace(self, layers=(self.layers[index],))
 
-    def with_kv_copies(self, copies: Mapping[Attention, int]) -> Decoder:
+    def with_kv_copies(self, copies: Mapping[AnyAttention, int]) -> Decoder:
         """The same model with each kind of attention's K/V heads copied, to so many each."""
 
         def changed(layer: Layer) -> Layer:
             kind = layer.attention
-            if not isinstance(kind, Attention) or copies[kind] == 1:
+            if copies.get(kind, 1) == 1:
                 return layer
             count = kind.num_kv_heads * copies[kind]
             return replace(layer, attention=replace(kind, num_kv_heads=count))

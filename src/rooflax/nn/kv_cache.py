@@ -12,9 +12,9 @@ This module holds arrays and their layout. Which block belongs to whom is the bl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,21 @@ from rooflax.ops.kv_pool import QuantizedPool
 
 States = tuple[Float[Array, "_ ..."], ...]
 """What a layer with state has in place of K, arrays of rows; in place of V it has nothing."""
-Heads = tuple[int, int]
-"""How many K/V heads a layer has, and the size of one."""
+
+
+class Heads(NamedTuple):
+    """A layer's K/V heads.
+
+    Attributes:
+        num: how many.
+        dim: elements of one.
+        pools: 2, of keys and of values; 1 where values are the first elements of keys.
+    """
+
+    num: int
+    dim: int
+    pools: int = 2
+
 
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8_e4m3fn}
 """Types of a `QuantizedPool`'s values."""
@@ -62,7 +75,7 @@ class LayerGroups:
     @staticmethod
     def from_windows(
         layer_windows: tuple[int | None, ...],
-        heads: tuple[Heads, ...] = (),
+        heads: Sequence[tuple[int, ...]] = (),
         *,
         period: int | None = None,
         states: tuple[tuple[tuple[int, ...], ...], ...] = (),
@@ -71,7 +84,7 @@ class LayerGroups:
         """Groups layers of equal window; the full group, if there is one, comes first.
 
         Args:
-            heads: per layer; none for groups of which nothing is allocated.
+            heads: per layer, fields of `Heads`; none for groups of which nothing is allocated.
             period: None is that of the windows.
             sources: per layer; none if each is its own.
         """
@@ -80,7 +93,8 @@ class LayerGroups:
         period = period or shortest_period(layer_windows)
         sources = sources or tuple(range(len(of_layer)))
         states = states if any(states) else ()
-        return LayerGroups(tuple(windows), of_layer, period, states, heads, sources)
+        kept = tuple(Heads(*each) for each in heads)
+        return LayerGroups(tuple(windows), of_layer, period, states, kept, sources)
 
     @property
     def state(self) -> int | None:
@@ -98,12 +112,11 @@ class LayerGroups:
 
     def kept_heads(
         self, num_layers: int | None = None, parts: int = 1
-    ) -> Iterator[tuple[int, int, int]]:
-        """The layers that keep K and V, with how many heads each has on one of `parts` tensor
-        shards, and their size."""
+    ) -> Iterator[tuple[int, Heads]]:
+        """The layers that keep K and V, with what each has on one of `parts` tensor shards."""
         for layer in self.keeping(num_layers):
-            num_kv_heads, head_dim = self.heads[layer]
-            yield layer, num_kv_heads // parts, head_dim
+            heads = self.heads[layer]
+            yield layer, heads._replace(num=heads.num // parts)
 
     def row_bytes(self, num_layers: int | None = None) -> int:
         """Of one sequence's state in all layers, or in the first."""
@@ -130,8 +143,8 @@ class KVCache:
             head_dim padded by zeros to its lanes. With
             `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
             block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`. Of
-            a layer with state, k is its `States` and v empty; of one that reads another's, both
-            are empty.
+            a layer with state, k is its `States` and v empty; of one whose values are in its keys,
+            v is empty; of one that reads another's, both are.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.
@@ -158,17 +171,17 @@ def pool_size(pool: Any) -> int:
     return jax.tree.leaves(pool)[0].shape[0]
 
 
-def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+def bytes_per_token(heads: Heads, dtype: str) -> int:
     """Of one layer's K and V; int8 and fp8 have a float32 scale for each head."""
-    width = cache_width(head_dim)
+    width = cache_width(heads.dim)
     per_head = width + 4 if dtype in CODES else width * jnp.dtype(dtype).itemsize
-    return 2 * num_kv_heads * per_head
+    return heads.pools * heads.num * per_head
 
 
-def padding_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+def padding_per_token(heads: Heads, dtype: str) -> int:
     """What of `bytes_per_token` only fills heads up to `cache_width`."""
     itemsize = jnp.dtype(CODES.get(dtype, dtype)).itemsize
-    return 2 * num_kv_heads * (cache_width(head_dim) - head_dim) * itemsize
+    return heads.pools * heads.num * (cache_width(heads.dim) - heads.dim) * itemsize
 
 
 def pool_shapes(
@@ -187,8 +200,8 @@ def pool_shapes(
     def shapes(layer: int) -> tuple[tuple[int, ...], ...]:
         if groups.of_layer[layer] == groups.state:
             return groups.states[layer]
-        num_kv_heads, head_dim = groups.heads[layer]
-        block = (num_kv_heads, block_size, cache_width(head_dim))
+        heads = groups.heads[layer]
+        block = (heads.num, block_size, cache_width(heads.dim))
         return (block,) if groups.sources[layer] == layer else ()
 
     return [
@@ -226,7 +239,8 @@ def allocate(
     def pools_of(index: int, is_v: bool) -> Any:
         if groups.of_layer[index] == groups.state:
             return () if is_v else tuple(put(np.zeros(s, np.float32)) for s in shapes[index])
-        return zeros_of(*shapes[index]) if shapes[index] else ()
+        is_kept = shapes[index] and not (is_v and groups.heads[index].pools == 1)
+        return zeros_of(*shapes[index]) if is_kept else ()
 
     k, v = (tuple(pools_of(i, is_v) for i in range(len(shapes))) for is_v in (False, True))
     return KVCache(k, v, groups, block_size, stacked)
@@ -255,7 +269,7 @@ def read(
     """A sequence's visible K and V of one layer, contiguous, for tests and tools.
 
     Returns:
-        k, v: [length - first_position, num_kv_heads, head_dim].
+        k, v: [length - first_position, num_kv_heads, head_dim]; the same where values are in keys.
     """
     repeat, index = divmod(cache.groups.sources[layer], len(cache.k))
 
@@ -264,7 +278,8 @@ def read(
         heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
         return heads.swapaxes(0, 1)[: length - first_position]
 
-    return contiguous(cache.k[index]), contiguous(cache.v[index])
+    v = cache.v[index] if cache.groups.heads[layer].pools == 2 else cache.k[index]
+    return contiguous(cache.k[index]), contiguous(v)
 
 
 def copy_blocks(

@@ -64,7 +64,8 @@ def run_layers(
         functions: per layer (its weights, x, attend=) -> x, one object for all layers of a kind.
             attend(q, k, v, scale=, sinks=, new=) sees to cache, masks and windows: q is [B, T, N,
             H], k and v [B, T, K, H] of the new tokens, or None where the layer attends to
-            another's. A layer with state gets recall(run, shapes) there.
+            another's; v alone is None where values are the keys. A layer with state gets
+            recall(run, shapes) there.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
             layer of the repeating group, each array with a leading axis of repeats).
         x: the embedding; `batch.hidden` takes its place.
@@ -305,6 +306,7 @@ class _Attend:
     ) -> Float[Array, "B T N H"]:
         """
         Args:
+            v: None beside keys is the keys, of which the layer takes what is values.
             new: what q, k and v come from, where `Projected` says all that was done to them.
         """
         batch, kernels = self.batch, self.options.kernels
@@ -325,26 +327,29 @@ class _Attend:
                 out, k_pool, v_pool = found
                 self.pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
                 return out[None]
-        if k is not None and v is not None:
-            k, v = mesh.gather_tokens(k, batch), mesh.gather_tokens(v, batch)
+        if k is not None:
             slots = self.slots[self.group]
             assert slots is not None
             slots = slots + pools.first_block * pools.block_size
             k_pool, v_pool = (
-                write(pool, given, slots, implementation=kernels)
+                pool
+                if given is None
+                else write(pool, mesh.gather_tokens(given, batch), slots, implementation=kernels)
                 for pool, given in ((pools.k, k), (pools.v, v))
             )
             self.pools = pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
-        out = ragged_attention(q[0], pools.k, pools.v, sequences, args, implementation=kernels)
+        k_pool, v_pool = pools.k, pools.v if jax.tree.leaves(pools.v) else pools.k
+        out = ragged_attention(q[0], k_pool, v_pool, sequences, args, implementation=kernels)
         return out[None]
 
     def _dense(
         self, k: jax.Array | None, v: jax.Array | None
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         """Keys and values of whole sequences: the layer's own, or those of another."""
-        if k is None or v is None:
+        if k is None:
             assert self.pools is not None
             return self.pools.k, self.pools.v
+        v = k if v is None else v
         k, v = (mesh.gather_tokens(a, self.batch, (mesh.SEQUENCE,)) for a in (k, v))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         self.pools = _Pools(k, v, 0, 0) if self.lent else None

@@ -99,8 +99,13 @@ class Attention:
         return "q" if self.reuses_kv else "qk" if self.values_are_keys else "qkv"
 
     @property
-    def kv_heads(self) -> tuple[int, int]:
-        """How many there are, and their size."""
+    def rope_dim(self) -> int:
+        """What RoPE gets of a head."""
+        return self.head_dim
+
+    @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """How many there are, and their size; fields of `nn.kv_cache.Heads`."""
         return self.num_kv_heads, self.head_dim
 
     def axis(self, name: str) -> str:
@@ -349,6 +354,8 @@ class Moe:
         shared_gated: its result is multiplied by a gate of one number.
         biased: shares are sigmoids; a bias of each expert has a say in which are chosen.
         scale: of the shares.
+        groups: of as many experts each; a token's experts are of the best `chosen_groups` of them,
+            by their largest share, or, where shares are sigmoids, by the sum of two.
         stacked: one tensor of a checkpoint holds all experts.
         beside: a network that all tokens pass, with a norm before it of its own. Then its result
             and that of the experts have a norm each, and the sum is wired as `beside` is.
@@ -367,6 +374,8 @@ class Moe:
     shared_gated: bool = True
     biased: bool = False
     scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
     stacked: bool = False
     beside: Mlp | None = None
     router_norm: bool = False
@@ -455,6 +464,7 @@ class Moe:
         router = router * x.shape[-1] ** -0.5 if self.router_norm else router
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
         how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
+        how |= {"groups": (self.groups, self.chosen_groups)}
         how |= {"implementation": context.options.kernels}
         expert_ids, routing_weights = route(router, self.experts_per_token, **how)
         if self.expert_scales:

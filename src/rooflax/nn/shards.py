@@ -14,8 +14,7 @@ from rooflax.errors import RequestError
 from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
-    from rooflax.nn.decoder import Decoder
-    from rooflax.nn.parts import Attention
+    from rooflax.nn.decoder import AnyAttention, Decoder
     from rooflax.nn.weights import Shape, Weight
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
@@ -24,6 +23,7 @@ DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "ex
 RULES = {
     "kv_heads": TENSOR,
     "heads": TENSOR,
+    "query_heads": TENSOR,
     "mlp": TENSOR,
     "dense_mlp": TENSOR,
     "shared_mlp": TENSOR,
@@ -41,7 +41,8 @@ model, a batch's rows, and the tokens of each. Every other axis is whole everywh
 before a dot in a name says whose axis it is where layers differ in its size."""
 
 SPLIT = (
-    "kv_heads", "mlp", "dense_mlp", "shared_mlp", "wide_mlp", "channels", "delta_heads", "experts",
+    "kv_heads", "query_heads", "mlp", "dense_mlp", "shared_mlp", "wide_mlp", "channels",
+    "delta_heads", "experts",
 )  # fmt: skip
 """Axes of weights that a mesh must divide: query heads go with theirs, the vocabulary is padded."""
 
@@ -145,7 +146,7 @@ def _reject(count: int, what: str, axis: str, parts: int) -> None:
     )
 
 
-def kv_copies(attention: Attention, shards: Shards) -> int:
+def kv_copies(attention: AnyAttention, shards: Shards) -> int:
     """To how many tensor shards each K/V head goes."""
     kv_heads, parts = attention.num_kv_heads, shards.tensor
     fits = parts % kv_heads == 0 and attention.num_heads % parts == 0

@@ -469,6 +469,48 @@ class HeadRows(Layout):
 
 
 @dataclass(frozen=True)
+class HeadPart(Layout):
+    """Of a linear layer whose rows are by head, and of each head of two kinds, the rows of one.
+
+    The first kind's are as in the checkpoint, [heads, rows, in], the second's transposed, [heads,
+    in, rows]. A tensor that two weights share is the sum of what they give of it.
+
+    Attributes:
+        widths: how many rows of each kind a head has.
+        kind: 0 or 1.
+    """
+
+    widths: tuple[int, int]
+    kind: int
+
+    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
+        inner = out_shape[0] if self.kind == 0 else in_shape[1]
+        return [(in_shape[0] * sum(self.widths), inner)]
+
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+        for rows, own in zip(self._rows(parts[0], len(out)), out, strict=True):
+            if self.kind == 0:
+                own[...] = rows
+            else:
+                _turn(rows, own)
+
+    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
+        rows = array if self.kind == 0 else array.swapaxes(1, 2)
+        before, after = (self.widths[0], 0) if self.kind else (0, self.widths[1])
+        return [np.pad(rows, ((0, 0), (before, after), (0, 0)))]
+
+    def slice_parts(
+        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
+    ) -> list[np.ndarray]:
+        return [parts[0].reshape(shape[0], sum(self.widths), -1)[where[0]]]
+
+    def _rows(self, part: np.ndarray, heads: int) -> np.ndarray:
+        begin = self.widths[0] * self.kind
+        each = part.reshape(heads, sum(self.widths), -1)
+        return each[:, begin : begin + self.widths[self.kind]]
+
+
+@dataclass(frozen=True)
 class Float32(Flat):
     """A vector that is float32 at any precision."""
 

@@ -20,6 +20,9 @@ from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.kv_pool import Pool
 
+WIDEST = 512
+"""Elements of a head; latent attention's keys are wider."""
+
 
 def paged_attention(
     q: Float[Array, "B T N H"],
@@ -61,6 +64,8 @@ def unsupported(
             "attention's GPU kernel takes blocks by 8 and heads by 64, "
             f"not {block_size} and {head_dim}"
         )
+    if head_dim > WIDEST:
+        return f"attention's GPU kernel takes heads of up to {WIDEST}, not {head_dim}"
     if q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES:
         return None
     if not q.dtype == k_pool.values.dtype == jnp.bfloat16:

@@ -35,6 +35,7 @@ def route(
     renormalise: bool = True,
     bias: Float[Array, " experts"] | None = None,
     scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1),
     implementation: str | None = None,
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """Each token's experts, those of the top logits, and their routing weights.
@@ -44,6 +45,8 @@ def route(
         bias: weights are sigmoids instead, and the experts those of the top of them and the bias;
             renormalised, their sum is 1.
         scale: of the weights.
+        groups: experts are in so many groups of neighbours, and a token's are of so many of them:
+            those with the largest logit, or with the largest sum of two shares and their biases.
         implementation: as of `experts`; there is a kernel on GPUs, XLA is everywhere.
 
     A token's weights are the same bits among any number of tokens: XLA on CPU computes exp of an
@@ -52,15 +55,17 @@ def route(
     Source: openai/gpt-oss, gpt_oss/torch/model.py (MLPBlock).
     """
     if bias is not None:
-        return _route_biased(router_logits, experts_per_token, renormalise, bias, scale)
+        return _route_biased(router_logits, experts_per_token, renormalise, bias, scale, groups)
+    has_groups = groups[1] < groups[0]
     here = accelerator.platform() == "gpu" and accelerator.missing() is None
-    if here and implementation in (None, "pallas"):
+    if here and not has_groups and implementation in (None, "pallas"):
         from rooflax.ops.moe import gpu_route
 
         if gpu_route.unsupported(router_logits, experts_per_token) is None:
             how = {"renormalise": renormalise, "scale": scale}
             return gpu_route.routes(router_logits, experts_per_token, **how)
-    top, ids = jax.lax.top_k(router_logits.astype(jnp.float32), experts_per_token)
+    of_groups = _of_groups(router_logits.astype(jnp.float32), groups, 1)
+    top, ids = jax.lax.top_k(of_groups, experts_per_token)
     among = top if renormalise else router_logits.astype(jnp.float32)
     full = jnp.pad(among, ((0, -top.shape[0] % WHOLE_ROWS), (0, 0)))
     weights = jax.nn.softmax(full, axis=-1)[: top.shape[0]]
@@ -74,16 +79,34 @@ def _route_biased(
     renormalise: bool,
     bias: Float[Array, " experts"],
     scale: float,
+    groups: tuple[int, int],
 ) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
-    """Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024; its groups are left out."""
+    """Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024."""
     tokens = router_logits.shape[0]
     full = jnp.pad(router_logits.astype(jnp.float32), ((0, -tokens % WHOLE_ROWS), (0, 0)))
     shares = jax.nn.sigmoid(full)
-    _, ids = jax.lax.top_k(shares + bias.astype(jnp.float32)[None], experts_per_token)
+    scores = _of_groups(shares + bias.astype(jnp.float32)[None], groups, 2)
+    _, ids = jax.lax.top_k(scores, experts_per_token)
     weights = jnp.take_along_axis(shares, ids, axis=-1)
     if renormalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return ids[:tokens], (weights * scale)[:tokens]
+
+
+def _of_groups(
+    scores: Float[Array, "tokens experts"], groups: tuple[int, int], best: int
+) -> Float[Array, "tokens experts"]:
+    """Scores with -inf in all but the chosen groups, those of the largest sum of `best` scores.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, 2.2.2: routing to a limited number of devices.
+    """
+    count, chosen = groups
+    if chosen == count:
+        return scores
+    each = scores.reshape(scores.shape[0], count, -1)
+    _, kept = jax.lax.top_k(jnp.sum(jax.lax.top_k(each, best)[0], axis=-1), chosen)
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(count)[None, None], axis=1)
+    return jnp.where(is_kept[:, :, None], each, -jnp.inf).reshape(scores.shape)
 
 
 @parts.experts

@@ -169,6 +169,16 @@ class Stored(Weight):
         """x @ w by XLA, in float32."""
         raise NotImplementedError
 
+    def dot_each(self, x: Float[Array, "rows stack in"]) -> Float[Array, "rows stack out"]:
+        """`dot` of each of a stack with rows of its own."""
+        rows = self.activations(x.astype(jnp.float32).reshape(-1, self.inner))
+        return _dot_each(rows.reshape(x.shape), self.numbers())
+
+
+def _dot_each(x: Array, w: Array) -> Array:
+    """[rows, stack, in] by [stack, in, out]."""
+    return dot_general(x, w, (((2,), (1,)), ((1,), (0,)))).swapaxes(0, 1)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -225,6 +235,9 @@ class Dense(Stored):
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         return dot_general(x, self.array, (((1,), (1 if self.table else 0,)), ((), ())))
+
+    def dot_each(self, x: Float[Array, "rows stack in"]) -> Float[Array, "rows stack out"]:
+        return _dot_each(x, self.array)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,49 @@
+"""DeepSeek-V3, R1 and Moonlight: latent attention, and experts chosen by sigmoids and a bias.
+
+The first layers have no experts. The layer that predicts further tokens is skipped. Rejected:
+experts in some layers alone.
+
+Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py; DeepSeek-AI, DeepSeek-V3 Technical
+Report, 2024.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooflax.errors import CheckpointError
+from rooflax.models import latent
+from rooflax.models.config_reader import ConfigReader
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.latent import LatentAttention
+
+SKIPPED = r"model\.layers\.61\..*"
+DEFAULTS = {
+    "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "first_k_dense_replace": 3,
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+}  # fmt: skip
+
+
+def config_from_hf(reader: ConfigReader) -> Decoder:
+    reader.assume(**DEFAULTS)
+    reader.waive("num_nextn_predict_layers", "num_mtp_layers")
+    reader.expect("scoring_func", "sigmoid")
+    reader.expect("topk_method", "noaux_tc")
+    routing = {"biased": True, "renormalise": reader.flag("norm_topk_prob", True)}
+    routing |= latent.read_groups(reader)
+    interleaved = reader.flag("rope_interleave", True)
+    decoder = latent.read_model(reader, routing, max_position=4096, interleaved=interleaved)
+    moe = decoder.moe
+    if moe is not None and moe.groups > 1 and moe.num_experts == moe.groups:
+        raise CheckpointError(
+            f"config.json has n_group = {moe.groups} of as many experts; a group needs two."
+        )
+    return decoder
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    assert isinstance(decoder.attention, LatentAttention)
+    written = latent.write_model(decoder, "deepseek_v3", "DeepseekV3ForCausalLM")
+    return written | {"rope_interleave": decoder.attention.interleaved}

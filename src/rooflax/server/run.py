@@ -98,8 +98,6 @@ class Runner:
                 loop.add_signal_handler(number, self._signalled, number)
         # A daemon: a load that hangs must not keep a process alive that was told to end.
         threading.Thread(target=self._load_it, args=(loop,), daemon=True).start()
-        import os
-        if os.environ.get('XNICE'): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ['XNICE']))
         watch = loop.create_task(self._watch())
         try:
             await self._server.serve(sockets=[listener])

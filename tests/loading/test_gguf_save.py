@@ -26,7 +26,7 @@ from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import family
 from rooflax.nn.storage import is_head
-from tests import gguf_cases, tokenizer_cases
+from tests import gguf_cases, goldens, tokenizer_cases
 from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax

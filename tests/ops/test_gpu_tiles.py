@@ -162,7 +162,8 @@ def test_what_the_tensor_cores_do_not_take():
     for why, rows, format, inner, outer in (
         ("for 16 rows of w4a8", rows_of(17, 288), "w4a8", 288, 53),
         ("bfloat16 rows, not float32", jnp.zeros((17, 288)), "w4a16", 288, 53),
-        ("inputs by 32, not 144", rows_of(17, 144), "w8a16", 144, 200),
+        ("inputs by 32 from 64, not 32", rows_of(17, 32), "w4a16", 32, 800),
+        ("inputs by 32 from 64, not 144", rows_of(17, 144), "w8a16", 144, 200),
         ("more than 48 outputs, not 48", rows_of(17, 1120), "w4a16", 1120, 48),
     ):
         args = LinearArgs(rows, weights(format, inner, outer))

@@ -132,8 +132,8 @@ CODES = {
 
 def unsupported(w: Quantized) -> str | None:
     """Why the kernel cannot read a weight, or a stack of them."""
-    if w.inner % GROUP:
-        return f"linear's tensor cores take inputs by {GROUP}, not {w.inner}"
+    if w.inner % GROUP or w.inner < 2 * GROUP:  # of one, TMA would not align MXFP4's scales
+        return f"linear's tensor cores take inputs by {GROUP} from {2 * GROUP}, not {w.inner}"
     if w.outer <= (PANELS - 1) * PANEL:
         return f"linear's tensor cores take more than {(PANELS - 1) * PANEL} outputs, not {w.outer}"
     return None
@@ -359,7 +359,11 @@ class _Kernel:
             slot = jax.lax.rem(step - begin, STAGES)
             plgpu.barrier_wait(refs["here"].at[slot])
             found = multiply(slot)
-            plgpu.barrier_arrive(refs["free"].at[slot])
+
+            @pl.when(step + STAGES < end)  # what is asked for again
+            def _() -> None:
+                plgpu.barrier_arrive(refs["free"].at[slot])
+
             again = step - 1 + STAGES
 
             @pl.when((warpgroup == 0) & (step > begin) & (again < end))

@@ -63,7 +63,10 @@ def _kernels(tiny: bool) -> list[Case]:
     def case(name: str, job: str, **arguments: Any) -> Case:
         return Case(name, 1, job, {**arguments, "tiny": tiny}, KERNEL_S, "equal, then GB/s")
 
-    found = [case("linear w4a16 rows 1", "linear", format="w4a16", rows=1)]
+    found = [
+        case(f"linear w4a16 rows {rows}", "linear", format="w4a16", rows=rows)
+        for rows in (1, 40 if tiny else 512)
+    ]
     stages = (2,) if tiny else (3, 4, 6)
     found += [case(f"race of {n} stages", "race", stages=n) for n in stages]
     kinds = ("bfloat16",) if tiny else ("bfloat16", "int8", "float32")
@@ -96,8 +99,10 @@ def _kernels(tiny: bool) -> list[Case]:
             )
     for format in () if tiny else ("w4a16", *formats):
         found.append(case(f"linear {format} rows 8", "linear", format=format, rows=8))
-    for format in () if tiny else ("w8a8", "mxfp4-a16"):
+    for format in () if tiny else ("w8a16", "mxfp4-a16", "w8a16-g32", "fp8-a16", "w8a8"):
         found.append(case(f"linear {format} rows 512", "linear", format=format, rows=512))
+    for rows in () if tiny else (16, 64):
+        found.append(case(f"linear w4a16 rows {rows}", "linear", format="w4a16", rows=rows))
     return found
 
 

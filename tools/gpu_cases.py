@@ -46,7 +46,8 @@ FORMATS = ("w8a16", "w8a8", "w8a16-g32", "w4a16", "w4a8", "mxfp4-a16", "fp8-a16"
 
 
 def products() -> Iterator[Case]:
-    """A LLaMA 3.1 8B's largest weight, in every code, for one row, for eight, and for the most."""
+    """A LLaMA 3.1 8B's largest weight, in every code, for one row and for eight; for more, what the
+    tensor cores take."""
     inner, outer = 4096, 14336
     for format in FORMATS:
         kind = class_of(format)
@@ -55,14 +56,17 @@ def products() -> Iterator[Case]:
         parts = 1 if w.quantizes_activations else 2
         is_float = kind.code == "fp8"  # which takes one for unpacking, too
         of_row = 4 * code.slots if is_float else code.slots * parts
-        for rows in (1, 8, 16) if format == "w4a16" else (1, 8):
+        for rows in (1, 8) if w.quantizes_activations else (1, 8, 16, 64, 512):
             x = Struct((rows, inner), jnp.bfloat16)
+            weights, products, result = 4 * code.slots, of_row * (rows + is_float), jnp.float32
+            if rows > linear.FEW_ROWS:  # a group of 32 inputs is two products of 64 x 16 weights
+                weights, products, result = 64 * 32 // THREADS, 2, jnp.bfloat16
             yield Case(
                 f"linear {format}, rows {rows}",
-                lambda x, w: linear.matmul(LinearArgs(x, w)),
+                lambda x, w, dtype=result: linear.matmul(LinearArgs(x, w, dtype=dtype)),
                 (x, w),
-                4 * code.slots,
-                of_row * (min(rows, 8) + is_float),
+                weights,
+                products,
             )
 
 

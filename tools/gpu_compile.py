@@ -123,6 +123,7 @@ def kernel_row(case: gpu_cases.Case) -> Row:
     row["registers"] = max((k["registers"] for k in kernels), default=0)
     row["spilled"] = sum(k["spilled"] for k in kernels)
     row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
+    row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
     row["launches"] = sum(gpu_steps.launches(program.as_text(), "kernel").values())
     if case.weights and kernels:
         code = max((k["code"] for k in kernels), key=lambda code: len(code.hot_loop()))
@@ -139,12 +140,13 @@ def step_row(step: gpu_steps.Step) -> Row:
         kernels = assembled(said)
         row["spilled"] = sum(k["spilled"] for k in kernels)
         row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
+        row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
         row["temporary_mb"] = round(program.memory_analysis().temp_size_in_bytes / 1e6, 1)
         rows.append(row)
         counted.append(gpu_steps.launches(program.as_text(), step.kind))
     each = step.layers[1] - step.layers[0]
     total = [sum(c.values()) for c in counted]
-    row = {key: sum(r[key] for r in rows) for key in ("spilled", "unawaited")}
+    row = {key: sum(r[key] for r in rows) for key in ("spilled", "unawaited", "serialized")}
     row |= {key: rows[-1][key] for key in ("lowering_s", "compiling_s", "temporary_mb")}
     row["launches"] = (total[1] - total[0]) / each
     row["besides"] = total[0] - row["launches"] * step.layers[0]
@@ -177,6 +179,8 @@ def worse(name: str, row: Row, before: Row | None) -> list[str]:
     found = []
     if row["unawaited"]:
         found.append(f"{name}: {row['unawaited']} copies overwrite what products may still read")
+    if row["serialized"]:
+        found.append(f"{name}: the assembler makes products wait for each other")
     if "per_weight" in row and row["lowering_s"] > LOWERING_S:
         found.append(f"{name}: lowering took {row['lowering_s']} s of processor time")
     if before is None:

@@ -60,6 +60,8 @@ class Code:
     def hot_loop(self) -> tuple[Instruction, ...]:
         """The innermost loop that multiplies most."""
         loops = self.loops()
+        # a wait that is written behind the end jumps back, too
+        loops = [a for a in loops if all(i.kind != "EXIT" for i in self.instructions[a[0] : a[1]])]
         inner = [
             a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)
         ]
@@ -114,5 +116,6 @@ def per_weight(code: Code, weights: int, products: int) -> float | None:
     counted = Counter(i.kind for i in body)
     if not body:
         return None
-    turns = max(1, round((counted["IDP"] or counted["FFMA"] + counted["FMUL"]) / products))
+    multiplied = counted["HGMMA"] or counted["IDP"] or counted["FFMA"] + counted["FMUL"]
+    turns = max(1, round(multiplied / products))
     return len(body) / (weights * turns)

@@ -295,23 +295,19 @@ def test_plain_weights_are_xlas(on_gpu):
         linear(x, w, implementation="pallas")
 
 
-@pytest.mark.parametrize("format", ["w8a8", "w8a16", "mxfp4-a16", "fp8-a16"])
-def test_products_of_many_rows_lose_nothing(format):
-    w = weights(format, 1120, 53)
+def test_products_of_many_rounded_rows_lose_nothing():
+    w = weights("w8a8", 1120, 53)
     x = jnp.asarray(normal(37, 1120), jnp.bfloat16)
     wanted = exact(x.astype(jnp.float32), w)
-    close(linear_gpu.wide_matmul(x, w), wanted)
+    close(linear_gpu.int8_matmul(x, w), wanted)
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("format", ["w4a16", "w8a8-g32", "mxfp4-a8"])
-def test_products_of_many_rows_that_would_lose_are_rejected(format):
+@pytest.mark.parametrize("format", ["w4a8", "w8a8-g32", "mxfp4-a8"])
+def test_products_of_many_rows_that_round_by_groups_are_rejected(format):
     rows = jnp.zeros((17, 1120), jnp.bfloat16)
     why = linear_gpu.unsupported(arguments(rows, weights(format, 1120, 53)))
     assert f"for 16 rows of {format}" in why
-    rows = jnp.zeros((17, 1120))
-    why = linear_gpu.unsupported(arguments(rows, weights("w8a16", 1120, 53)))
-    assert "bfloat16 rows, not float32" in why
 
 
 @pytest.mark.parametrize("format", CODES)
@@ -752,6 +748,8 @@ def test_experts_of_one_layer_of_a_stack(interpreted):
     [
         pytest.param("many tokens", "bfloat16", marks=pytest.mark.every_jax),
         ("experts without a token", "mxfp4-a16"),
+        ("experts without a token", "w4a16"),
+        pytest.param("many tokens", "w8a16", marks=pytest.mark.slow),
     ],
 )
 def test_experts_with_many_tokens(name, kind, interpreted):

@@ -22,6 +22,7 @@ from tests.ops.test_gpu import (
     run_experts,
     weights,
 )
+from tests.ops.test_gpu_tiles import multiplied, rows_of
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
@@ -70,6 +71,23 @@ def test_attention_of_prompts_has_no_product_under_way_at_a_copy():
     narrow = (a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool))
     found = read_at_refills(attend, *narrow, *given)
     assert found and set(found) == {0}
+
+
+@pytest.mark.parametrize("format", ["w4a16", "w8a16-g32", "w8a16", "mxfp4-a16", "fp8-a16"])
+def test_upcast_operands_have_no_product_under_way_at_a_copy(format):
+    """The rows that are refilled are the right operand of both warpgroups' products: each says that
+    it has waited, and the one that copies waits for both."""
+    given = rows_of(37, 1120), weights(format, 1120, 200)
+    found = read_at_refills(multiplied, *given)
+    assert found and set(found) == {0}
+
+
+def test_upcast_operands_that_are_not_waited_for_are_found(monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda _: None)
+    given = rows_of(37, 1120), weights("w8a16", 1120, 200)
+    assert max(read_at_refills(multiplied, *given)) > 3
 
 
 def one_of_each():

@@ -1,14 +1,15 @@
-"""Matmuls with quantised weights on a GPU: few rows by a kernel that reads them at their width.
+"""Matmuls with quantised weights on a GPU: no weight is ever in memory at another width.
 
 Decoding reads every weight once per step, so a matmul of few rows is bound by memory, and a weight
-that is upcast on the way is lost time. The kernel (Mosaic GPU, gpu_rows.py) takes the packed words
-as they lie; gpu_codes.py says how each code meets the activations.
+that is upcast on the way is lost time. The kernel for few rows (Mosaic GPU, gpu_rows.py) takes the
+packed words as they lie; gpu_codes.py says how each code meets the activations.
 
-Matmuls of many rows belong to the tensor cores: codes that bfloat16 or int8 holds exactly are
-multiplied as that, scaled behind the sum; the other formats are left to XLA.
+Matmuls of more rows belong to the tensor cores: gpu_tiles.py upcasts the words in registers, one
+operand of the tensor cores after the other. Activations that int8 formats round are multiplied as
+int8, by XLA.
 
-Interpret mode shows that the kernel means what the reference says; lowering and assembling for
-sm_90a show that it compiles. No GPU has run it yet.
+Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
+sm_90a show that they compile. No GPU has run them yet.
 """
 
 from __future__ import annotations
@@ -23,24 +24,32 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.formats import PANEL
+from rooflax.ops.linear import gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.gpu_codes import CODES
 from rooflax.ops.linear.gpu_rows import TILE, Rows, tiled_matmul
+from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of, taken
 
 MOST_ROWS = 16
-"""Rows up to which the kernel is used."""
+"""Rows up to which the kernel for few rows is used."""
+FEW_ROWS = 8
+"""Rows up to which it is used where the tensor cores take more. More would not share an unpacking,
+which takes more instructions than to make operands for any number of rows."""
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
-    """One of a stack is read where it lies by few rows."""
+    """One of a stack is read where it lies."""
     w: Any = args.w
-
-    if len(args.x) > MOST_ROWS:
-        wide = partial(wide_matmul, w=cast(Quantized, args.matrix))
-        return args.unfused(lambda x: wide(x).astype(jnp.float32))
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
     bias: jax.Array | None = taken(args.bias)
+    if _takes_tensor_cores(args):
+        x = applied(args.prologue, args.x)
+        y = gpu_tiles.matmul(x, w, member, bias, args.dtype)
+        return y if args.residual is None else y + args.residual
+    if len(args.x) > MOST_ROWS:
+        wide = partial(int8_matmul, w=cast(Quantized, args.matrix))
+        return args.unfused(wide)
     rows = Rows(
         args.x[None],
         args.x.dtype,
@@ -53,18 +62,26 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
 
 
 def unsupported(args: LinearArgs) -> str | None:
-    w, dtype = args.w, args.x.dtype
+    w = args.w
     if why := unreadable(w):
         return why
-    if len(args.x) <= MOST_ROWS:
+    if len(args.x) <= MOST_ROWS or (w.code == "int8" and w.quantizes_activations):
         return None
-    # Scales of groups of int8 and int4 codes are not bfloat16's, nor are activations that are
-    # rounded per group, nor float32 ones.
-    if w.code in ("int4", "int8-g32") or (w.code == "mxfp4" and w.quantizes_activations):
-        return f"linear's GPU kernel is for {MOST_ROWS} rows of {cast(Quantized, w).format}"
-    if not w.quantizes_activations and dtype != jnp.bfloat16:
-        return f"linear's tensor cores take bfloat16 rows, not {dtype}"
-    return None
+    return _no_tensor_cores(args)
+
+
+def _takes_tensor_cores(args: LinearArgs) -> bool:
+    return len(args.x) > FEW_ROWS and _no_tensor_cores(args) is None
+
+
+def _no_tensor_cores(args: LinearArgs) -> str | None:
+    """Why the kernel for many rows does not take them."""
+    w = cast(Quantized, args.w)
+    if w.quantizes_activations:
+        return f"linear's GPU kernel is for {MOST_ROWS} rows of {w.format}"
+    if args.x.dtype != jnp.bfloat16:
+        return f"linear's tensor cores take bfloat16 rows, not {args.x.dtype}"
+    return gpu_tiles.unsupported(w)
 
 
 def unreadable(w: Stored) -> str | None:
@@ -81,23 +98,14 @@ def unreadable(w: Stored) -> str | None:
     return None
 
 
-def wide_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows out"]:
-    """Many rows of one matrix, by tensor cores, where they lose nothing: see `unsupported`."""
-    name, outer, inner = w.code, w.outer, w.inner
-    if name == "mxfp4":
-        return _dot(x, w.numbers().astype(jnp.bfloat16), jnp.float32)
+def int8_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows out"]:
+    """Many rows of one matrix of w8a8, whose products are summed exactly."""
+    outer, inner = w.outer, w.inner
     codes = w.values.swapaxes(-3, -2).reshape(w.values.shape[0] * PANEL, -1)[:outer, :inner].T
-    if name == "fp8":
-        codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    if not w.quantizes_activations:
-        return _dot(x, codes.astype(jnp.bfloat16), jnp.float32) * w.scales[None, :outer]
     whole, step = int8_codes(x.astype(jnp.float32))
-    sums = _dot(whole.astype(jnp.int8), codes, jnp.int32).astype(jnp.float32)
-    return sums * step * w.scales[None, :outer]
-
-
-def _dot(a: jax.Array, b: jax.Array, sums: Any) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=sums)
+    how = {"preferred_element_type": jnp.int32}
+    sums = jax.lax.dot_general(whole.astype(jnp.int8), codes, (((1,), (0,)), ((), ())), **how)
+    return sums.astype(jnp.float32) * step * w.scales[None, :outer]
 
 
 BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: packing_of(leaf) == "panels")

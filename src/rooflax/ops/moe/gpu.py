@@ -3,7 +3,7 @@
 Few pairs per expert (decoding): the tiles' matmuls are those of `ops.linear.gpu`, which reads the
 experts' numbers in the kernel and no weight of any other, at its width; plain weights have a kernel
 of the same kind. Many (prefill): tiles of 128 rows on the tensor cores, their expert's weights by
-TMA; MXFP4 is upcast to bfloat16 first, which holds it exactly.
+TMA; quantised ones are upcast in registers (`ops.linear.gpu_tiles`).
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile. No GPU has run them yet.
@@ -22,7 +22,7 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
-from rooflax.ops.linear import gpu_rows
+from rooflax.ops.linear import gpu_rows, gpu_tiles
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
@@ -134,9 +134,11 @@ def _few_unsupported(w: Stored) -> str | None:
 
 
 def _many_unsupported(w: Stored) -> str | None:
-    if w.code != "matrix" and (w.code != "mxfp4" or w.quantizes_activations):
-        return f"the experts' tensor cores would lose digits of {cast(Quantized, w).format}"
-    if w.code == "matrix" and w.dtype != jnp.bfloat16:
+    if w.code != "matrix":
+        if w.quantizes_activations:
+            return f"the experts' tensor cores would lose digits of {cast(Quantized, w).format}"
+        return linear.unreadable(w) or gpu_tiles.unsupported(cast(Quantized, w))
+    if w.dtype != jnp.bfloat16:
         return f"the experts' tensor cores take bfloat16, not {w.dtype}"
     if w.inner % DEPTH or w.outer % 64:
         return f"the experts' tensor cores take sizes by {DEPTH}, not {w.inner} and {w.outer}"
@@ -224,8 +226,9 @@ def _many(
 ) -> Float[Array, "tiles tile outer"]:
     """Matmuls of whole tiles, on the tensor cores."""
     del dtype  # bfloat16
-    wide = w.arrays[0] if w.code == "matrix" else w.numbers().astype(jnp.bfloat16)
-    wide = wide.reshape(-1, *wide.shape[-2:])
+    if w.code != "matrix":
+        return gpu_tiles.tile_matmuls(x, cast(Quantized, w), members, num_tiles)
+    wide = w.arrays[0].reshape(-1, *w.arrays[0].shape[-2:])
     return _tile_matmuls(x.astype(jnp.bfloat16), wide, members, num_tiles)
 
 

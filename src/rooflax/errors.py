@@ -17,6 +17,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_MEANT = 80
+"""Characters of a name that may be a mistyped one; looking for what is meant takes time."""
+
 
 class RooflaxError(Exception):
     """Base of every error that rooflax raises on purpose.
@@ -59,5 +62,7 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" where one is close, and nothing where none is."""
+    if len(given) > MAX_MEANT:
+        return ""
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from rooflax import LLM
@@ -29,7 +28,7 @@ def live(scripted):
 
 @pytest.fixture(autouse=True)
 def _fresh(request):
-    """Each test begins with the plain script, and leaves nothing open."""
+    """Each test begins with the plain script, and leaves the server as it was."""
     if "live" not in request.fixturenames:
         yield
         return
@@ -39,4 +38,7 @@ def _fresh(request):
     yield
     live.settle()
     assert scripted.num_open == 0
-    assert httpx.get(f"{live.url}/health", trust_env=False).status_code == 200
+    assert live.http.get("/health").status_code == 200
+    scripted.script, scripted.pause_s, scripted.error = scripted.says("Hello, world."), 0.0, None
+    found = live.post("/v1/completions", {"prompt": "x"})
+    assert found.json()["choices"][0]["text"] == "Hello, world."

@@ -5,9 +5,12 @@ Rows of the catalogue of faults are named: H of HTTP, A of access, C of concurre
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
+import http.client
 import json
+import logging
 import random
 import socket
 import threading
@@ -20,6 +23,7 @@ import pytest
 
 from rooflax import EngineError, RequestError
 from rooflax.engine.thread import Health
+from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import answers, wire
 from rooflax.server.settings import Settings, host_name
 from tests.server.live import ScriptedLLM, serving, wait_for
@@ -89,27 +93,93 @@ def test_h13_a_path_is_what_it_says(live):
         assert said.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), path
 
 
+def rejected(live, body, *codes):
+    """The parameter that a body is rejected for, within a second of this process's work."""
+    started = time.process_time()
+    found = live.http.post("/v1/chat/completions", content=body, headers=JSON)
+    assert time.process_time() - started < 1
+    assert found.status_code == 400, found.text
+    error = error_of(found)
+    assert not codes or error["code"] in codes, error
+    return error["param"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b'"str"', b"[1]", b"42", b"null", b"{]", b'{"a": "'])
+def test_h2_bodies_that_are_no_object(live, body):
+    assert rejected(live, body) is None
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        b"{", b"", b'"str"', b"[1]", b"42", b"null", b"\xff\xfe{}", '{"a": "é"}'.encode("utf-16"),
-        b"\xef\xbb\xbf{}", rb'{"messages": "\ud800"}', b'{"a": 1, "a": 2}', b'{"a": NaN}',
-        b'{"a": Infinity}', b'{"a": 1e999}', b'{"a": ' + b"1" * 400 + b"}", b"[" * 100_000,
-        b'{"a":' * 100 + b"1" + b"}" * 100, b"{]",
+        b"\xff\xfe{}", '{"a": "é"}'.encode("utf-16"), '{"a": "é"}'.encode("utf-32"),
+        b"\xef\xbb\xbf{}", b'{"a": "\xff"}', b'{"a": "\xc3"}', b'{"a": "\xed\xa0\x80"}',
+        rb'{"messages": "\ud800"}', rb'{"\udc00": 1}', rb'{"a": ["\ude00\ud83d"]}',
     ],
 )  # fmt: skip
-def test_h2_h5_bodies_that_are_no_request(live, body):
-    started = time.perf_counter()
-    found = live.http.post("/v1/chat/completions", content=body, headers=JSON)
-    assert found.status_code == 400
-    assert error_of(found)["param"] is None
-    assert time.perf_counter() - started < 5
+def test_h3_bodies_that_are_no_text(live, body):
+    assert rejected(live, body, "invalid_json") is None
 
 
-def test_h5_an_object_of_very_many_keys_is_over_the_size(live):
-    body = b"{" + b",".join(b'"%d":1' % i for i in range(500_000)) + b"}"
+def test_h3_a_pair_of_surrogates_is_a_character(live):
+    body = rb'{"prompt": "\ud83d\ude00", "echo": true, "stream": true}'
+    found = live.http.post("/v1/completions", content=body, headers=JSON).content
+    events = [json.loads(line[6:]) for line in found.decode().split("\n\n")[:-2]]
+    assert events[0]["choices"][0]["text"] == "😀"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": 1, "a": 2}', b'{"a": {"b": [{"c": 1, "d": 2, "c": 3}]}}', b'{"a": 1, "\\u0061": 2}',
+        b'{"a": NaN}', b'{"a": Infinity}', b'{"a": [-Infinity]}', b'{"a": 1e999}', b'{"a": -1e999}',
+        b'{"a": ' + b"1" * 400 + b"}", b'{"a": -' + b"9" * 1_000_000 + b"}",
+        b"{" + b"".join(b'"%d":1,' % i for i in range(250_000)) + b'"249999":1}',
+    ],
+    ids=lambda body: body[:30].decode(),
+)  # fmt: skip
+def test_h4_keys_twice_and_numbers_that_are_none(live, body):
+    assert rejected(live, body, "invalid_json") is None
+
+
+DEEP = b"[" * 60 + b"]" * 60
+LARGE = {
+    "brackets": b"[" * 100_000,
+    "objects": b'{"a":' * 100 + b"1" + b"}" * 100,
+    "many deep lists": b'{"messages": [' + b",".join([DEEP] * 30_000) + b"]}",
+    "deep lists": b'{"messages": [' + b",".join([DEEP] * 1_600) + b"]}",
+    "lists": b'{"messages": [' + b"[]," * 1_000_000 + b"[]]}",
+    "quotes in a text without end": b'{"a": "' + b'\\"' * 1_500_000,
+    "texts": b"{" + b'"",' * 1_000_000 + b"}",
+    "keys": b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}",
+    "one long key": b'{"' + b"x" * 4_000_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
+def test_h5_large_bodies_cost_little(live, body):
+    rejected(live, body)
+    before = anonymous_bytes()
+    for _ in range(2):
+        rejected(live, body)
+    after = anonymous_bytes()
+    assert before is None or after is None or after - before < 64 * 2**20
+
+
+def test_h5_a_million_keys_are_over_the_size(live):
+    body = b"{" + b",".join(b'"%d":1' % i for i in range(1_000_000)) + b"}"
+    started = time.process_time()
     found = live.http.post("/v1/chat/completions", content=body, headers=JSON)
-    assert found.status_code == 413
+    assert found.status_code == 413 and time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_h5_names_of_unknown_fields_make_a_short_header(live, path):
+    body = {"/v1/responses": {"input": "x"}}.get(path) or CHAT | {"max_tokens": 1}
+    found = live.post(path, body | {f"field {i}": 1 for i in range(100_000)})
+    assert found.status_code == 200
+    ignored = found.headers["x-rooflax-ignored"]
+    assert len(ignored) < 4000 and ignored.startswith("field 0, ") and ignored.endswith(", ...")
 
 
 def test_h6_the_size_of_a_body(live):
@@ -165,6 +235,12 @@ def test_h10_a_slow_head_is_closed(live, monkeypatch):
     monkeypatch.setattr(wire, "HEADER_S", 0.3)
     started = time.perf_counter()
     assert raw(live, b"GET /health HTTP/1.1\r\nHost: loc") == b""
+    address = ("127.0.0.1", live.port)
+    with socket.create_connection(address) as slow, contextlib.suppress(OSError):
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        while time.perf_counter() - started < 5:  # byte by byte is not faster
+            slow.sendall(b"X")
+            assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
     assert time.perf_counter() - started < 5
 
 
@@ -199,6 +275,29 @@ def test_h11_continue_pipelines_and_old_clients(live):
     assert b" 200 " in raw(live, b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
 
 
+def test_h11_head_and_ranges(live):
+    two = b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n" + request("GET", "/version")
+    first, _, rest = raw(live, two).partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200") and rest.startswith(b"HTTP/1.1 200")
+    head, _, body = raw(live, request("GET", "/", "Range: bytes=0-3")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and body.rstrip().endswith(b"</html>")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Content-Length: 5", "Transfer-Encoding: chunked"), ("Transfer-Encoding: chunked, x",),
+        ("Content-Length: 5", "Content-Length: 6"), ("Transfer-Encoding : chunked",),
+        ("Content-Length: 0x5",), ("Content-Length: +5",), ("X: a\r\n b",), ("X: a\rGET / y",),
+    ],
+)  # fmt: skip
+def test_h11_nothing_is_smuggled_in_behind_a_request(live, headers):
+    inner = request("GET", "/version")
+    outer = request("POST", "/v1/completions", "Content-Type: application/json", *headers)
+    said = raw(live, outer.replace(b"Connection: close\r\n", b"") + b"0\r\n\r\n" + inner)
+    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 4"), said
+
+
 @pytest.mark.parametrize(
     "host", ["evil.com", "a/?x=", "localhost.evil.com", "", "[::1", "127.0.0.1@x"]
 )
@@ -213,15 +312,30 @@ def test_h12_hosts_that_are_ours(live):
     assert host_name("a:b") == host_name("a b") == host_name("[::1]x") == ""
 
 
-def test_h14_idle_and_closed_connections(live):
-    idle = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(200)]
-    for _ in range(100):
+def num_files() -> int:
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("num_idle", "num_closed"), [(200, 100), pytest.param(2000, 500, marks=pytest.mark.slow)]
+)
+def test_h14_idle_and_closed_connections(live, num_idle, num_closed):
+    resource = pytest.importorskip("resource")
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3 * num_idle:
+        pytest.skip("few descriptors")
+    assert live.post("/v1/chat/completions", CHAT).status_code == 200
+    before = num_files()
+    idle = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(num_idle)]
+    for _ in range(num_closed):
         socket.create_connection(("127.0.0.1", live.port)).close()
     started = time.perf_counter()
-    assert live.post("/v1/chat/completions", CHAT).status_code == 200
-    assert time.perf_counter() - started < 2
+    found = httpx.post(f"{live.url}/v1/chat/completions", json=CHAT, trust_env=False)
+    assert found.status_code == (200 if num_idle < wire.MAX_CONNECTIONS else 503)
+    assert time.perf_counter() - started < 1
     for connection in idle:
         connection.close()
+    wait_for(lambda: num_files() <= before)
 
 
 def test_h14_connections_beyond_the_limit_are_told(live, monkeypatch):
@@ -263,11 +377,18 @@ def test_a1_a2_keys(llm, tmp_path):
                     "Bearer " + "x" * 10_000):  # fmt: skip
             assert status("/v1/models", authorization=bad) == 401
         assert status("/v1/models", x_api_key="nope") == 401
-        # A8: keys share no cached prompts.
-        for key in ("secret-1", "secret-2"):
-            server.post("/v1/completions", {"prompt": "x"}, headers={"x-api-key": key})
+
+
+def test_a8_keys_share_no_cached_prompts(llm):
+    scripted = ScriptedLLM(llm)
+    with serving(lambda _: scripted, api_keys=("secret-1", "secret-2")) as server:
+        for key in ("secret-1", "secret-2", "secret-1"):
+            for salt in ({}, {"cache_salt": "mine"}):
+                body = {"prompt": "x"} | salt
+                server.post("/v1/completions", body, headers={"x-api-key": key})
         salts = [salt for _, _, salt in scripted.asked]
-        assert salts[0] != salts[1] and "secret" not in "".join(salts)
+        assert salts[:2] == salts[4:] and len(set(salts)) == 4
+        assert "secret" not in "".join(salts)
 
 
 def test_a3_origins(llm):
@@ -323,6 +444,60 @@ def test_several_served_names(llm):
             found = server.post("/v1/chat/completions", CHAT | {"model": name})
             assert found.json()["model"] == told
         assert server.http.get("/v1/models/rooflax-chat-5m").status_code == 404
+
+
+SECRET_KEY, SECRET_TEXT = "key-7f3a", "my diary says"
+
+
+def test_a9_neither_prompts_nor_keys_are_logged(llm, caplog):
+    """Also where the log says most, and where the engine fails."""
+    caplog.set_level(logging.DEBUG)
+    scripted = ScriptedLLM(llm)
+    scripted.script = scripted.says(f"Well, {SECRET_TEXT}")
+    with serving(lambda _: scripted, api_keys=(SECRET_KEY,)) as server:
+        prompt = {"prompt": SECRET_TEXT}
+        chat = {"messages": [{"role": "user", "content": SECRET_TEXT}]}
+        headers = {"authorization": f"Bearer {SECRET_KEY}"}
+        for error in (None, (1, ValueError("broken"))):
+            scripted.error = error
+            wanted = 200 if error is None else 500
+            for path, body in (("completions", prompt), ("chat/completions", chat)):
+                for how, status in (
+                    ({}, wanted), ({"stream": True}, 200), ({SECRET_TEXT: 1}, 400),
+                    ({"temperature": SECRET_TEXT}, 400), ({"model": SECRET_TEXT}, 404),
+                ):  # fmt: skip
+                    found = server.post(f"/v1/{path}", body | how, headers=headers)
+                    assert found.status_code == status, found.text
+        wrong = {"x-api-key": f"{SECRET_KEY}x"}
+        assert server.post("/v1/completions", prompt, headers=wrong).status_code == 401
+        url = f"/{SECRET_TEXT}?key={SECRET_KEY}"
+        assert server.http.get(url, headers=headers).status_code == 404
+    told = [each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))]
+    shown = "\n".join(map(logging.Formatter().format, told))
+    assert "a request failed" in shown and '"status": 401' in shown
+    assert SECRET_KEY not in shown and SECRET_TEXT not in shown
+
+
+CONTROLS = "a\x00b\x1b[31mred\x9b2J\r\nx-evil: 1\r\n\r\n{}"
+
+
+def test_u8_control_characters_reach_neither_headers_nor_the_log(live, scripted, caplog):
+    caplog.set_level(logging.DEBUG, "rooflax.server")
+    scripted.script = scripted.says(CONTROLS)
+    chat = {"messages": [{"role": "user", "content": CONTROLS}]}
+    choice = live.post("/v1/chat/completions", chat).json()["choices"][0]
+    assert choice["message"]["content"] == CONTROLS
+    assert CONTROLS in scripted.llm.tokenizer.decode(scripted.asked[-1][0])
+    found = live.post("/v1/responses", {"input": CONTROLS, CONTROLS: 1})
+    assert found.status_code == 200 and "x-evil" not in found.headers
+    assert found.headers["x-rooflax-ignored"].startswith("a?b?[31mred")
+    found = live.post("/v1/chat/completions", chat | {"model": CONTROLS})
+    assert CONTROLS[0:3] not in error_of(found)["message"]
+    path = "/" + "".join(f"%{byte:02x}" for byte in CONTROLS.encode())
+    assert live.http.get(path).status_code == 404
+    wait_for(lambda: len(caplog.messages) == 4)
+    for line in caplog.messages:
+        assert line.isprintable() and json.loads(line)
 
 
 def test_a7_request_ids(live):
@@ -419,7 +594,7 @@ def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
 
     assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
     live.settle()
-    files = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    files = num_files()
     threads = [threading.Thread(target=run, args=(plans[i::8],)) for i in range(8)]
     for thread in threads:
         thread.start()
@@ -429,8 +604,7 @@ def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
     wait_for(lambda: scripted.num_open == 0)
     assert set(statuses) <= {200, 400, 429} and statuses.count(200) > 20
     assert live.service._open_tokens == 0 and not +live.service._open_by_owner
-    if files:
-        wait_for(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2)
+    wait_for(lambda: num_files() <= files + 2)
 
 
 def test_texts_that_wait_are_bounded(live, monkeypatch):
@@ -468,7 +642,7 @@ def test_c4_a_fault_within_a_stream_is_an_event(live, scripted):
     assert live.post("/v1/chat/completions", CHAT).status_code == 200
 
 
-def test_c5_c6_health_follows_the_engine(llm):
+def test_c5_c6_health_follows_the_engine(llm, caplog):
     scripted = ScriptedLLM(llm)
     with serving(lambda _: scripted, stall_s=5.0, stays=True) as server:
         scripted.state = Health(False, None, 1, 6.0)
@@ -476,6 +650,7 @@ def test_c5_c6_health_follows_the_engine(llm):
         assert server.http.get("/ready").status_code == 503
         found = server.post("/v1/chat/completions", CHAT)
         assert (found.status_code, error_of(found)["code"]) == (503, "engine_dead")
+        wait_for(lambda: "made no step for 5 s" in caplog.text)
         scripted.state = Health(False, None, 1, 1.0)
         assert server.http.get("/health").status_code == 200
         scripted.state = Health(True, "The engine's thread ended: it broke", 0, 0.0)
@@ -523,6 +698,36 @@ def test_c6_a_request_has_a_deadline(llm):
         wait_for(lambda: scripted.num_open == 0)
 
 
+def test_c14_without_name_service(live, monkeypatch):
+    def fails(*_, **__):
+        raise socket.gaierror("no name service")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    monkeypatch.setattr(socket, "gethostbyname", fails)
+    with socket.socket() as connection:
+        connection.connect(("127.0.0.1", live.port))
+        connection.sendall(request("GET", "/v1/models"))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("jump_s", [365 * 86400, -365 * 86400])
+def test_c14_a_clock_that_jumps_ends_nothing(live, scripted, monkeypatch, jump_s):
+    scripted.pause_s, clock = 0.05, time.time
+    found: list[str] = []
+
+    def ask() -> None:
+        body = CHAT | {"stream": True}
+        found.append(httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60).text)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: scripted.num_open == 1)
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    assert live.http.get("/health").status_code == 200
+    asking.join(30)
+    assert found[0].endswith("data: [DONE]\n\n") and '"error"' not in found[0]
+
+
 def test_c11_while_loading_everything_says_so(llm):
     go = threading.Event()
 
@@ -564,5 +769,13 @@ def test_pings_keep_a_waiting_stream_open(live, scripted, monkeypatch):
 
 def test_an_error_before_the_first_piece_is_a_status(live, scripted):
     scripted.error = (0, RequestError("The schema cannot be used.", param="response_format"))
-    found = live.post("/v1/chat/completions", CHAT | {"stream": True})
-    assert (found.status_code, error_of(found)["param"]) == (400, "response_format")
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
+    connection.connect()
+    connection.auto_open = 0  # the connection stays
+    for _ in range(3):
+        body = json.dumps(CHAT | {"stream": True})
+        connection.request("POST", "/v1/chat/completions", body, JSON)
+        found = connection.getresponse()
+        assert found.status == 400
+        assert json.loads(found.read())["error"]["param"] == "response_format"
+    connection.close()

@@ -283,7 +283,7 @@ def test_a_cut_call_keeps_what_was_written(of_kind):
     assert events == call("f", '{"a": [1, ')
 
 
-def test_a_million_characters_take_linear_time(of_kind):
+def test_g7_a_million_characters_take_linear_time(of_kind):
     tokenizer = of_kind("embedded")
     for text in ("<tool_call>" + "x" * 300_000, f"<tool_call>{BODY[:-2]}" + '[{"' * 100_000):
         ids = tokenizer.encode(text)
@@ -296,6 +296,24 @@ def test_a_million_characters_take_linear_time(of_kind):
         for token in ids[half:]:
             reader.push(token)
         assert time.perf_counter() - started < 4 * first + 1
+
+
+RUNS = "__import__('os').system('touch PATH')"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", f"[look(a={RUNS})]"), ("pythonic", f"[{RUNS}]"),
+        ("pythonic", f"[look(a=eval(\"{RUNS}\"))]"), ("pythonic", f"[look(a=[{RUNS} for x in y])]"),
+        ("gemma", f"<start_function_call>call:look{{a:{RUNS}}}<end_function_call>"),
+        ("qwen3_coder", f"<tool_call>{RUNS}</tool_call>"),
+    ],
+)  # fmt: skip
+def test_g7_code_is_content_and_never_run(of_kind, tmp_path, name, text):
+    tokenizer, text = of_kind(name), text.replace("PATH", str(tmp_path / "made"))
+    found = read(tokenizer, FORMATS[name], cut(tokenizer, text, None), prompt=[65])
+    assert found[:2] == (text, []) and not list(tmp_path.iterdir())
 
 
 def test_templates_are_known():

@@ -4,10 +4,13 @@ calls, which are valid whatever the model is."""
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from rooflax import LLM, AsyncLLM, SamplingParams
+from rooflax import LLM, AsyncLLM, SamplingParams, structured
+from rooflax.cli.serve import _warn_of_template
+from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server.formats import formats
 from rooflax.server.tools import tool_choice
 from tests.server.live import serving
@@ -107,7 +110,7 @@ def test_a_stop_string_within_arguments_stops_nothing(live, scripted):
     assert (choice["message"]["content"], choice["stop_reason"]) == ("That was ", "Oslo")
 
 
-def test_a_call_that_is_cut_keeps_what_was_written(live, scripted):
+def test_g7_a_call_that_is_cut_keeps_what_was_written(live, scripted):
     scripted.script = scripted.says(written("look"))
     size = len(scripted.llm.tokenizer.encode(written("look").partition("Oslo")[0]))
     choice = whole(live, tools=[tool()], max_tokens=size)["choices"][0]
@@ -115,11 +118,47 @@ def test_a_call_that_is_cut_keeps_what_was_written(live, scripted):
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city": "')
 
 
-def test_calls_that_do_not_parse_are_counted(live, scripted):
+def test_g7_calls_that_do_not_parse_are_counted(live, scripted):
     before = live.service.failed_calls
     scripted.script = scripted.says("<tool_call>x</tool_call>")
     assert whole(live, tools=[tool()])["choices"][0]["message"]["content"].startswith("<tool_call>")
     assert live.service.failed_calls == before + 1
+
+
+CODE = "__import__('os').system('touch {}')"
+RAW = [
+    '<tool_call>{"name": "look", "argu', '<tool_call>{"name": "look"}</tool_call>',
+    '<tool_call>{"name": "look", "arguments": "no"}</tool_call>', "<tool_call></tool_call>",
+    '<tool_call>{"name": "a b", "arguments": 5}</tool_call> or not', "</tool_call>", "<tool_call",
+    "<tool_call>look(city='Oslo')</tool_call>", "<tool_call>" + CODE + "</tool_call>",
+    '<tool_call>{"name": "look", "arguments": [}</tool_call>', "<tool_call>" + "[" * 300,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RAW, ids=lambda text: text[:50])
+def test_g7_what_is_no_call_is_content(live, scripted, text, tmp_path):
+    text = text.replace("{}'", f"{tmp_path / 'made'}'")
+    scripted.script = scripted.says(text)
+    choice = whole(live, tools=[tool()])["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in choice["message"]
+    stream = streamed(live, tools=[tool()])[0]
+    assert (stream["content"], stream["tool_calls"]) == (text, {})
+    assert not list(tmp_path.iterdir())
+
+
+QUOTES = ['a " \\ "} </tool_call', '"' * 3 + "\n# x", "${x} $(id) `id`", "\x00\x1b[2J", CODE]
+
+
+@pytest.mark.parametrize("value", QUOTES)
+def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_path):
+    value = value.replace("{}'", f"{tmp_path / 'made'}'")
+    arguments = json.dumps({"city": value, "deep": [{"code": value}]})
+    scripted.script = scripted.says(written("look", arguments=arguments))
+    (call,) = whole(live, tools=[tool()])["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == json.loads(arguments)
+    assert streamed(live, tools=[tool()])[0]["tool_calls"][0] == call["function"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -177,6 +216,67 @@ def test_templates_that_read_variables_get_them(live, monkeypatch, llm):
     assert prompt(reasoning_effort="high").startswith("high What")
     found = live.post(CHAT, {"messages": MESSAGES, "reasoning_effort": "none"})
     assert found.json()["error"]["param"] == "reasoning_effort"
+
+
+BOMB = "{% for i in range(10**9) %}x{% endfor %}"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/apply-template"])
+def test_g8_requests_bring_no_template(live, path):
+    for fields, param in (
+        ({"chat_template": BOMB}, "chat_template"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        *(
+            ({"chat_template_kwargs": {name: value}}, f"chat_template_kwargs.{name}")
+            for name, value in (
+                ("tokenize", True), ("chat_template", BOMB), ("template", BOMB), ("messages", []),
+                ("tools", []), ("add_generation_prompt", False), ("eos_token", "x"), ("novel", 1),
+                ("special_tokens", {}), ("documents", []), ("raise_exception", 1),
+            )
+        ),
+    ):  # fmt: skip
+        found = live.post(path, {"messages": MESSAGES} | fields)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, param)
+        assert len(found.json()["error"]["message"]) < 200
+
+
+HOSTILE = {
+    "loops": "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+    "writes": BOMB,
+    "multiplies": "{{ 'a' * 10**10 }}",
+    "is nested": "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}",
+    "reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "raises": "{{ raise_exception('not like this') }}",
+    "is no template": "{% if %}",
+    "fails": "{{ messages[7].content.x }}",
+    "reads files": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_g9_a_hostile_template_fails_the_chat_alone(live, llm, monkeypatch, capfd, template):
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": template})
+    for stream in (False, True):
+        started = time.process_time()
+        found = live.post(CHAT, {"messages": MESSAGES, "stream": stream})
+        assert time.process_time() - started < 2
+        error = found.json()["error"]
+        assert found.status_code == 400 and "the chat template" in error["message"]
+        assert "root:" not in error["message"] and len(error["message"]) < 200
+    assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    _warn_of_template(llm)
+    warned = capfd.readouterr().err
+    assert warned.startswith("rooflax: chats will be rejected: ") and warned.count("\n") == 1
+
+
+def test_g9_a_template_that_is_missing_is_said(live, llm, monkeypatch, capfd):
+    _warn_of_template(llm)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {})
+    _warn_of_template(llm)
+    assert "no chat template" in capfd.readouterr().err
+    found = live.post(CHAT, {"messages": MESSAGES})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "messages")
 
 
 def test_a_schema_begins_after_the_reasoning_that_the_prompt_opened(live, scripted, monkeypatch):
@@ -241,6 +341,22 @@ def test_g1_g2_regexes_and_grammars(live, form, fits):
     assert found.status_code == (200 if fits else 400), found.text
     if not fits:
         assert found.json()["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_g4_of_many_schemas_the_last_are_kept(live, llm, monkeypatch, count):
+    """Each is compiled, but for the trial in a process of its own."""
+    monkeypatch.setattr(structured, "_try_apart", lambda *_: None)
+    memory = []
+    for number in range(count):
+        schema = {"type": "object", "properties": {f"p{number}": {"type": "string"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        fields = {"messages": MESSAGES, "response_format": form, "max_tokens": 1}
+        assert live.post(CHAT, fields).status_code == 200
+        memory.append(anonymous_bytes() or 0)
+    grammars = llm.processor.grammars
+    assert len(grammars._compiled) == structured.KEPT and not grammars._awaited
+    assert memory[-1] - memory[count // 2] < 32 * 2**20
 
 
 def test_channels_take_no_beginning(live, scripted, monkeypatch):

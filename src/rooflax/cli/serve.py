@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.cli.session import open_async_llm
-from rooflax.errors import RequestError, first_line
+from rooflax.errors import RequestError, RooflaxError, first_line
 from rooflax.models.presets import CHAT_NAME
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
+    from rooflax.llm import LLM
     from rooflax.server.settings import Settings
 
 SUMMARY = "the OpenAI-compatible server"
@@ -227,7 +228,9 @@ def _loader(
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
             engine.llm.tokenizer.response_template = None  # it is of the template before
+        _warn_of_cache()
         if engine.llm.info.pooling is None:
+            _warn_of_template(engine.llm)
             tell("measuring what the machine allows")
             try:
                 engine.compares_with(Roofline(engine.llm).decode_s)
@@ -238,3 +241,22 @@ def _loader(
         return engine
 
     return load
+
+
+def _warn_of_cache() -> None:
+    """Says that the next start will compile again, where that is so."""
+    from rooflax.engine.compilation import enable_persistent_cache
+    from rooflax.folders import cache_folder
+
+    if enable_persistent_cache() is None:
+        terminal.say(
+            f"rooflax: compiled programs cannot be kept: {cache_folder()} is not writable."
+        )
+
+
+def _warn_of_template(llm: LLM) -> None:
+    """Says that chats will be rejected, where the template fails on the simplest one."""
+    try:
+        llm.encode_chat([{"role": "user", "content": "Hi"}])
+    except RooflaxError as error:
+        terminal.say(f"rooflax: chats will be rejected: {first_line(error)}")

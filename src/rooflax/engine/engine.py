@@ -24,7 +24,7 @@ from rooflax.engine.pooled_steps import take_vector
 from rooflax.engine.request_checks import check_sequence
 from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
 from rooflax.engine.scheduler import ScheduledStep, Scheduler
-from rooflax.engine.sequence import RowError, Sequence, StepOutput, with_siblings
+from rooflax.engine.sequence import NOT_FINITE, RowError, Sequence, StepOutput, with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.offloading import AnyModel
@@ -43,10 +43,6 @@ FEWEST_TIMED = 32
 BURST_S = 0.15
 """Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 FAILED = "The request failed at work"
-NOT_FINITE = (
-    "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
-    "with `check`."
-)
 NOT_ALLOWED = (
     "No token was left to choose, so the request was ended; loosen what it bans or allows, or its "
     "grammar."

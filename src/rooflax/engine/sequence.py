@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
     from rooflax.engine.beams import BeamGroup
 
+NOT_FINITE = (
+    "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
+    "with `check`."
+)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

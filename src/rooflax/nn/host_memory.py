@@ -9,13 +9,17 @@ from pathlib import Path
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping, within the cgroup's limit; None if unknown."""
+    """Memory that can be taken without swapping, within the limits of the cgroup and of the
+    process's address space (`ulimit -v`); None if unknown."""
     meminfo = _field(Path("/proc/meminfo"), "MemAvailable")
     if meminfo is None:
         return None
     limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
     if limit is not None and used is not None:
-        return min(meminfo, max(limit - used, 0))
+        meminfo = min(meminfo, max(limit - used, 0))
+    limit, used = _address_space_limit(), _field(Path("/proc/self/status"), "VmSize")
+    if limit is not None and used is not None:
+        meminfo = min(meminfo, max(limit - used, 0))
     return meminfo
 
 
@@ -76,6 +80,13 @@ def _field(path: Path, name: str) -> int | None:
         if key == name:
             return int(value.split()[0]) * 1024
     return None
+
+
+def _address_space_limit() -> int | None:
+    import resource  # not everywhere
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _cgroup_number(name: str) -> int | None:

@@ -140,9 +140,9 @@ class Events(Response):
                 async for piece in pieces:
                     await self._send(send, piece)
         except Exception as error:
-            if not self._has_begun:
-                raise
             log_failure(error)
+            if not self._has_begun:  # after other errors than this the connection would be closed
+                raise as_api_error(error) from None
             await self._send(send, self._failed(as_api_error(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -22,6 +23,10 @@ from rooflax.server.sampling import seed_of
 from rooflax.server.service import Service
 
 FINGERPRINT = f"rooflax-{__version__}"
+MAX_IGNORED = 32
+"""Fields that are named in the header; clients take headers of a few KiB."""
+_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
+"""A name with a line break would be a header of its own."""
 
 
 @dataclass
@@ -106,9 +111,12 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer."""
-        ignored = {"x-rooflax-ignored": ", ".join(self.ignored)} if self.ignored else {}
-        safe = {name: text.encode("ascii", "replace").decode() for name, text in ignored.items()}
-        return {"x-rooflax-seed": str(self.seed)} | safe
+        seed = {"x-rooflax-seed": str(self.seed)}
+        if not self.ignored:
+            return seed
+        more = ["..."] if len(self.ignored) > MAX_IGNORED else []
+        named = ", ".join([*self.ignored[:MAX_IGNORED], *more])
+        return seed | {"x-rooflax-ignored": _NOT_PRINTABLE.sub("?", named)}
 
     @property
     def cache_salt(self) -> str:

@@ -56,7 +56,7 @@ class _Answer:
         if not self.call.found.get("logprobs"):
             return None
         top = self.call.found.get("top_logprobs", 0)
-        return {"content": self.spelling.chat(tokens, logprobs, top), "rejection": None}
+        return {"content": self.spelling.chat(tokens, logprobs, top), "refusal": None}
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one document."""
@@ -91,7 +91,7 @@ class _Answer:
         assert completion is not None
         is_empty = not sample.content and bool(sample.calls or sample.reasoning)
         message: dict[str, Any] = {
-            "role": "assistant", "content": None if is_empty else sample.content, "rejection": None,
+            "role": "assistant", "content": None if is_empty else sample.content, "refusal": None,
         }  # fmt: skip
         if sample.reasoning:
             message |= dict.fromkeys(self.reasoning_names, sample.reasoning)

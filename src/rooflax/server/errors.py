@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rooflax.errors import CheckpointError, QueueFull, RequestError, RooflaxError
+from rooflax.engine.sequence import NOT_FINITE
+from rooflax.errors import CheckpointError, EngineError, QueueFull, RequestError, RooflaxError
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -62,6 +63,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(
             "The request took longer than it may; ask for fewer tokens.", status=504, code="timeout"
         )
+    if isinstance(error, EngineError) and str(error) == NOT_FINITE:
+        return ApiError(NOT_FINITE, status=500, code="numerical_error")
     return ApiError(ENGINE_FAILED, status=500, code="engine_error")
 
 

@@ -38,10 +38,15 @@ class Field:
 
 
 class Table:
-    """The fields of an object, by name."""
+    """The fields of an object, by name.
 
-    def __init__(self, *fields: Field):
+    Args:
+        passes_others: fields that are not known are labels, not errors.
+    """
+
+    def __init__(self, *fields: Field, passes_others: bool = False):
         self.fields: dict[str, Field] = {field.name: field for field in fields}
+        self._passes_others = passes_others
 
     def parse(
         self, given: Any, where: str = "", *, ignored: list[str] | None = None
@@ -65,7 +70,8 @@ class Table:
             path = f"{where}.{name}" if where else name
             field = self.fields.get(name)
             if field is None:
-                _unknown(path, name, self.fields, ignored)
+                if not self._passes_others:
+                    _unknown(path, name, self.fields, ignored)
             elif value is not None:
                 read = _read(field, path, value, ignored)
                 if field.policy == "honoured":
@@ -83,7 +89,7 @@ class Table:
             "type": "object",
             "properties": {field.name: _schema(field) for field in fields},
             "required": [field.name for field in fields if field.required],
-            "additionalProperties": False,
+            "additionalProperties": self._passes_others,
         }
 
 

@@ -225,8 +225,8 @@ def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind, place = part.get("type"), f"{where}[{number}]"
-        name = "rejection" if kind == "rejection" else "text"
-        if kind not in ("text", "rejection", "input_text", "output_text"):
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in ("text", "refusal", "input_text", "output_text"):
             raise ApiError(
                 f"{place}.type is {kind!r:.40}; the model reads text only.",
                 code="unsupported_value",

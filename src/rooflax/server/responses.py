@@ -183,7 +183,7 @@ class _Answer:
         self.call = call
         fields = chat_fields(call)
         self.tools = fields["tools"]
-        self.turn = Turn(call, fields)
+        self.turn = Turn(call, fields, "max_output_tokens")
         self.output: list[dict[str, Any]] = []
         self.number = 0
         self.is_open = False

@@ -34,10 +34,13 @@ STREAM_OPTIONS = Table(
     Field("include_usage", bool, "a last chunk without choices states the usage"),
     Field("continuous_usage_stats", bool, "every chunk states the usage so far"),
     label("include_obfuscation"),
+    passes_others=True,
 )
 STREAMING = (
     Field("stream", bool, "answer in server-sent events"),
-    Field("stream_options", STREAM_OPTIONS, "of a stream; needs stream"),
+    Field(
+        "stream_options", STREAM_OPTIONS, "of a stream, which it needs; other keys change nothing"
+    ),
 )
 JSON_SCHEMA = Table(
     Field("name", Name, "a name of the schema", required=True),
@@ -143,7 +146,7 @@ MESSAGE = Table(
     Field("reasoning_content", str, "of an assistant"),
     Field("reasoning", str, "as reasoning_content"),
     Field("thinking", str, "as reasoning_content"),
-    label("rejection"),
+    label("refusal"),
     rejected("function_call", "use tool_calls"),
     rejected("audio", "the model reads text only"),
 )

@@ -46,17 +46,19 @@ class Turn:
 
     Args:
         found: fields as /v1/chat/completions has them; those of other APIs are turned into these.
+        most_field: the API's own name of max_tokens.
 
     Attributes:
         prompt: once the pieces have begun.
     """
 
-    def __init__(self, call: Call, found: Mapping[str, Any]):
+    def __init__(self, call: Call, found: Mapping[str, Any], most_field: str | None = None):
         self.call, self.found = call, found
         self.num_samples: int = found.get("n", 1)
         self.prompt: Prompt | None = None
         self._readers: dict[int, Reader] = {}
         self._most = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+        self._most_field = most_field or self._most
         top = found.get("top_logprobs")
         if top is not None and not found.get("logprobs"):
             raise ApiError(
@@ -81,7 +83,7 @@ class Turn:
             prompt = self.prompt = await render(service, self.found)
             tokenizer = service.ready().llm.tokenizer
             max_tokens = self.found.get(self._most)
-            service.check_length(len(prompt.ids), max_tokens, self._most)
+            service.check_length(len(prompt.ids), max_tokens, self._most_field)
             thinks = prompt.thinks(tokenizer.decode)
             params = sampling_params(
                 self.found,

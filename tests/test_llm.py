@@ -43,7 +43,7 @@ SAMPLED = {"temperature": 1.5, "top_k": 50, "top_p": 0.95}
     ],
     ids=["greedy", "sampled", "penalties"],
 )
-def test_a_batch_gives_what_each_prompt_gives_alone(llm, given):
+def test_c15_a_batch_gives_what_each_prompt_gives_alone(llm, given):
     together = llm.generate(PROMPTS, params(**given))
     alone = [llm.generate([prompt], params(**given))[0] for prompt in PROMPTS]
     assert [c.tokens for c in together] == [c.tokens for c in alone]
@@ -356,7 +356,7 @@ def test_min_tokens_puts_off_every_way_to_stop(llm):
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), None])
-def test_what_is_not_finite_ends_alone_and_is_never_shared(folder, kernels):
+def test_c7_what_is_not_finite_ends_alone_and_is_never_shared(folder, kernels):
     """Token 200's embedding is NaN: whoever reads it fails, nobody else sees it, then or later."""
     llm = LLM(folder, max_num_seqs=3, options=ExecutionOptions(kernels=kernels))
     prompts = [list(range(100, 140)), [*range(100, 120), 200, *range(20)], PROMPTS[1]]

@@ -529,7 +529,7 @@ def test_a_schema_is_kept_as_it_came_and_params_can_be_compared():
     assert not SamplingParams(temperature=0.0, regex="a").with_defaults({}).is_greedy
 
 
-def test_compiled_forms_are_kept_and_the_oldest_is_dropped(llm, monkeypatch):
+def test_g4_compiled_forms_are_kept_and_the_oldest_is_dropped(llm, monkeypatch):
     tried = []
     monkeypatch.setattr(structured, "_try_apart", lambda *given: tried.append(given[2]))
     monkeypatch.setattr(structured, "KEPT", 2)

@@ -206,7 +206,7 @@ def test_statistics_fit_eighty_columns(llm):
     assert [line.split()[0] for line in lines] == ["load", "compile", "prefill", "decode", "memory"]
 
 
-def test_a_terminal_gets_no_control_characters():
+def test_u8_a_terminal_gets_no_control_characters():
     assert terminal.harmless("a\x1b[2Jb\tc\nd\r\x07\x9b") == "a?[2Jb\tc\nd???"
 
 

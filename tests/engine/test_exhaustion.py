@@ -49,7 +49,7 @@ def exhausted_once(monkeypatch):
 
 
 @pytest.mark.every_jax
-def test_llm_survives(exhausted_once):
+def test_c12_llm_survives(exhausted_once):
     llm = LLM("preset:gpt2-tiny", max_model_len=64)
     with pytest.raises(EngineError, match=SENTENCE.format("")) as caught:
         llm.generate("abc", PARAMS)
@@ -60,7 +60,7 @@ def test_llm_survives(exhausted_once):
     assert len(llm.generate("abc", PARAMS)[0].tokens) == 4
 
 
-def test_a_server_runs_the_request_again(exhausted_once):
+def test_c12_a_server_runs_the_request_again(exhausted_once):
     async def ask():
         async with AsyncLLM("preset:gpt2-tiny", max_num_seqs=2, max_model_len=64) as llm:
             return await llm.generate("abc", PARAMS)
@@ -69,7 +69,7 @@ def test_a_server_runs_the_request_again(exhausted_once):
 
 
 @pytest.mark.slow
-def test_a_server_says_why_if_that_fails_too_and_goes_on(monkeypatch):
+def test_c12_a_server_says_why_if_that_fails_too_and_goes_on(monkeypatch):
     run, calls = Runner.run, []
 
     def failing(self, call, num_steps):

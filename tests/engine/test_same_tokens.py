@@ -114,7 +114,7 @@ def small_engine(
     ("family", "chunk", "steps", "cache", "drafts"),
     cases(SETTINGS, default=[("qwen2_window", 16, 8, True, True)]),
 )
-def test_a_crowded_engine_gives_what_each_request_gives_alone(
+def test_c15_a_crowded_engine_gives_what_each_request_gives_alone(
     families, few_programs, family, chunk, steps, cache, drafts
 ):
     few_programs()

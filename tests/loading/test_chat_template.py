@@ -100,7 +100,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_special_strings_in_content_are_text(chats, kind):
+def test_u6_special_strings_in_content_are_text(chats, kind):
     tokenizer, special = chats[kind], SPECIAL[kind]
     calm = [{"role": "user", "content": "fox QQ dog"}]
     for content in (f"fox {special} dog", f"fox{special}{special}", f"{special}fox", special):

@@ -63,7 +63,7 @@ print(json.dumps([found, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]
 
 
 @linux
-def test_hostile_templates_end_soon_and_small():
+def test_g9_hostile_templates_end_soon_and_small():
     """In a small process: a child's peak memory begins with what its parent has."""
     ran = subprocess.run(
         [sys.executable, "-c", MEASURE],

@@ -1,6 +1,7 @@
 """The tokenizer equals transformers', and decoding piece by piece equals decoding at once."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -23,6 +24,7 @@ TEXTS = [
     "naïve 日本語 😀 \n\n\t x",
     "a<|im_end|>b <s> c</s><|endoftext|>  d <tool_call>",
     "e\u0301",
+    "\ufeffé \ufeffe\u0301 ﬁ 가 \u1112\u1161\u11ab",
 ]
 
 
@@ -31,10 +33,28 @@ def auto_tokenizer(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+def cuts_of_the_vocabulary(size):
+    """Every id alone, and random ones together."""
+    state = random.Random(0)
+    several = [[state.randrange(size) for _ in range(40)] for _ in range(50)]
+    return [[token] for token in range(size)] + several
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_u10_single_bytes_and_all_ids_go_there_and_back(loaded, kind):
+    tokenizer, backend = loaded[kind], loaded[kind].backend
+    for text in [*map(chr, range(256)), *TEXTS]:
+        ids = tokenizer.encode(text)
+        assert ids == backend.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+    for ids in cuts_of_the_vocabulary(tokenizer.vocab_size):
+        assert tokenizer.decode(ids) == backend.decode(ids)
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("add", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
-def test_ids_equal_those_of_transformers(write_folder, tmp_path, kind, add):
+def test_u9_u10_ids_equal_those_of_transformers(write_folder, tmp_path, kind, add):
     if kind == "qwen" and add.get("add_bos_token"):
         add = {"add_bos_token": True, "bos_token": "<|endoftext|>"}
     folder = write_folder(tmp_path, kind, **add)
@@ -49,6 +69,10 @@ def test_ids_equal_those_of_transformers(write_folder, tmp_path, kind, add):
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
+    for ids in cuts_of_the_vocabulary(ours.vocab_size):
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.special_tokens == dict(theirs.special_tokens_map)
     assert ours.vocab_size == len(theirs)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ SCRIPT = """
 import json, os, sys
 # PYTHONPATH wins over an editable install's finder.
 sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+import resource
+if "MOST_BYTES" in os.environ:  # of a file, as on a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["MOST_BYTES"]),) * 2)
 import rooflax.models.initialize as initialize
 initialize.DEVIATION = float(os.environ.get("DEVIATION", "0.02"))
 if "JAXLIB" in os.environ:
@@ -39,7 +43,7 @@ def run(source: Path, cache: Path, **env: str) -> dict:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=full, capture_output=True, text=True, check=True
     )
-    result = json.loads(done.stdout)
+    result = json.loads(done.stdout) | {"said": done.stderr}
     assert Path(result["home"]).is_relative_to(source)
     return result
 
@@ -76,5 +80,48 @@ def test_moved_checkout_edited_comments_and_other_weights_compile_nothing(
 @pytest.mark.parametrize(
     "env", [{"JAXLIB": "0.0.1"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}]
 )
-def test_another_jaxlib_or_flag_compiles_again(cache: Path, env: dict[str, str]) -> None:
+def test_c13_another_jaxlib_or_flag_compiles_again(cache: Path, env: dict[str, str]) -> None:
     assert run(ROOT / "src", cache, **env)["compilations"] >= 1
+
+
+def programs(cache: Path) -> list[Path]:
+    return [path for path in (cache / "compiled").rglob("*-cache") if path.is_file()]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "other bytes": lambda data: data[:40] + bytes(256) + data[296:],
+    "no program": lambda data: b"never a program",
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [*list(DAMAGES)[:1], *(pytest.param(d, marks=pytest.mark.slow) for d in list(DAMAGES)[1:])],
+)
+def test_c13_damaged_programs_are_compiled_again(cache: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(cache, copy)
+    assert programs(copy)
+    for path in programs(copy):
+        path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    wanted, found = run(ROOT / "src", cache), run(ROOT / "src", copy)
+    assert found["tokens"] == wanted["tokens"] and found["compilations"] >= 1
+    assert "compilation cache" in found["said"]
+
+
+@pytest.mark.slow
+def test_c13_a_full_disk_keeps_nothing(cache: Path, tmp_path: Path) -> None:
+    wanted = run(ROOT / "src", cache)
+    found = run(ROOT / "src", tmp_path, MOST_BYTES="1000")
+    assert found["tokens"] == wanted["tokens"] and found["compilations"] >= 1
+    assert "compilation cache" in found["said"]
+
+
+@pytest.mark.slow
+def test_c13_a_folder_that_cannot_be_is_done_without(cache: Path, tmp_path: Path) -> None:
+    wanted = run(ROOT / "src", cache)
+    (tmp_path / "file").write_text("no folder")
+    found = run(ROOT / "src", tmp_path / "file")
+    assert found["tokens"] == wanted["tokens"] and found["compilations"] >= 1

@@ -72,7 +72,7 @@ def test_chat_whole_streamed_and_alone_say_the_same(strict, alone):
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
-def test_many_at_once_say_what_each_says_alone(served, alone):
+def test_c15_many_at_once_say_what_each_says_alone(served, alone):
     questions = ["Who are you?", "What does len do?", "How are you?", "What does sum do?"] * 3
 
     async def ask():

@@ -9,23 +9,27 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from rooflax.cli.main import main, parser_of
-from rooflax.cli.serve import settings_of, take_variables
+from rooflax.cli.serve import _warn_of_cache, settings_of, take_variables
+from rooflax.nn.host_memory import _field
 from tests.server.live import wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "Who are you?"}]}
-COMMAND = [sys.executable, "-m", "rooflax", "serve", "--port", "0", "--max-num-seqs", "2"]
+COMMAND = [sys.executable, "-m", "rooflax", "serve", "--max-num-seqs", "2"]
 
 
 class Process:
     """A server of its own."""
 
-    def __init__(self, *flags: str):
-        self.process = subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True)
+    def __init__(self, *flags: str, port: int = 0, **how: Any):
+        command = [*COMMAND, "--port", str(port), *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -123,11 +127,72 @@ def test_c8_it_ends_while_it_loads(number, code):
     assert server.end(number) == code
 
 
+def few_files() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets limits")
+def test_c9_c14_a_killed_one_starts_again_and_goes_on_without_descriptors():
+    killed = Process()
+    killed.end(signal.SIGKILL)  # while it compiles
+    port = int(killed.url.rpartition(":")[2])
+    server = Process(port=port, preexec_fn=few_files)
+    try:
+        wait_for(lambda: server.status() == 200, 180)
+        body = CHAT | {"max_tokens": 12}
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+            wanted = client.post("/v1/chat/completions", json=body).json()["choices"]
+            crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+            for _ in range(3):  # who is connected is served
+                found = client.post("/v1/chat/completions", json=body)
+                assert found.json()["choices"] == wanted
+            for connection in crowd:
+                connection.close()
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["choices"] == wanted
+        assert server.status("/health") == 200
+        assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.process.kill()
+
+
 def test_c10_a_port_that_is_taken(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert "cannot be listened on" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "1.2.3.4.5", "192.0.2.1", "a b"])
+def test_c10_a_host_that_is_none(host, capfd):
+    assert main(["serve", "--host", host, "--port", "0", "--api-key", "k"]) == 2
+    told = capfd.readouterr().err
+    assert "cannot be listened on" in told and told.count("\n") == 1
+
+
+def test_c13_a_cache_that_cannot_be_written_is_said(monkeypatch, capfd):
+    """The programs are compiled again then; see tests/product/test_compile_cache.py."""
+    _warn_of_cache()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr("rooflax.engine.compilation.enable_persistent_cache", lambda: None)
+    _warn_of_cache()
+    told = capfd.readouterr().err
+    assert "compiled programs cannot be kept" in told and told.count("\n") == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("spare", "what"), [(2**10, "the weights leave nothing"), (2 * 2**20, "is left for it")]
+)
+def test_c12_what_does_not_fit_is_not_started(monkeypatch, capfd, spare, what):
+    """The limit of the address space leaves too little for the weights, or for the KV cache."""
+    used = _field(Path("/proc/self/status"), "VmSize")
+    monkeypatch.setattr("rooflax.nn.host_memory._address_space_limit", lambda: used + spare)
+    assert main(["serve", "preset:gpt2-tiny", "--port", "0"]) == 2
+    *_, told = capfd.readouterr().err.splitlines()
+    assert what in told and "MiB" in told
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_times_of_a_request_add_up():
     totals = {name: found[name]["total"] for name in found if name.endswith("_s")}
     assert totals == {
         "ttft_s": 9.0, "itl_s": 12.0, "e2e_s": 15.0, "queue_s": 2.0, "prefill_s": 4.0,
-        "decode_s": 8.0, "inference_s": 12.0, "tpot_s": 4.0,
+        "decode_s": 8.0, "inference_s": 12.0, "tpot_s": 4.0, "step_s": 0.0,
     }  # fmt: skip
     assert (found["prompt_tokens"]["total"], found["output_tokens"]["total"]) == (4, 6)
     assert (found["samples"]["total"], found["max_tokens"]["total"]) == (2, 6)
@@ -58,7 +58,8 @@ def test_decoding_is_a_share_of_what_the_machine_allows():
         metrics.decoded(0.2, 0.1)
     assert metrics.decode_roofline == pytest.approx(0.5, abs=1e-3)  # what was long ago is forgotten
     assert metrics.ideal_decode_seconds / metrics.decode_seconds == pytest.approx(1 / 3)
-    metrics.called(3, 16)
+    metrics.called(3, 16, 0.25)
+    assert metrics.step_s.total == 0.25
     assert (metrics.num_program_tokens, metrics.num_padding_tokens) == (16, 13)
 
 

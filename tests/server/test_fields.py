@@ -21,6 +21,7 @@ from rooflax.server import tables
 from rooflax.server.docs import page
 from rooflax.server.fields import Table
 from tests.product.snippets import ROOT
+from tests.server.live import ScriptedLLM, serving
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -425,8 +426,6 @@ def test_j5_unknown_fields_are_named(live):
 
 
 def test_j5_unknown_fields_are_reported_where_that_was_chosen(llm):
-    from tests.server.live import ScriptedLLM, serving
-
     with serving(lambda _: ScriptedLLM(llm), reports_unknown_fields=True) as server:
         body = {"messages": [{"role": "user", "content": "x", "y": 1}], "novel": 2}
         found = server.post("/v1/chat/completions", body)
@@ -474,6 +473,39 @@ def test_j1_j3_j4_messages_that_are_none(live, messages, param):
 )  # fmt: skip
 def test_j2_messages_of_all_kinds(live, messages):
     assert live.post(CHAT, {"messages": messages}).status_code == 200
+
+
+STRICT = (
+    "{# The system, a developer and documents; with enable_thinking of nobody. #}"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('one system message') }}{% endif %}{{ m.role }}:{{ m.content }}|"
+    "{% endfor %}{{ style }}"
+)
+
+
+@pytest.fixture
+def strict(llm, monkeypatch):
+    """A template that wants one system message, and speaks of more than it reads."""
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": STRICT})
+
+
+def test_j4_systems_are_merged_where_the_template_wants_one(live, strict):
+    systems = [{"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}]
+    found = live.post("/apply-template", {"messages": [*systems, *MESSAGES]})
+    text = found.json()["prompt"]
+    assert text.startswith("system:One.\n\nTwo.|user:") and text.count("system:") == 1
+    apart = [systems[0], *MESSAGES, systems[1]]
+    found = live.post("/apply-template", {"messages": apart})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("name", ["style", "enable_thinking", "developer", "loop", "m", "messages"])
+def test_g8_variables_are_those_that_the_template_reads(live, strict, name):
+    body = {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}}
+    found = live.post("/apply-template", body)
+    assert found.status_code == (200 if name == "style" else 400)
+    found = live.post("/apply-template", {"messages": MESSAGES, "documents": [{"text": "x"}]})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "documents")
 
 
 def nothing_but_required(table):
@@ -939,3 +971,21 @@ def test_p7_streams_of_several_samples_have_every_index(live):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert "".join(c["delta"].get("content", "") for c in mine) == "Hello, world."
         assert sum(len(c["logprobs"]["content"]) for c in mine if c["logprobs"]) > 3
+
+
+def test_tokenizer_info_is_for_who_was_told(live, scripted, llm):
+    assert live.http.get("/tokenizer_info").status_code == 404
+    with serving(lambda _: scripted, tells_tokenizer=True) as server:
+        found = server.http.get("/tokenizer_info").json()
+    assert found["chat_template"] == llm.tokenizer.chat_template
+    assert found["eos_token"] == llm.tokenizer.special_tokens["eos_token"]
+
+
+def test_what_the_server_and_its_model_are(live):
+    assert set(live.http.get("/version").json()) == {"version", "jax"}
+    meta = live.http.get("/v1/models").json()["data"][0]["meta"]
+    assert meta["n_params"] > 4e6 and meta["size"] > meta["n_params"]
+    caps = live.http.get("/props").json()["chat_template_caps"]
+    assert caps["chat"] and caps["tools"] and not caps["reasoning"] and not caps["efforts"]
+    paths = live.http.get("/openapi.json").json()["paths"]
+    assert {"/metrics", "/openapi.json", "/tokenizer_info"} <= set(paths)

@@ -32,7 +32,8 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--chat-template": ["TEMPLATE"], "--unknown-fields": ["report"],
     "--reasoning-field": ["both"], "--max-num-seqs": ["3"], "--max-num-queued-seqs": ["3"],
     "--max-num-batched-tokens": ["64"], "--request-timeout": ["5"], "--drain-timeout": ["5"],
-    "--watchdog": ["5"], "--stay": [],
+    "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
+    "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
 }  # fmt: skip
 
 

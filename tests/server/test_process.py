@@ -225,15 +225,22 @@ def test_variables_stand_in_for_flags(monkeypatch):
     for name, value in (
         ("ROOFLAX_API_KEY", "a,b"), ("ROOFLAX_PORT", "9000"), ("ROOFLAX_HOST", "::1"),
         ("ROOFLAX_STAY", "1"), ("ROOFLAX_DRAIN_TIMEOUT", "5"),
+        ("ROOFLAX_IGNORE_CONFIG_KEY", "one, two"), ("ROOFLAX_INSECURE_NO_AUTH", "off"),
     ):  # fmt: skip
         monkeypatch.setenv(name, value)
     args = parser_of("serve").parse_args(["--host", "localhost"])
     take_variables(args)
     found = settings_of(args)
     assert (found.api_keys, found.port, found.host) == (("a", "b"), 9000, "localhost")
-    assert (found.stays, found.drain_s) == (True, 5.0)
-    monkeypatch.setenv("ROOFLAX_PORT", "many")
+    assert (found.stays, found.drain_s, found.allows_anyone) == (True, 5.0, False)
+    assert args.ignore_config_key == ["one", "two"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("PORT", "many"), ("STAY", "banana")])
+def test_a_variable_that_cannot_be_is_one_sentence(monkeypatch, capfd, name, value):
+    monkeypatch.setenv(f"ROOFLAX_{name}", value)
     assert main(["serve"]) == 2
+    assert f"ROOFLAX_{name}" in capfd.readouterr().err
 
 
 def test_without_the_extra_it_says_how_to_get_it(monkeypatch, capfd):

@@ -25,13 +25,18 @@ from rooflax import EngineError, RequestError
 from rooflax.engine.thread import Health
 from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import answers, wire
-from rooflax.server.settings import Settings, host_name
+from rooflax.server.settings import Settings, host_is_allowed, host_name
 from tests.server.live import ScriptedLLM, serving, wait_for
 
 pytestmark = pytest.mark.oldest_jax
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"content-type": "application/json"}
+LONG = {"messages": [{"role": "user", "content": "x " * 5000}]}
+ANSWERED = {"type": "function_call_output", "call_id": "a", "output": "b"}
+EMPTY = {
+    "type": "json_schema", "name": "x", "schema": {"type": "number", "minimum": 3, "maximum": 1},
+}  # fmt: skip
 
 
 def raw(live, data: bytes, *, pause_s: float = 0.0) -> bytes:
@@ -262,6 +267,26 @@ def test_h10_a_reader_that_stops_is_cut_off_and_hurts_nobody(live, scripted, mon
     connection.close()
 
 
+def test_h10_a_whole_answer_that_nobody_reads_is_cut_off(live, llm, monkeypatch):
+    monkeypatch.setattr(wire, "READ_S", 0.3)
+    texts = [llm.tokenizer.decode([token]) for token in range(1000)]
+    longest = max(range(1000), key=lambda token: len(texts[token]))
+    body = json.dumps({"tokens": [longest] * 700_000}).encode()
+    size = 2 * 700_000 * len(texts[longest])
+    asked = [*(f"{k}: {v}" for k, v in JSON.items()), f"Content-Length: {len(body)}"]
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", live.port))
+        connection.sendall(request("POST", "/detokenize", *asked, body=body))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        time.sleep(1.5)
+        with contextlib.suppress(ConnectionResetError):
+            left = sum(len(piece) for piece in iter(lambda: connection.recv(65536), b""))
+            assert left < size
+    assert len(live.post("/detokenize", {"tokens": [65] * 9}).json()["prompt"]) == 9
+
+
 def test_h11_continue_pipelines_and_old_clients(live):
     body = b'{"prompt": "x", "max_tokens": 1}'
     head = request(
@@ -310,6 +335,27 @@ def test_h12_hosts_that_are_ours(live):
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "192.168.1.5"):
         assert live.http.get("/v1/models", headers={"host": host}).status_code == 200
     assert host_name("a:b") == host_name("a b") == host_name("[::1]x") == ""
+
+
+def test_h12_two_hosts_are_none(live):
+    said = raw(live, request("GET", "/v1/models", "Host: localhost"))
+    assert said.startswith(b"HTTP/1.1 400") and b"more than one Host" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_allowed"),
+    [
+        ("evil.com", (), False),
+        ("server:8000", (), True),
+        ("203.0.113.9", (), True),
+        ("gpu.example:80", (), False),
+        ("evil.com", ("k",), True),
+    ],
+)
+def test_h12_without_a_key_no_site_can_name_an_open_server(host, keys, is_allowed):
+    """A page of a site whose name leads to this machine asks under that name."""
+    settings = Settings(host="0.0.0.0", api_keys=keys, allows_anyone=True)
+    assert host_is_allowed(settings, host) == is_allowed
 
 
 def num_files() -> int:
@@ -402,6 +448,12 @@ def test_a3_origins(llm):
             204,
             ours["origin"],
         )
+        assert found.headers["access-control-allow-headers"] == ""
+        for names in ("x-stainless-lang, content-type", "anthropic-version", "a\tb", "a;b"):
+            asked = ours | preflight | {"access-control-request-headers": names}
+            found = server.http.options("/v1/messages", headers=asked)
+            given = found.headers["access-control-allow-headers"]
+            assert given == (names if "\t" not in names and ";" not in names else "")
         for origin in (other, {"origin": "null"}, {}):
             found = server.http.options("/v1/models", headers=origin | preflight)
             assert found.status_code == 401
@@ -423,6 +475,18 @@ def test_a6_errors_say_nothing_of_the_machine(live, scripted):
     found = live.post("/v1/chat/completions", CHAT)
     assert (found.status_code, error_of(found)["code"]) == (500, "engine_error")
     assert "secret" not in found.text and "Traceback" not in found.text
+
+
+def test_a6_the_log_has_a_failure_under_the_id_of_its_answer(live, scripted, caplog):
+    scripted.error = (1, ValueError("broken\nin two"))
+    for more in ({}, {"stream": True}):
+        caplog.clear()
+        found = live.post("/v1/chat/completions", CHAT | more)
+        (line,) = [each for each in caplog.messages if each.startswith("a request failed: ")]
+        said = json.loads(line.partition(": ")[2])
+        assert said["id"] == found.headers["x-request-id"]
+        assert said["error"].startswith("broken") and "ValueError" in said["traceback"]
+        assert "\n" not in line
 
 
 def test_a6_a_model_is_not_named_by_its_folder(llm, tmp_path):
@@ -633,6 +697,44 @@ def test_u2_texts_that_cannot_fit_are_rejected_at_once(live):
         assert error_of(found)["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": 10**6}, "max_tokens"),
+        ("/v1/chat/completions", LONG, "messages"),
+        ("/v1/responses", {"input": "x " * 5000}, "input"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 10**6}, "max_output_tokens"),
+        ("/v1/responses", {"input": [ANSWERED]}, "input"),
+        ("/v1/responses", {"input": "Hi", "prompt": {"id": "p"}}, "prompt"),
+        ("/v1/responses", {"input": "Hi", "text": {"format": EMPTY}}, "text.format"),
+    ],
+)  # fmt: skip
+def test_u1_errors_name_the_field_that_was_sent(live, path, body, param):
+    found = live.post(path, body)
+    assert (found.status_code, error_of(found)["param"]) == (400, param)
+
+
+def test_c6_a_request_that_takes_too_long_is_counted(llm):
+    scripted = ScriptedLLM(llm)
+    scripted.pause_s, scripted.script = 0.05, lambda prompt, params, index: [65]
+    with serving(lambda _: scripted, request_s=0.3) as server:
+        for more in ({}, {"stream": True}):
+            server.post("/v1/completions", {"prompt": "x", "max_tokens": 500} | more)
+        text = server.http.get("/metrics").text
+        assert 'rooflax:cancelled_requests_total{cause="timeout"} 2.0' in text
+
+
+def test_c1_rejections_are_counted_by_code(live):
+    live.post("/v1/completions", {"prompt": "x"}, headers={"host": "evil.com"})
+    live.http.post("/v1/completions", content=b"{}" * 3 * 2**20, headers=JSON)
+    text = live.http.get("/metrics").text
+    for code in ("host_not_allowed", "request_too_large"):
+        assert f'rooflax:rejected_requests_total{{code="{code}"}}' in text
+    for name in ("cache_config_info", "num_requests_waiting_by_reason"):
+        assert f"vllm:{name}{{" in text
+    assert "rooflax:step_seconds_bucket{" in text
+
+
 def test_c4_a_fault_within_a_stream_is_an_event(live, scripted):
     scripted.error = (3, ValueError("broken"))
     lines = live.post("/v1/chat/completions", CHAT | {"stream": True}).text.split("\n\n")
@@ -649,7 +751,7 @@ def test_c5_c6_health_follows_the_engine(llm, caplog):
         assert server.http.get("/health").status_code == 503
         assert server.http.get("/ready").status_code == 503
         found = server.post("/v1/chat/completions", CHAT)
-        assert (found.status_code, error_of(found)["code"]) == (503, "engine_dead")
+        assert (found.status_code, error_of(found)["code"]) == (503, "engine_stuck")
         wait_for(lambda: "made no step for 5 s" in caplog.text)
         scripted.state = Health(False, None, 1, 1.0)
         assert server.http.get("/health").status_code == 200

@@ -31,7 +31,7 @@ VARIABLES = "ROOFLAX_"
 MAX_PORT = 65535
 MAX_PIECES_PER_S = 2000
 """Of all answers together: each piece costs a system call, which nobody sees at this rate."""
-_LISTS = ("api_key", "served_model_name", "cors_origins")
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 def add_flags(parser: Parser) -> None:
@@ -54,11 +54,17 @@ def add_flags(parser: Parser) -> None:
         help="reject (default), or report in the header x-rooflax-ignored")  # fmt: skip
     add("--reasoning-field", metavar="NAME", default="reasoning_content",
         help="reasoning_content (default), reasoning, or both")  # fmt: skip
+    add("--tokenizer-info", action="store_true",
+        help="answer /tokenizer_info, with the chat template")  # fmt: skip
     add = parser.group("limits").add_argument
     add("--max-num-seqs", metavar="N", type=at_least_one, default=16,
         help="answers that run at once; default 16")  # fmt: skip
     add("--max-num-queued-seqs", metavar="N", type=at_least_one, default=64,
         help="answers that may wait; default 64")  # fmt: skip
+    add("--max-inflight-per-key", metavar="N", type=at_least_one, default=0,
+        help="answers a key may have open; default half with several keys")  # fmt: skip
+    add("--max-body-bytes", metavar="N", type=at_least_one, default=4 * 2**20,
+        help="of a request; default 4 MiB")  # fmt: skip
     add("--max-num-batched-tokens", metavar="N", type=at_least_one,
         help="tokens of a step; default what takes at most 0.3 s")  # fmt: skip
     add("--request-timeout", metavar="S", type=number, default=600.0, help="default 600")
@@ -130,10 +136,12 @@ def take_variables(args: argparse.Namespace) -> None:
         text = os.environ.get(name)
         if text is None or action.dest in args.given or not action.option_strings:
             continue
-        if action.dest in _LISTS:
+        if isinstance(action.default, list):
             value: Any = [part.strip() for part in text.split(",") if part.strip()]
         elif action.nargs == 0:
-            value = text.lower() in ("1", "true", "yes", "on")
+            if text.lower() not in (*_YES, *_NO):
+                raise RequestError(f"{name} is {text[:40]!r}; it must be 1 or 0.")
+            value = text.lower() in _YES
         else:
             try:
                 value = action.type(text) if callable(action.type) else text
@@ -168,6 +176,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         api_keys=tuple(keys),
         served_names=tuple(args.served_model_name),
         max_waiting=args.max_num_queued_seqs,
+        max_per_key=args.max_inflight_per_key,
+        max_body_bytes=args.max_body_bytes,
         cors_origins=tuple(args.cors_origins),
         reports_unknown_fields=args.unknown_fields == "report",
         reasoning_field=args.reasoning_field,
@@ -175,6 +185,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         drain_s=args.drain_timeout,
         stall_s=args.watchdog,
         stays=args.stay,
+        tells_tokenizer=args.tokenizer_info,
         allows_anyone=args.insecure_no_auth,
     )
 

@@ -409,7 +409,7 @@ class Engine:
         shape, rows = call.shape, len(call.sequences)
         run = sum(call.counts) + sum(map(len, call.lookahead or ()))
         made_for = shape.tokens * (shape.sequences if shape.kind == "dense" else 1)
-        self.metrics.called(num_steps * run, num_steps * made_for)
+        self.metrics.called(num_steps * run, num_steps * made_for, seconds / num_steps)
         if shape.kind in ("decode", "verify") and self.ideal_decode_s is not None:
             context = sum(sequence.num_tokens for sequence in call.sequences) / rows
             self.metrics.decoded(seconds, num_steps * self.ideal_decode_s(rows, context))
@@ -598,6 +598,7 @@ class Engine:
     def _set_gauges(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics
         metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.block_size = block_size()
         metrics.blocks_used = scheduler.blocks.num_used
         metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]
         metrics.num_preemptions = scheduler.num_preemptions

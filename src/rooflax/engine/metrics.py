@@ -51,6 +51,7 @@ class Metrics:
     Attributes:
         num_waiting, num_running: sequences.
         blocks_used, blocks_total: per layer group.
+        block_size: tokens of a block.
         num_prompt_tokens, num_cached_tokens: admitted, and how many of them were in the cache.
         num_generated_tokens, num_steps, num_preemptions: since the beginning.
         num_draft_tokens, num_accepted_tokens: of speculative decoding.
@@ -68,13 +69,14 @@ class Metrics:
             its last; the last two together.
         tpot_s, prompt_tokens, output_tokens, max_tokens, samples: of such a sequence; its mean time
             between tokens, and n of its request.
-        step_tokens: that a step ran.
+        step_tokens, step_s: that a step ran, and how long one of a dispatch's steps took.
     """
 
     num_waiting: int = 0
     num_running: int = 0
     blocks_used: list[int] = field(default_factory=list)
     blocks_total: list[int] = field(default_factory=list)
+    block_size: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
@@ -102,6 +104,7 @@ class Metrics:
     max_tokens: Histogram = field(default_factory=partial(Histogram.of, TOKENS))
     samples: Histogram = field(default_factory=partial(Histogram.of, SAMPLES))
     step_tokens: Histogram = field(default_factory=partial(Histogram.of, TOKENS))
+    step_s: Histogram = field(default_factory=partial(Histogram.of, TOKEN_S))
 
     def __post_init__(self) -> None:
         self._recent = [0.0, 0.0]
@@ -116,8 +119,9 @@ class Metrics:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_cached_tokens or 0
 
-    def called(self, num_tokens: int, num_program_tokens: int) -> None:
+    def called(self, num_tokens: int, num_program_tokens: int, step_s: float) -> None:
         """A program of so many tokens ran, some of which are padding."""
+        self.step_s.observe(step_s)
         self.num_program_tokens += num_program_tokens
         self.num_padding_tokens += num_program_tokens - num_tokens
 

@@ -7,9 +7,11 @@ text. Templates run in processes of their own (`template_pool`), within limits o
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -68,6 +70,31 @@ def render(
         messages, tools, documents, add_generation_prompt, {**(special_tokens or {}), **given}
     )
     return _render(template, variables | _plain_items(kwargs), None)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a template reads.
+
+    Attributes:
+        variables: that it does not set itself; jinja2's own functions are none of them.
+        texts: its constants, such as names of roles.
+    """
+
+    variables: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+
+
+@lru_cache(maxsize=4)
+def names(template: str | None) -> Names:
+    """Of a template; nothing of one that is not valid, or of none."""
+    if template is None or len(template) > MAX_TEMPLATE_CHARACTERS or lone_surrogate(template):
+        return Names()
+    try:
+        found = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
+    except template_pool.WorkerEnded:
+        return Names()
+    return Names(*map(frozenset, json.loads(found["text"]))) if "text" in found else Names()
 
 
 def _variables(

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.optimizer import optimize
@@ -278,8 +279,16 @@ def _render(request: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
+def _names(source: str) -> str:
+    """Variables that a template reads, and its constant texts, as JSON."""
+    tree = _environment().parse(source)
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return json.dumps([sorted(jinja2.meta.find_undeclared_variables(tree)), sorted(texts)])
+
+
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The rendered text, or what is wrong: `{"text"}`, or `{"error", "reason"}`.
+    """The rendered text, or what is wrong: `{"text"}`, or `{"error", "reason"}`. Without
+    `variables` what the template reads.
 
     Errors are "rejection", "limit", "invalid", "forbidden" and "failure"; reasons are one line.
 
@@ -287,7 +296,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         MemoryError: there is not enough of it.
     """
     try:
-        text = _render(request)
+        text = _render(request) if "variables" in request else _names(request["template"])
         text.encode()
         return {"text": text}
     except _Rejection as error:

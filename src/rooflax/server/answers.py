@@ -6,8 +6,10 @@ Neither outlives its client: when the connection closes, the work behind it ends
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rooflax.errors import first_line
 from rooflax.server.errors import ApiError, as_api_error
 
 PING_S = 15.0
@@ -99,7 +102,7 @@ class Events(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.ensure_future(self._write(send))
+        writer = asyncio.ensure_future(self._write(scope, send))
         gone = asyncio.ensure_future(_left(receive))
         watcher = asyncio.ensure_future(self._watch(send, writer))
         try:
@@ -134,13 +137,13 @@ class Events(Response):
                 self._is_slow = True
         writer.cancel()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> None:
         try:
             async with asyncio.timeout(self._seconds), aclosing(self._pieces) as pieces:
                 async for piece in pieces:
                     await self._send(send, piece)
         except Exception as error:
-            log_failure(error)
+            note_failure(error, scope)
             if not self._has_begun:  # after other errors than this the connection would be closed
                 raise as_api_error(error) from None
             await self._send(send, self._failed(as_api_error(error)))
@@ -157,9 +160,14 @@ class Events(Response):
             self._sending_since, self._sent_s = None, time.monotonic()
 
 
-def log_failure(error: Exception) -> None:
-    """Our own faults go to the log, with where they come from; a client's do not."""
-    if isinstance(error, ClientLeft):
+def note_failure(error: Exception, scope: Scope) -> None:
+    """Our own faults go to the log as a line of JSON, with where they come from; a client's do
+    not. A request that took too long is counted by the guard around it."""
+    if isinstance(error, TimeoutError):
+        scope["timed_out"] = True
+    if isinstance(error, ApiError | ClientLeft | TimeoutError):
         return
-    if as_api_error(error).status >= 500 and not isinstance(error, ApiError):
-        log.error("a request failed", exc_info=error)
+    if as_api_error(error).status >= 500:
+        trace = "".join(traceback.format_exception(error))
+        line = {"id": scope["request_id"], "error": first_line(error), "traceback": trace}
+        log.error("a request failed: %s", json.dumps(line))

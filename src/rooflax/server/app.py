@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.server import small, tables
-from rooflax.server.answers import ClientLeft, Json, log_failure
+from rooflax.server.answers import ClientLeft, Json, note_failure
 from rooflax.server.chat import chat
 from rooflax.server.completions import completions
 from rooflax.server.embeddings import embeddings, rerank
@@ -40,8 +40,11 @@ MAX_BODIES_BYTES = 256 * 2**20
 """Of all bodies that are being read."""
 OPEN_PATHS = ("/health", "/ready", "/")
 """What anybody who reaches the server may ask."""
+REJECTIONS = (401, 403, 413, 429, 503)
+"""Statuses of requests that are turned away, whatever they ask."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id"
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(, ?[A-Za-z0-9-]{1,64}){0,63}")
+"""Clients in browsers send their own, such as x-stainless-lang."""
 log = logging.getLogger("rooflax.server")
 Endpoint = Callable[[Service, Request, Any], Awaitable[Response]]
 
@@ -58,6 +61,17 @@ POSTS: dict[str, tuple[Endpoint, Table]] = {
     "/detokenize": (small.detokenize, tables.DETOKENIZE),
     "/apply-template": (small.apply_template, tables.TEMPLATE),
 }
+OWN_NAMES = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/responses": {
+        "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
+        "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+    },
+    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "/v1/messages/count_tokens": {"prompt": "messages"},
+    "/v1/embeddings": {"prompt": "input"},
+}  # fmt: skip
+"""What a route's clients call the fields that errors name as other routes do."""
 TAKES_NO_PLACE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template")
 GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/models": small.models,
@@ -66,6 +80,7 @@ GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/ready": small.ready,
     "/version": small.version,
     "/props": small.props,
+    "/tokenizer_info": small.tokenizer_info,
     "/": page,
 }
 NOT_BUILT = (
@@ -96,16 +111,21 @@ def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable
     async def answer(request: Request) -> Response:
         try:
             service.ready()
-            body = await read_body(request, service)
-            read = service.in_thread(read_json, body) if len(body) > LONG_TEXT else None
-            found = read_json(body) if read is None else await read
-            return await endpoint(service, request, found)
+            return await endpoint(service, request, await _json(request, service))
         except ClientLeft:
             raise
         except Exception as error:
             return _said(request, error)
 
     return answer
+
+
+async def _json(request: Request, service: Service) -> Any:
+    """The body, read. Its bytes are not kept while the request is answered."""
+    body = await read_body(request, service)
+    if len(body) <= LONG_TEXT:
+        return read_json(body)
+    return await service.in_thread(read_json, body)
 
 
 def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Response]]:
@@ -119,7 +139,8 @@ def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Respo
 
 
 async def _openapi(_: Request) -> Response:
-    return Json(document(POSTS, GETS))
+    """GET /openapi.json: this document."""
+    return Json(document(POSTS, {**GETS, "/openapi.json": _openapi, "/metrics": Exporter.answer}))
 
 
 async def _not_built(_: Request) -> Response:
@@ -148,13 +169,26 @@ async def _error(request: Request, error: Exception) -> Response:
 
 def _said(request: Request, error: Exception) -> Response:
     """An error as the answer of its route."""
-    log_failure(error)
+    note_failure(error, request.scope)
     found = as_api_error(error)
+    found.param = _own_name(request.url.path, found)
     return error_answer(request.scope, found)
+
+
+def _own_name(path: str, error: ApiError) -> str | None:
+    """A field as the route's own clients know it."""
+    name, dot, rest = (error.param or "").partition(".")
+    name, bracket, index = name.partition("[")
+    own = OWN_NAMES.get(path, {}).get(name)
+    if own is None or (name in POSTS[path][1].fields and error.code != "context_length_exceeded"):
+        return error.param
+    return own if own == "input" else f"{own}{bracket}{index}{dot}{rest}"
 
 
 def error_answer(scope: Scope, error: ApiError) -> Json:
     """An error in the shape of the API that was asked."""
+    if error.status in REJECTIONS:
+        scope["rejected"] = error.code
     is_anthropic = scope["path"].startswith("/v1/messages")
     body = anthropic_body(error, scope["request_id"]) if is_anthropic else openai_body(error)
     headers = dict(error.headers)
@@ -250,6 +284,10 @@ class Guard:
             status = 499
             self._service.cancelled["disconnect"] += 1
         finally:
+            if "timed_out" in scope:
+                self._service.cancelled["timeout"] += 1
+            if "rejected" in scope:
+                self._service.rejected[scope["rejected"]] += 1
             self._done(scope, status, time.perf_counter() - started)
 
     def _headers(self, request_id: str, origin: str | None) -> list[tuple[bytes, bytes]]:
@@ -272,6 +310,9 @@ class Guard:
     ) -> Response | None:
         """The answer of a request that goes no further."""
         settings = self._service.settings
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            error = ApiError("There is more than one Host header.", code="invalid_http")
+            return error_answer(scope, error)
         if not host_is_allowed(settings, headers.get(b"host", b"").decode("latin-1")):
             error = ApiError(
                 "The Host header names another host; ask under the server's own name.",
@@ -280,9 +321,10 @@ class Guard:
             )
             return error_answer(scope, error)
         if is_preflight_of is not None and scope["method"] == "OPTIONS":
+            wanted = headers.get(b"access-control-request-headers", b"").decode("latin-1")
             allowed = {
                 "Access-Control-Allow-Methods": "GET, POST",
-                "Access-Control-Allow-Headers": _ALLOWED_HEADERS,
+                "Access-Control-Allow-Headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
                 "Access-Control-Max-Age": "600",
             }
             return Response(status_code=204, headers=allowed)

@@ -102,6 +102,7 @@ class Call:
         reports = reports or service.settings.reports_unknown_fields
         ignored: list[str] | None = [] if reports else None
         found = table.parse(body, ignored=ignored)
+        body.clear()  # what changes nothing need not stay while the request runs
         return cls(service, request, found, prefix, ignored or [])
 
     @property

@@ -47,7 +47,7 @@ class Exporter:
         return self._service.names[0], "0"
 
     async def answer(self, request: Request) -> Response:
-        """The route."""
+        """GET /metrics: numbers as Prometheus reads them."""
         return Response(generate_latest(self._registry), headers={"content-type": TYPE})
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +95,21 @@ class Exporter:
             success.add_metric([*labels.values(), label], found["num_finished"].get(reason, 0))
         yield success
         for what, key in _ENGINE_HISTOGRAMS.items():
-            yield _histogram(f"vllm:{what}", found[key], labels)
+            yield _histogram(what, found[key], labels)
+        yield _waiting_for_capacity(found["num_waiting"], labels)
+        yield self._cache_config(found, labels)
+
+    def _cache_config(self, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
+        assert self._service.engine is not None
+        config = {
+            "block_size": str(found["block_size"]),
+            "num_gpu_blocks": str(sum(found["blocks_total"])),
+            "enable_prefix_caching": str(self._service.engine.llm.prefix_caching),
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Of the KV cache.", labels=[*labels, *config]
+        )
+        return _with(family, {**labels, **config}, 1)
 
 
 _STATES = ("loading", "ready", "draining", "failed")
@@ -116,20 +130,28 @@ _ENGINE_COUNTERS = {
     "rooflax:ideal_decode_seconds": "ideal_decode_seconds",
 }
 _ENGINE_HISTOGRAMS = {
-    "time_to_first_token_seconds": "ttft_s",
-    "inter_token_latency_seconds": "itl_s",
-    "e2e_request_latency_seconds": "e2e_s",
-    "request_queue_time_seconds": "queue_s",
-    "request_prefill_time_seconds": "prefill_s",
-    "request_decode_time_seconds": "decode_s",
-    "request_inference_time_seconds": "inference_s",
-    "request_time_per_output_token_seconds": "tpot_s",
-    "request_prompt_tokens": "prompt_tokens",
-    "request_generation_tokens": "output_tokens",
-    "request_params_max_tokens": "max_tokens",
-    "request_params_n": "samples",
-    "iteration_tokens_total": "step_tokens",
+    "vllm:time_to_first_token_seconds": "ttft_s",
+    "vllm:inter_token_latency_seconds": "itl_s",
+    "vllm:e2e_request_latency_seconds": "e2e_s",
+    "vllm:request_queue_time_seconds": "queue_s",
+    "vllm:request_prefill_time_seconds": "prefill_s",
+    "vllm:request_decode_time_seconds": "decode_s",
+    "vllm:request_inference_time_seconds": "inference_s",
+    "vllm:request_time_per_output_token_seconds": "tpot_s",
+    "vllm:request_prompt_tokens": "prompt_tokens",
+    "vllm:request_generation_tokens": "output_tokens",
+    "vllm:request_params_max_tokens": "max_tokens",
+    "vllm:request_params_n": "samples",
+    "vllm:iteration_tokens_total": "step_tokens",
+    "rooflax:step_seconds": "step_s",
 }
+
+
+def _waiting_for_capacity(num_waiting: int, labels: Mapping[str, str]) -> Metric:
+    family = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason", "Waiting requests.", labels=[*labels, "reason"]
+    )
+    return _with(family, {**labels, "reason": "capacity"}, num_waiting)
 
 
 def _with(family: Any, labels: Mapping[str, str], value: float) -> Metric:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooflax.loading.chat_template import names as template_names
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
 from rooflax.server.formats import Format
@@ -21,7 +21,6 @@ _RESERVED = frozenset(
     ["add_generation_prompt", "chat_template", "documents", "messages", "special_tokens",
      "template", "tokenize", "tokenizer", "tools"]
 )  # fmt: skip
-_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,13 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     """
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
-    words = frozenset(_WORD.findall(template or ""))
-    messages = plain_messages(found["messages"], keeps_developer="developer" in words)
+    names = await service.in_thread(template_names, template)
+    keeps_developer = "developer" in names.texts
+    messages = plain_messages(found["messages"], keeps_developer=keeps_developer)
     service.check_size(sum(len(message.get("content", "")) for message in messages))
     format = service.format
     choice = tool_choice(found, format)
-    variables = _variables(found, words)
+    variables = _variables(found, names.variables)
     answer = _begun_answer(found, messages)
     if answer and format is not None and format.channels is not None:
         raise ApiError(
@@ -74,9 +74,14 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
             code="unsupported_value",
             param="continue_final_message",
         )
-    ids = await service.encode_chat(
-        messages, tools=list(choice.tools) or None, chat_template_kwargs=variables
-    )
+    how = {"tools": list(choice.tools) or None, "chat_template_kwargs": variables}
+    try:
+        ids = await service.encode_chat(messages, **how)
+    except ApiError:
+        merged = _merged_systems(messages)
+        if len(merged) == len(messages):
+            raise
+        ids = await service.encode_chat(merged, **how)  # a template that wants one
     if answer:
         ids += await service.in_thread(llm.tokenizer.encode_plain, answer)
     reasoning = format and format.reasoning
@@ -84,18 +89,18 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     return Prompt(ids, format, choice, may_think)
 
 
-def _variables(found: Mapping[str, Any], words: frozenset[str]) -> dict[str, Any]:
+def _variables(found: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]:
     """Further variables of the template; each must be one that it reads."""
     variables = dict(found.get("chat_template_kwargs", {}))
     for name in variables:
-        if name in _RESERVED or name.endswith("_token") or name not in words:
+        if name in _RESERVED or name.endswith("_token") or name not in read:
             raise ApiError(
                 f"chat_template_kwargs has {name[:40]!r}, which the model's template does not "
                 f"read; drop it.",
                 param=f"chat_template_kwargs.{name[:40]}",
             )
     if "documents" in found:
-        if "documents" not in words:
+        if "documents" not in read:
             raise ApiError(
                 "The model's template reads no documents.",
                 code="unsupported_value",
@@ -104,15 +109,15 @@ def _variables(found: Mapping[str, Any], words: frozenset[str]) -> dict[str, Any
         variables["documents"] = found["documents"]
     effort = found.get("reasoning_effort")
     if effort is not None:
-        variables |= _effort(effort, words)
+        variables |= _effort(effort, read)
     return variables
 
 
-def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
-    if "reasoning_effort" in words:
+def _effort(effort: str, read: frozenset[str]) -> dict[str, Any]:
+    if "reasoning_effort" in read:
         one_of("reasoning_effort", effort, EFFORTS)
         return {"reasoning_effort": effort}
-    if "enable_thinking" in words:
+    if "enable_thinking" in read:
         return {"enable_thinking": effort != "none"}
     raise ApiError(
         "The model's template tells no efforts of reasoning apart; leave it out.",
@@ -123,8 +128,8 @@ def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
 
 def tells_efforts(service: Service) -> bool:
     """Whether the model's template tells efforts of reasoning apart."""
-    words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
-    return "reasoning_effort" in words or "enable_thinking" in words
+    read = template_names(service.ready().llm.tokenizer.chat_template).variables
+    return "reasoning_effort" in read or "enable_thinking" in read
 
 
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
@@ -186,6 +191,17 @@ def plain_messages(
             )
         messages.append(plain)
     return messages
+
+
+def _merged_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the system that follow each other as one."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] == "system":
+            merged[-1]["content"] += f"\n\n{message['content']}"
+        else:
+            merged.append(dict(message))
+    return merged
 
 
 _OF_ROLE = {

@@ -99,10 +99,12 @@ class Service:
         state = self.state
         if state == "ready" and self.engine is not None:
             return self.engine
+        dead = ("The engine has stopped; the server must be restarted.", "engine_dead")
+        stuck = ("The engine makes no steps; try again later.", "engine_stuck")
         said, code = {
             "loading": (f"The model is loading ({self.progress}); try again soon.", "loading"),
             "draining": ("The server is stopping; ask another.", "draining"),
-        }.get(state, ("The engine has stopped; the server must be restarted.", "engine_dead"))
+        }.get(state, dead if self.failure else stuck)
         wait = {"Retry-After": str(RETRY_LOADING_S)}
         raise ApiError(said, status=503, code=code, headers=wait)
 
@@ -187,7 +189,8 @@ class Service:
 
     def _is_over(self, num_sequences: int, owner: str) -> bool:
         most = self._most_open
-        share = most if len(self.settings.api_keys) < 2 else max(1, most // 2)
+        several = len(self.settings.api_keys) > 1
+        share = self.settings.max_per_key or max(1, most // 2) if several else most
         mine = self._open_by_owner[owner]
         return self.open + num_sequences > most or mine + num_sequences > share
 
@@ -200,7 +203,6 @@ class Service:
 
     def queue_full(self, why: str) -> ApiError:
         """429, with the seconds after which a place is likely."""
-        self.rejected["queue_full"] += 1
         wait_s = self._mean_s * max(1, self.open - self.slots) / self.slots
         seconds = min(LONGEST_RETRY_S, max(1, math.ceil(wait_s)))
         return ApiError(

@@ -22,6 +22,8 @@ class Settings:
         api_keys: who has one of them may ask; none lets everybody.
         served_names: of the one model; the first is stated in answers.
         max_waiting: sequences that may wait beside those that run.
+        max_per_key: answers that one key may have open; 0 is half of all places where there are
+            several keys, else all.
         max_body_bytes: of a request.
         cors_origins: pages of these origins may ask; "localhost" means any port of this machine.
         reports_unknown_fields: unknown fields are named in a header, not rejected.
@@ -30,6 +32,7 @@ class Settings:
         request_s, drain_s, stall_s: the most that a request may take; that running requests may
             take after a signal to stop; without a step before the engine counts as stuck.
         stays: keep answering (with 503) after the engine has died.
+        tells_tokenizer: answer /tokenizer_info, which shows the chat template.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +40,7 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_names: tuple[str, ...] = ()
     max_waiting: int = 64
+    max_per_key: int = 0
     max_body_bytes: int = 4 * 2**20
     cors_origins: tuple[str, ...] = ()
     reports_unknown_fields: bool = False
@@ -45,6 +49,7 @@ class Settings:
     drain_s: float = 30.0
     stall_s: float = 60.0
     stays: bool = False
+    tells_tokenizer: bool = False
     allows_anyone: bool = False
 
     def __post_init__(self) -> None:
@@ -88,12 +93,15 @@ class Keys:
 def host_is_allowed(settings: Settings, header: str) -> bool:
     """Whether a Host header names this machine; a page of another site cannot forge it.
 
-    Of servers that others can reach, any host is: they have a key.
+    Where there is a key and others can reach the server, any host is. Without a key it is an
+    address or a name without a dot, which a site of the internet cannot have.
     """
-    if not settings.is_local:
+    if not settings.is_local and settings.api_keys:
         return True
     name = host_name(header)
-    return name in LOCAL_NAMES or name == settings.host.lower() or _address_is(name, "is_private")
+    if name in LOCAL_NAMES or name == settings.host.lower() or _address_is(name, "is_private"):
+        return True
+    return not settings.is_local and (_is_address(name) or (name != "" and "." not in name))
 
 
 def host_name(header: str) -> str:
@@ -109,6 +117,14 @@ def host_name(header: str) -> str:
 
 def _is_port(text: str) -> bool:
     return text == "" or (text[0] == ":" and text[1:].isascii() and text[1:].isdigit())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _address_is(name: str, what: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
 from rooflax.server.formats import HARMONY
-from rooflax.server.rendering import render
+from rooflax.server.rendering import render, tells_efforts
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
 
@@ -34,6 +35,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     meta = {
         "n_vocab": config.vocab_size, "n_ctx": llm.max_model_len, "format": llm.format,
         "dtype": llm.plan.storage.dtype, "architecture": llm.info.family,
+        "n_params": llm.model.num_parameters, "size": llm.plan.memory.weights,
     }  # fmt: skip
     return {
         "id": name, "object": "model", "created": service.created, "owned_by": "rooflax",
@@ -96,11 +98,12 @@ async def health(service: Service, request: Request) -> Response:
     """GET /health: 200 where the engine works; while loading, what it does just now."""
     state = service.state
     if state in ("ready", "draining"):
-        return Json({"status": "ok"})
+        return Json({"status": "ok", "state": state})
     if state == "loading":
         said = {"status": "loading", "progress": service.progress}
         return Json(said, status_code=503, headers={"Retry-After": str(RETRY_LOADING_S)})
-    return Json({"status": "failed", "reason": "the engine has stopped"}, status_code=503)
+    reason = "the engine has stopped" if service.failure else "the engine makes no steps"
+    return Json({"status": "failed", "reason": reason}, status_code=503)
 
 
 async def ready(service: Service, request: Request) -> Response:
@@ -111,7 +114,28 @@ async def ready(service: Service, request: Request) -> Response:
 
 async def version(service: Service, request: Request) -> Response:
     """GET /version."""
-    return Json({"version": __version__})
+    return Json({"version": __version__, "jax": metadata.version("jax")})
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """GET /tokenizer_info: for evaluations that render chats themselves; by --tokenizer-info."""
+    if not service.settings.tells_tokenizer:
+        raise ApiError(
+            "The server was started without --tokenizer-info.", status=404, code="route_not_found"
+        )
+    tokenizer = service.ready().llm.tokenizer
+    named = tokenizer.special_tokens
+    return Json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": named.get("bos_token"),
+            "eos_token": named.get("eos_token"),
+            "pad_token": named.get("pad_token"),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": service.ready().llm.max_model_len,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
 
 
 async def props(service: Service, request: Request) -> Response:
@@ -119,6 +143,10 @@ async def props(service: Service, request: Request) -> Response:
     llm = service.ready().llm
     template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
     format = service.format
+    reasons = format is not None and (
+        format.name == HARMONY
+        or (format.reasoning is not None and format.reasoning.open.strip() in (template or ""))
+    )
     settings = {
         name: getattr(defaults, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -135,8 +163,8 @@ async def props(service: Service, request: Request) -> Response:
             "chat_template_caps": {
                 "chat": template is not None,
                 "tools": format is not None and format.calls is not None,
-                "reasoning": format is not None
-                and (format.reasoning is not None or format.name == HARMONY),
+                "reasoning": reasons,
+                "efforts": tells_efforts(service),
             },
             "modalities": {"vision": False, "audio": False},
             "build_info": f"rooflax {__version__}",

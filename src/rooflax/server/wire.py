@@ -6,6 +6,7 @@ What is rejected here never becomes a request, so its answer is written by hand.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from rooflax.server.errors import ApiError, openai_body
 
 MAX_URL_BYTES, MAX_HEADER_BYTES, MAX_HEADERS = 8 * 1024, 64 * 1024, 128
 MAX_CONNECTIONS = 1024
-HEADER_S = 10.0
+HEADER_S, READ_S = 10.0, 30.0
 _PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields Too Large",
             503: "Service Unavailable"}  # fmt: skip
 
@@ -37,7 +38,10 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             self._rejection = ApiError(
-                "Too many connections are open; try again later.", status=503, code="overloaded"
+                "Too many connections are open; try again later.",
+                status=503,
+                code="overloaded",
+                headers={"retry-after": "1"},
             )
             self.send_400_response("")
             return
@@ -89,6 +93,19 @@ class Protocol(HttpToolsProtocol):
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def _watch_reader(self, left: int) -> None:
+        """Cuts off who reads nothing of an answer for a while; streams have their own watch."""
+        if left:
+            self.loop.call_later(READ_S, self._has_read, left)
+
+    def _has_read(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._watch_reader(left) if left < before else self.transport.abort()
+
     def _reject(self, status: int, message: str) -> None:
         self._rejection = ApiError(message, status=status, code="request_too_large")
         raise _Rejected  # ends the parser, which calls send_400_response
@@ -103,10 +120,11 @@ class Protocol(HttpToolsProtocol):
         self._rejection = found
         self._head_came()
         body = msgspec.json.encode(openai_body(found))
-        head = (
-            f"HTTP/1.1 {found.status} {_PHRASES[found.status]}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            f"connection: close\r\n\r\n"
-        )
+        headers = {
+            "content-type": "application/json", "content-length": len(body),
+            "x-request-id": f"req_{secrets.token_hex(12)}", "connection": "close",
+        } | found.headers  # fmt: skip
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"HTTP/1.1 {found.status} {_PHRASES[found.status]}\r\n{lines}\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()

@@ -17,6 +17,7 @@ import pytest
 
 from rooflax.cli.main import main, parser_of
 from rooflax.cli.serve import _warn_of_cache, settings_of, take_variables
+from rooflax.loading.plan import make_plan
 from rooflax.nn.host_memory import _field
 from tests.server.live import wait_for
 
@@ -184,12 +185,18 @@ def test_c13_a_cache_that_cannot_be_written_is_said(monkeypatch, capfd):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("spare", "what"), [(2**10, "the weights leave nothing"), (2 * 2**20, "is left for it")]
+    ("spare", "what"), [(-1, "the weights leave nothing"), (2**20, "is left for it")]
 )
 def test_c12_what_does_not_fit_is_not_started(monkeypatch, capfd, spare, what):
     """The limit of the address space leaves too little for the weights, or for the KV cache."""
-    used = _field(Path("/proc/self/status"), "VmSize")
-    monkeypatch.setattr("rooflax.nn.host_memory._address_space_limit", lambda: used + spare)
+    spare += make_plan("preset:gpt2-tiny").memory.weights
+
+    def limits(_: int) -> tuple[int, int]:
+        size = _field(Path("/proc/self/status"), "VmSize")
+        assert size is not None
+        return size + spare, size + spare
+
+    monkeypatch.setattr("resource.getrlimit", limits)
     assert main(["serve", "preset:gpt2-tiny", "--port", "0"]) == 2
     *_, told = capfd.readouterr().err.splitlines()
     assert what in told and "MiB" in told

@@ -452,6 +452,7 @@ SECRET_KEY, SECRET_TEXT = "key-7f3a", "my diary says"
 def test_a9_neither_prompts_nor_keys_are_logged(llm, caplog):
     """Also where the log says most, and where the engine fails."""
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "rooflax.server")
     scripted = ScriptedLLM(llm)
     scripted.script = scripted.says(f"Well, {SECRET_TEXT}")
     with serving(lambda _: scripted, api_keys=(SECRET_KEY,)) as server:

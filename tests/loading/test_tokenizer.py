@@ -46,7 +46,9 @@ def test_u10_single_bytes_and_all_ids_go_there_and_back(loaded, kind):
     for text in [*map(chr, range(256)), *TEXTS]:
         ids = tokenizer.encode(text)
         assert ids == backend.encode(text).ids
-        assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+        assert tokenizer.decode(ids) == backend.decode(ids)
+        if kind not in ("llama2", "qwen"):  # a space at the beginning; composed characters
+            assert tokenizer.decode(tokenizer.encode_plain(text)) == text
     for ids in cuts_of_the_vocabulary(tokenizer.vocab_size):
         assert tokenizer.decode(ids) == backend.decode(ids)
 

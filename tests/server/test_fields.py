@@ -469,10 +469,16 @@ def test_j1_j3_j4_messages_that_are_none(live, messages, param):
         [*MESSAGES, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
         [*MESSAGES, {"role": "system", "content": "in the middle"}],
         [{"role": "developer", "content": "Be brief."}, *MESSAGES],
+        [*MESSAGES, {"role": "assistant", "content": None, "refusal": "No."}, *MESSAGES],
+        [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}],
     ],
 )  # fmt: skip
 def test_j2_messages_of_all_kinds(live, messages):
-    assert live.post(CHAT, {"messages": messages}).status_code == 200
+    found = live.post(CHAT, {"messages": messages, "logprobs": True})
+    assert found.status_code == 200
+    (choice,) = found.json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world.", "refusal": None}
+    assert choice["logprobs"]["refusal"] is None
 
 
 STRICT = (

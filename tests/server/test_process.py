@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from rooflax.cli.main import main, parser_of
 from rooflax.cli.serve import _warn_of_cache, settings_of, take_variables
+from rooflax.loading.plan import make_plan
 from rooflax.nn.host_memory import _field
 from tests.server.live import wait_for
 
@@ -27,9 +27,10 @@ COMMAND = [sys.executable, "-m", "rooflax", "serve", "--max-num-seqs", "2"]
 class Process:
     """A server of its own."""
 
-    def __init__(self, *flags: str, port: int = 0, **how: Any):
+    def __init__(self, *flags: str, port: int = 0, limit: str = ":"):
         command = [*COMMAND, "--port", str(port), *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+        limited = ["sh", "-c", f'{limit}; exec "$@"', "sh", *command]
+        self.process = subprocess.Popen(limited, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -127,18 +128,11 @@ def test_c8_it_ends_while_it_loads(number, code):
     assert server.end(number) == code
 
 
-def few_files() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets limits")
 def test_c9_c14_a_killed_one_starts_again_and_goes_on_without_descriptors():
     killed = Process()
     killed.end(signal.SIGKILL)  # while it compiles
     port = int(killed.url.rpartition(":")[2])
-    server = Process(port=port, preexec_fn=few_files)
+    server = Process(port=port, limit="ulimit -n 64")
     try:
         wait_for(lambda: server.status() == 200, 180)
         body = CHAT | {"max_tokens": 12}
@@ -184,12 +178,18 @@ def test_c13_a_cache_that_cannot_be_written_is_said(monkeypatch, capfd):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("spare", "what"), [(2**10, "the weights leave nothing"), (2 * 2**20, "is left for it")]
+    ("spare", "what"), [(-1, "the weights leave nothing"), (2**20, "is left for it")]
 )
 def test_c12_what_does_not_fit_is_not_started(monkeypatch, capfd, spare, what):
     """The limit of the address space leaves too little for the weights, or for the KV cache."""
-    used = _field(Path("/proc/self/status"), "VmSize")
-    monkeypatch.setattr("rooflax.nn.host_memory._address_space_limit", lambda: used + spare)
+    spare += make_plan("preset:gpt2-tiny").memory.weights
+
+    def limits(_: int) -> tuple[int, int]:
+        size = _field(Path("/proc/self/status"), "VmSize")
+        assert size is not None
+        return size + spare, size + spare
+
+    monkeypatch.setattr("resource.getrlimit", limits)
     assert main(["serve", "preset:gpt2-tiny", "--port", "0"]) == 2
     *_, told = capfd.readouterr().err.splitlines()
     assert what in told and "MiB" in told

@@ -516,6 +516,7 @@ SECRET_KEY, SECRET_TEXT = "key-7f3a", "my diary says"
 def test_a9_neither_prompts_nor_keys_are_logged(llm, caplog):
     """Also where the log says most, and where the engine fails."""
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "rooflax.server")
     scripted = ScriptedLLM(llm)
     scripted.script = scripted.says(f"Well, {SECRET_TEXT}")
     with serving(lambda _: scripted, api_keys=(SECRET_KEY,)) as server:
@@ -693,8 +694,38 @@ def test_u2_texts_that_cannot_fit_are_rejected_at_once(live):
         "/tokenize": {"prompt": text},
     }
     for path, body in bodies.items():
+        started = time.process_time()
         found = live.post(path, body)
         assert error_of(found)["code"] == "context_length_exceeded"
+        assert time.process_time() - started < 1
+    found = live.post("/v1/completions", {"prompt": "x" * 10_000_000})
+    assert found.status_code == 413
+
+
+def test_u2_others_do_not_wait_for_long_texts(live, llm):
+    """Such as just pass for texts that may fit."""
+    longest = llm.tokenizer.longest_token * llm.max_model_len
+    is_over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as client:
+            while not is_over.is_set():
+                for text in ("x" * longest, "x" * 3_000_000):
+                    found = client.post("/v1/completions", json={"prompt": text})
+                    assert found.status_code == 400
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    waits = []
+    for _ in range(21):
+        started = time.perf_counter()
+        assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+        waits.append(time.perf_counter() - started)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(waits)[10] < 0.1
 
 
 @pytest.mark.parametrize(

@@ -751,8 +751,8 @@ def test_c6_a_request_that_takes_too_long_is_counted(llm):
     with serving(lambda _: scripted, request_s=0.3) as server:
         for more in ({}, {"stream": True}):
             server.post("/v1/completions", {"prompt": "x", "max_tokens": 500} | more)
-        text = server.http.get("/metrics").text
-        assert 'rooflax:cancelled_requests_total{cause="timeout"} 2.0' in text
+        counted = 'rooflax:cancelled_requests_total{cause="timeout"} 2.0'
+        wait_for(lambda: counted in server.http.get("/metrics").text)
 
 
 def test_c1_rejections_are_counted_by_code(live):

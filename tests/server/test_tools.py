@@ -290,7 +290,7 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
     content = "".join(map(reader.push, answer.tokens)) + reader.flush()
-    events = reader.take_events()
+    events = reader.take(len(content))
     names = [each.text for each in events if each.kind == "call"]
     assert content.strip() == "" and names
     assert set(names) <= ({"b"} if isinstance(choice, dict) else {"a", "b"})

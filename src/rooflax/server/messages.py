@@ -14,10 +14,10 @@ from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError, anthropic_body
 from rooflax.server.fields import convert
+from rooflax.server.reader import Event
 from rooflax.server.rendering import render, tells_efforts
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
-from rooflax.server.tools import call_id
 from rooflax.server.turn import Turn
 
 BILLING = "x-anthropic-billing-header"
@@ -238,7 +238,7 @@ class _Answer:
         """Events, and why it ended at the end."""
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
-                events = [each for part in piece.parts() for each in self._take(*part)]
+                events = [each for part in piece.events for each in self._take(part)]
                 ended: dict[str, Any] = {}
                 if piece.finish_reason is not None:
                     events += self._close()
@@ -249,12 +249,13 @@ class _Answer:
                     ended = {"stop_reason": reason, "stop_sequence": stop if at_string else None}
                 yield events, ended
 
-    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
+        kind, text = piece.kind, piece.text
         if kind == "call_end":
             yield from self._close()
         elif kind == "call":
-            block = {"type": "tool_use", "id": call_id(prefix="toolu_"), "name": text, "input": {}}
-            yield from self._open(block)
+            identity = self.turn.call_id(piece, "toolu_")
+            yield from self._open({"type": "tool_use", "id": identity, "name": text, "input": {}})
         elif kind == "arguments":
             self.arguments += text
             yield self._delta({"type": "input_json_delta", "partial_json": text})

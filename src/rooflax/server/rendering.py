@@ -13,7 +13,7 @@ from rooflax.server.fields import one_of
 from rooflax.server.formats import Format
 from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
-from rooflax.server.tools import ToolChoice, tool_choice
+from rooflax.server.tools import ToolChoice, fit_call_ids, tool_choice
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
@@ -65,6 +65,8 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     messages = plain_messages(found["messages"], keeps_developer="developer" in words)
     service.check_size(sum(len(message.get("content", "")) for message in messages))
     format = service.format
+    if format is not None and format.calls is not None:
+        fit_call_ids(messages, format.calls.id_length)
     choice = tool_choice(found, format)
     variables = _variables(found, words)
     answer = _begun_answer(found, messages)

@@ -14,11 +14,11 @@ from rooflax.server.answers import event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert
+from rooflax.server.reader import Event
 from rooflax.server.rendering import tells_efforts, text_of
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, RESPONSES
-from rooflax.server.tools import call_id
-from rooflax.server.turn import Turn
+from rooflax.server.turn import Spelled, Turn
 
 LOGPROBS = "message.output_text.logprobs"
 _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call")
@@ -187,7 +187,10 @@ class _Answer:
         self.output: list[dict[str, Any]] = []
         self.number = 0
         self.is_open = False
-        self.logprobs: list[Any] = []
+        self.tokens: list[Spelled] = []
+        """That stand in no item yet."""
+        self.texts: list[tuple[int, int]] = []
+        """The characters of the whole answer that the open item has."""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self.number += 1
@@ -259,13 +262,8 @@ class _Answer:
         """Events without their numbers, and the finished response at the end."""
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
-                events: list[dict[str, Any]] = []
-                if piece.delta.logprobs:
-                    top = self.call.found.get("top_logprobs", 0)
-                    spelling = self.call.service.spelling
-                    self.logprobs = spelling.chat(piece.delta.tokens, piece.delta.logprobs, top)
-                for kind, text in piece.parts():
-                    events += self._take(kind, text)
+                self.tokens += piece.tokens
+                events = [each for part in piece.events for each in self._take(part)]
                 finished = None
                 if piece.finish_reason is not None:
                     is_cut = piece.finish_reason == "length"
@@ -275,12 +273,13 @@ class _Answer:
                     finished = self.response(status, incomplete_details=why)
                 yield events, finished
 
-    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
+        kind, text = piece.kind, piece.text
         if kind == "call":
             yield from self._close("completed")
             yield from self._open(
-                {"type": "function_call", "id": _id("fc"), "call_id": call_id(), "name": text,
-                 "arguments": "", "status": "in_progress"}
+                {"type": "function_call", "id": _id("fc"), "call_id": self.turn.call_id(piece),
+                 "name": text, "arguments": "", "status": "in_progress"}
             )  # fmt: skip
         elif kind == "call_end":
             yield from self._close("completed")
@@ -300,9 +299,25 @@ class _Answer:
             name = "reasoning_text" if kind == "reasoning" else "output_text"
             more: dict[str, Any] = {}
             if kind == "content":
-                more["logprobs"], self.logprobs = self.logprobs, []
+                begun = piece.at
+                if self.texts and self.texts[-1][1] == begun:
+                    begun, _ = self.texts.pop()
+                self.texts.append((begun, piece.at + len(text)))
+                more["logprobs"] = self._logprobs()
                 part["logprobs"] += more["logprobs"]
             yield self._of(f"response.{name}.delta", content_index=0, delta=text, **more)
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        """Of the tokens that belong to the text of the open item."""
+        found, end = [], self.texts[-1][1]
+        while self.tokens and self.tokens[0].begin < end:
+            token = self.tokens.pop(0)
+            parts = [part for each in self.texts if (part := token.within(*each)) is not None]
+            if parts:
+                whole = token.within(parts[0].begin, parts[-1].end)
+                assert whole is not None
+                found.append(whole.entry)
+        return found
 
     def _of(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last item."""
@@ -331,6 +346,9 @@ class _Answer:
             )
         else:
             part = item["content"][0]
+            if self.texts:
+                part["logprobs"] += self._logprobs()
+                self.texts = []
             name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             more = {"logprobs": part["logprobs"]} if name == "output_text" else {}
             yield self._of(f"response.{name}.done", content_index=0, text=part["text"], **more)

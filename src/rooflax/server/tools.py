@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import string
@@ -152,7 +153,7 @@ def _named(choice: Mapping[str, Any], known: Sequence[str]) -> str:
     return name
 
 
-def call_id(length: int = 0, prefix: str = "call_") -> str:
+def new_call_id(length: int = 0, prefix: str = "call_") -> str:
     """A new id of a call.
 
     Args:
@@ -161,3 +162,26 @@ def call_id(length: int = 0, prefix: str = "call_") -> str:
     size = length or 24
     drawn = "".join(secrets.choice(_ALPHABET) for _ in range(size))
     return drawn if length else prefix + drawn
+
+
+def fit_call_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
+    """Ids of another's making, in a conversation, as ones that the template takes: the same each
+    time.
+
+    Args:
+        length: of the ids; 0 takes any.
+    """
+    if not length:
+        return
+
+    def fitting(given: str) -> str:
+        if len(given) == length and set(given) <= set(_ALPHABET):
+            return given
+        digest = hashlib.sha256(given.encode()).digest()
+        return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:length])
+
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = fitting(call["id"])
+        if "tool_call_id" in message:
+            message["tool_call_id"] = fitting(message["tool_call_id"])

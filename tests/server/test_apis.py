@@ -15,7 +15,7 @@ from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.app import POSTS
 from tests.product.test_embedded_chat import TOOL
-from tests.server.live import serving
+from tests.server.live import ScriptedLLM, serving
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -376,6 +376,67 @@ def test_what_is_passed_over_is_reported(live):
     }  # fmt: skip
 
 
+def reported(found):
+    assert found.status_code == 200, found.text
+    return set(filter(None, found.headers.get("x-rooflax-ignored", "").split(", ")))
+
+
+TELLS_EFFORTS = "{{ reasoning_effort }} {% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+TELLS_THINKING = TELLS_EFFORTS.replace("reasoning_effort", "enable_thinking")
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "fields", "begins", "names"),
+    [
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "low"}}, "low", set()),
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "minimal"}}, "",
+         {"reasoning.effort"}),
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "none"}}, "",
+         {"reasoning.effort"}),
+        (TELLS_THINKING, "/v1/responses", {"reasoning": {"effort": "none"}}, "False", set()),
+        (TELLS_EFFORTS, "/v1/messages", {"thinking": {"type": "disabled"}}, "", {"thinking"}),
+        (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "disabled"}}, "False", set()),
+        (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}},
+         "True", {"thinking.budget_tokens"}),
+        (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "low"}}, "low", set()),
+        (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "max"}}, "",
+         {"output_config.effort"}),
+        (TELLS_EFFORTS, "/v1/messages",
+         {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "low", set()),
+    ],
+)  # fmt: skip
+def test_efforts_that_a_template_cannot_be_told_are_reported(
+    live, scripted, monkeypatch, template, path, fields, begins, names
+):
+    monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": template})
+    found = live.post(path, asking(path, **fields) | {"tools": []})
+    assert reported(found) == names
+    assert scripted.llm.tokenizer.decode(scripted.asked[-1][0]).startswith(f"{begins} user")
+
+
+def test_what_claude_code_sends(live, scripted):
+    given = {"max_tokens": 9, "messages": [
+        {"role": role, "content": role} for role in ("ctx", "user", "msg")
+    ]}  # fmt: skip
+    tool = {**NAMED, "defer_loading": True, "cache_control": {"type": "ephemeral"}, "novel": 1}
+    found = live.post("/v1/messages", given | {"tools": [tool]})
+    assert reported(found) == {"tools[0].defer_loading", "tools[0].novel"}
+    asked = scripted.llm.tokenizer.decode(scripted.asked[-1][0], skip_special_tokens=False)
+    assert asked.count("<|im_start|>user") == 3
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    assert reported(live.post("/v1/messages", given | {"output_config": form})) == set()
+    assert scripted.asked[-1][1].json_schema == json.dumps(schema)
+
+
+def test_a_request_that_takes_too_long_is_an_error_of_anthropics(llm):
+    scripted = ScriptedLLM(llm)
+    scripted.pause_s = 0.5
+    with serving(lambda _: scripted, request_s=0.1) as server:
+        found = server.post("/v1/messages", asking("/v1/messages"))
+    assert (found.status_code, found.json()["error"]["type"]) == (504, "timeout_error")
+
+
 def test_prefills_and_stop_sequences(live, scripted):
     scripted.script = scripted.says(" am here. Or there.")
     body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}],
@@ -415,6 +476,16 @@ def test_an_error_within_a_stream_has_their_shape(live, scripted, path):
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}],
                           "max_tokens": 5}, "messages[0]"),
         ("/v1/messages", {"messages": [], "max_tokens": 5, "container": "x"}, "container"),
+        ("/v1/messages", {"messages": [], "max_tokens": 5, "thinking": {"type": "banana"}},
+         "thinking.type"),
+        ("/v1/messages", {"messages": [], "max_tokens": 5, "output_config": {"format": {}}},
+         "output_config.format.type"),
+        ("/v1/responses", {"input": "x", "top_logprobs": 3}, "top_logprobs"),
+        *[("/v1/responses", {"input": "x", "tool_choice": choice}, "tool_choice")
+          for choice in ("banana", "required", {"type": "function", "name": "f"})],
+        *[("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5,
+                            "tool_choice": choice}, "tool_choice")
+          for choice in ({"type": "banana"}, {"type": "any"}, {"type": "tool", "name": "f"})],
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens"),
     ],
 )  # fmt: skip

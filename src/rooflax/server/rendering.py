@@ -17,6 +17,7 @@ from rooflax.server.tools import ToolChoice, fit_call_ids, tool_choice
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
+ALL_EFFORTS = ("none", "minimal", *EFFORTS, "xhigh", "max")
 _RESERVED = frozenset(
     ["add_generation_prompt", "chat_template", "documents", "messages", "special_tokens",
      "template", "tokenize", "tokenizer", "tools"]
@@ -123,10 +124,12 @@ def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
     )
 
 
-def tells_efforts(service: Service) -> bool:
-    """Whether the model's template tells efforts of reasoning apart."""
+def tells_effort(service: Service, effort: str) -> bool:
+    """Whether the model's template can be told this effort of reasoning."""
     words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
-    return "reasoning_effort" in words or "enable_thinking" in words
+    if "reasoning_effort" in words:
+        return effort in EFFORTS
+    return "enable_thinking" in words and effort in ALL_EFFORTS
 
 
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:

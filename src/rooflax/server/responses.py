@@ -15,7 +15,7 @@ from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert
 from rooflax.server.reader import Event
-from rooflax.server.rendering import tells_efforts, text_of
+from rooflax.server.rendering import tells_effort, text_of
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, RESPONSES
 from rooflax.server.turn import Spelled, Turn
@@ -57,17 +57,22 @@ def chat_fields(call: Call) -> dict[str, Any]:
         names = [each.get("name") for each in allowed]
         found["tools"] = [t for t in found["tools"] if t["function"]["name"] in names]
         choice = choice.get("mode", "auto")
-    if choice is not None and (found["tools"] or choice == "required"):
+    if choice is not None:
         found["tool_choice"] = choice
     if "max_output_tokens" in given:
         found["max_tokens"] = given["max_output_tokens"]
+    if given.get("top_logprobs") and LOGPROBS not in given.get("include", ()):
+        raise ApiError(
+            f"top_logprobs is given without {LOGPROBS}; put that into include.",
+            param="top_logprobs",
+        )
     if LOGPROBS in given.get("include", ()):
         found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     form = given.get("text", {}).get("format")
     if form is not None:
         found["response_format"] = _form(form)
     effort = given.get("reasoning", {}).get("effort")
-    if effort is not None and tells_efforts(call.service):
+    if effort is not None and tells_effort(call.service, effort):
         found["reasoning_effort"] = effort
     elif effort is not None:
         call.ignored.append("reasoning.effort")
@@ -97,8 +102,8 @@ def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
             inner = [{**each, "name": f"{prefix}__{each.get('name')}"} for each in nested]
             tools += function_tools(inner, ignored)
         elif kind == "function":
-            plain = {name: tool[name] for name in FUNCTION.fields if name in tool}
-            function = FUNCTION.parse(plain, f"tools[{number}]")
+            plain = {name: value for name, value in tool.items() if name != "type"}
+            function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
             tools.append({"type": "function", "function": function})
         else:
             ignored.append(f"tools[{number}].type={str(kind)[:40]}")

@@ -45,31 +45,43 @@ class ToolChoice:
         }
 
     @property
-    def is_strict(self) -> bool:
-        """Whether some function's arguments must be valid."""
-        return any(tool["function"].get("strict") for tool in self.tools)
+    def _strict(self) -> set[str]:
+        """The functions of which the arguments must be valid."""
+        functions = [tool["function"] for tool in self.tools]
+        return {each["name"] for each in functions if self.is_forced or each.get("strict")}
 
-    def grammar(self, special: Mapping[str, int], thinks: Thinks) -> str | None:
+    def grammar(
+        self,
+        special: Mapping[str, int],
+        thinks: Thinks,
+        form: Mapping[str, Any] | None = None,
+    ) -> str | None:
         """The Lark grammar of the answer; None where it is free.
 
         Args:
             special: ids of the tokenizer's special tokens.
             thinks: whether reasoning comes first.
+            form: of an answer without calls.
 
         Raises:
             ApiError: the format has none, or not for such schemas.
         """
-        if not (self.is_forced or self.is_strict or (self.tools and not self.is_parallel)):
+        if not self.tools or not (self._strict or form or not self.is_parallel):
             return None
         assert self.format is not None
-        named = [self.name] if self.name else list(self.schemas)
+        named = {self.name} if self.name else set(self.schemas)
         found = call_grammar(
             self.format,
-            {name: self.schemas[name] for name in named},
+            {
+                name: schema if name in self._strict else None
+                for name, schema in self.schemas.items()
+                if name in named
+            },
             special,
             is_forced=self.is_forced,
             is_parallel=self.is_parallel and self.name is None,
             thinks=thinks,
+            form=form,
         )
         if found is None:
             what = "tool_choice" if self.is_forced else "parallel_tool_calls"

@@ -168,13 +168,7 @@ class Turn:
 
     def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
         special = self.call.service.special
-        forced = prompt.choice.grammar(special, thinks)
-        if forced is not None and self._form:
-            raise ApiError(
-                "response_format and structured_outputs do not go with calls that are forced or "
-                "strict; drop one.",
-                param="response_format",
-            )
-        if forced is not None:
-            return {"grammar": forced}
+        calls = prompt.choice.grammar(special, thinks, self._form)
+        if calls is not None:
+            return {"grammar": calls}
         return behind_reasoning(self._form, prompt.format, special, thinks=thinks)

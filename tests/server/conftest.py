@@ -35,6 +35,7 @@ def _fresh(request):
     scripted, live = request.getfixturevalue("scripted"), request.getfixturevalue("live")
     scripted.script, scripted.pause_s, scripted.error = scripted.says("Hello, world."), 0.0, None
     scripted.asked.clear()
+    scripted.is_merged = False
     yield
     live.settle()
     assert scripted.num_open == 0

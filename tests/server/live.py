@@ -30,12 +30,13 @@ class ScriptedLLM:
         asked: of each stream: its prompt, params and salt.
         num_open, num_cut: streams that are open; that were closed before their end.
         error: is raised after as many tokens as its number says.
+        is_merged: the whole answer comes at once.
     """
 
     def __init__(self, llm: LLM, script: Script | None = None):
         self.llm = llm
         self.script = script or self.says("Hello, world. How are you?")
-        self.pause_s = 0.0
+        self.pause_s, self.is_merged = 0.0, False
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self.num_open = self.num_cut = 0
         self.error: tuple[int, Exception] | None = None
@@ -79,6 +80,8 @@ class ScriptedLLM:
     def _step(self, sample: Any, line: list[int], number: int) -> Delta:
         sequence, token = sample.sequence, line[number % len(line)]
         reason = None
+        if self.is_merged:
+            return self._merged(sample, tuple(line))
         if token in sequence.stop_ids:
             reason = "stop"
         elif number + 1 == sequence.max_tokens:
@@ -88,6 +91,15 @@ class ScriptedLLM:
             sequence, (token,), (time.perf_counter(),), (_logprobs(token),) if wants else (), reason
         )
         return sample.take(output, 0.0, CompileCounts())
+
+    def _merged(self, sample: Any, ids: tuple[int, ...]) -> Delta:
+        logprobs = ()
+        if sample.sequence.params.logprobs is not None:
+            logprobs = tuple(map(_logprobs, ids))
+        now = (time.perf_counter(),) * len(ids)
+        return sample.take(
+            StepOutput(sample.sequence, ids, now, logprobs, "stop"), 0.0, CompileCounts()
+        )
 
     def metrics(self) -> dict[str, Any]:
         from rooflax.engine.metrics import Metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import anthropic
 import openai
@@ -14,7 +15,7 @@ from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.app import POSTS
 from tests.product.test_embedded_chat import TOOL
-from tests.server.live import serving
+from tests.server.live import ScriptedLLM, serving
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -165,6 +166,168 @@ def test_reasoning_text_and_calls_are_items_in_their_order(live, scripted):
     assert found["stop_reason"] == "tool_use"
 
 
+LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+FLAT = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+NAMED = {"name": "look", "input_schema": {"type": "object"}}
+TOOLS = {"/v1/responses": [FLAT], "/v1/messages": [NAMED]}
+TOOLS["/v1/chat/completions"] = [{"type": "function", "function": {"name": "look"}}]
+
+
+def asking(path, **more):
+    messages = [{"role": "user", "content": "x"}]
+    beside = {"/v1/responses": {"input": "x"}, "/v1/messages": {"max_tokens": 200}}
+    given = {"messages": messages} if path != "/v1/responses" else {}
+    return given | beside.get(path, {}) | {"tools": TOOLS[path]} | more
+
+
+def blocks(path, document):
+    """Kinds and texts of an answer, in their order."""
+    if path == "/v1/chat/completions":
+        message = document["choices"][0]["message"]
+        return [message["content"], *[c["function"]["name"] for c in message["tool_calls"]]]
+    if path == "/v1/responses":
+        return [
+            each["content"][0]["text"] if "content" in each else each["name"]
+            for each in document["output"]
+        ]
+    return [each.get("text", each.get("name")) for each in document["content"]]
+
+
+def events_of(answer):
+    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def streamed_blocks(live, path):
+    """The same, put together from a stream."""
+    events = events_of(live.post(path, asking(path, stream=True)))
+    if path == "/v1/messages":
+        found = [
+            each["content_block"].get("name", "")
+            for each in events if each["type"] == "content_block_start"
+        ]  # fmt: skip
+        for each in events:
+            if each["type"] == "content_block_delta" and each["delta"]["type"] == "text_delta":
+                found[each["index"]] += each["delta"]["text"]
+        return found
+    if path == "/v1/responses":
+        found = [
+            each["item"].get("name", "")
+            for each in events if each["type"] == "response.output_item.added"
+        ]  # fmt: skip
+        for each in events:
+            if each["type"] == "response.output_text.delta":
+                found[each["output_index"]] += each["delta"]
+        return found
+    text, names = "", []
+    for choice in (choice for each in events for choice in each["choices"]):
+        text += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            names += [name] if (name := call["function"].get("name")) else []
+    return [text, *names]
+
+
+@pytest.mark.parametrize("path", TOOLS)
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_text_on_both_sides_of_a_call_keeps_its_place(live, scripted, path, is_merged):
+    scripted.script, scripted.is_merged = scripted.says(f"First. {LOOK}\nAnd then text."), is_merged
+    wanted = ["First.", "look", " \nAnd then text."]
+    if path == "/v1/chat/completions":
+        wanted = ["First. \nAnd then text.", "look"]
+    assert blocks(path, live.post(path, asking(path)).json()) == wanted
+    assert streamed_blocks(live, path) == wanted
+
+
+def spelled(logprobs):
+    assert all(bytes(one["bytes"]).decode("utf-8", "replace") == one["token"] for one in logprobs)
+    return b"".join(bytes(one["bytes"]) for one in logprobs).decode()
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        ("Hi 😀 日本 there", ["Hi 😀 日本 there"]),
+        ("One.\n\n  Two\n", ["One.\n\n  Two\n"]),
+        ("<think>Hm so.</think>\n\nYes 😀", ["Yes 😀"]),
+        (f"First. {LOOK}\nAnd then.", ["First.", " \nAnd then."]),
+        ("<tool_call>no</tool_call> 😀", ["<tool_call>no</tool_call> 😀"]),
+    ],
+)
+def test_logprobs_of_responses_spell_the_text(live, scripted, is_merged, said, texts):
+    scripted.script, scripted.is_merged = scripted.says(said), is_merged
+    body = {"input": "x", "tools": [FLAT], "include": ["message.output_text.logprobs"]}
+    output = live.post("/v1/responses", body).json()["output"]
+    parts = [each["content"][0] for each in output if each["type"] == "message"]
+    assert [part["text"] for part in parts] == texts
+    assert [spelled(part["logprobs"]) for part in parts] == texts
+    events = events_of(live.post("/v1/responses", body | {"stream": True}))
+    of_deltas = [
+        one
+        for each in events if each["type"] == "response.output_text.delta"
+        for one in each["logprobs"]
+    ]  # fmt: skip
+    assert spelled(of_deltas) == "".join(texts)
+    done = [e for e in events if e["type"] == "response.output_text.done"]
+    assert [spelled(each["logprobs"]) for each in done] == texts
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "stop", "text"),
+    [
+        ("Hello, world.", [], "Hello, world."),
+        ("one two three four", ["ree"], "one two th"),
+        ("one 😀 two", ["😀"], "one "),
+        ("one\n\ntwo", ["\n\n"], "one"),
+        ("one two", ["two three"], "one two"),
+    ],
+)
+def test_logprobs_of_chat_end_with_the_text(live, scripted, is_merged, stream, said, stop, text):
+    scripted.script, scripted.is_merged = scripted.says(said), is_merged
+    path = "/v1/chat/completions"
+    found = live.post(path, asking(path, logprobs=True, stop=stop, stream=stream))
+    documents = events_of(found) if stream else [found.json()]
+    choices = [choice for each in documents for choice in each["choices"]]
+    said = [c.get("message", c.get("delta")).get("content") or "" for c in choices]
+    assert "".join(said) == text
+    assert spelled([t for c in choices if c["logprobs"] for t in c["logprobs"]["content"]]) == text
+
+
+NINE = (
+    "{# [ARGS] #}{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have 9 letters') }}{% endif %}"
+    "{{ '[TOOL_CALLS]' + c.id }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}{% endfor %}"
+)
+
+
+def test_ids_of_calls_are_those_that_the_template_takes(live, scripted, monkeypatch):
+    monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": NINE})
+    scripted.script = scripted.says("[TOOL_CALLS]look[ARGS]{}")
+    (call,) = live.post("/v1/responses", asking("/v1/responses")).json()["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "12"}
+    again = [{"role": "user", "content": "x"}, call, result]
+    assert live.post("/v1/responses", asking("/v1/responses", input=again)).status_code == 200
+    use = live.post("/v1/messages", asking("/v1/messages")).json()["content"]
+    result = {"type": "tool_result", "tool_use_id": use[0]["id"], "content": "12"}
+    again = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": use},
+        {"role": "user", "content": [result]},
+    ]
+    assert live.post("/v1/messages", asking("/v1/messages", messages=again)).status_code == 200
+    assert len(call["call_id"]) == len(use[0]["id"]) == 9
+    use[0]["id"] = result["tool_use_id"] = "toolu_of_another"
+    for _ in range(2):
+        assert live.post("/v1/messages", asking("/v1/messages", messages=again)).status_code == 200
+    first, second = (scripted.llm.tokenizer.decode(asked[0]) for asked in scripted.asked[-2:])
+    (identity,) = re.findall(r"\[TOOL_CALLS\](\w{9})", first)
+    assert first == second and first.count(identity) == 2
+
+
 def test_a_history_is_rendered_as_a_chats(live, scripted):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     chat = [
@@ -213,6 +376,67 @@ def test_what_is_passed_over_is_reported(live):
     }  # fmt: skip
 
 
+def reported(found):
+    assert found.status_code == 200, found.text
+    return set(filter(None, found.headers.get("x-rooflax-ignored", "").split(", ")))
+
+
+TELLS_EFFORTS = "{{ reasoning_effort }} {% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+TELLS_THINKING = TELLS_EFFORTS.replace("reasoning_effort", "enable_thinking")
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "fields", "begins", "names"),
+    [
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "low"}}, "low", set()),
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "minimal"}}, "",
+         {"reasoning.effort"}),
+        (TELLS_EFFORTS, "/v1/responses", {"reasoning": {"effort": "none"}}, "",
+         {"reasoning.effort"}),
+        (TELLS_THINKING, "/v1/responses", {"reasoning": {"effort": "none"}}, "False", set()),
+        (TELLS_EFFORTS, "/v1/messages", {"thinking": {"type": "disabled"}}, "", {"thinking"}),
+        (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "disabled"}}, "False", set()),
+        (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}},
+         "True", {"thinking.budget_tokens"}),
+        (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "low"}}, "low", set()),
+        (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "max"}}, "",
+         {"output_config.effort"}),
+        (TELLS_EFFORTS, "/v1/messages",
+         {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "low", set()),
+    ],
+)  # fmt: skip
+def test_efforts_that_a_template_cannot_be_told_are_reported(
+    live, scripted, monkeypatch, template, path, fields, begins, names
+):
+    monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": template})
+    found = live.post(path, asking(path, **fields) | {"tools": []})
+    assert reported(found) == names
+    assert scripted.llm.tokenizer.decode(scripted.asked[-1][0]).startswith(f"{begins} user")
+
+
+def test_what_claude_code_sends(live, scripted):
+    given = {"max_tokens": 9, "messages": [
+        {"role": role, "content": role} for role in ("ctx", "user", "msg")
+    ]}  # fmt: skip
+    tool = {**NAMED, "defer_loading": True, "cache_control": {"type": "ephemeral"}, "novel": 1}
+    found = live.post("/v1/messages", given | {"tools": [tool]})
+    assert reported(found) == {"tools[0].defer_loading", "tools[0].novel"}
+    asked = scripted.llm.tokenizer.decode(scripted.asked[-1][0], skip_special_tokens=False)
+    assert asked.count("<|im_start|>user") == 3
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    assert reported(live.post("/v1/messages", given | {"output_config": form})) == set()
+    assert scripted.asked[-1][1].json_schema == json.dumps(schema)
+
+
+def test_a_request_that_takes_too_long_is_an_error_of_anthropics(llm):
+    scripted = ScriptedLLM(llm)
+    scripted.pause_s = 0.5
+    with serving(lambda _: scripted, request_s=0.1) as server:
+        found = server.post("/v1/messages", asking("/v1/messages"))
+    assert (found.status_code, found.json()["error"]["type"]) == (504, "timeout_error")
+
+
 def test_prefills_and_stop_sequences(live, scripted):
     scripted.script = scripted.says(" am here. Or there.")
     body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}],
@@ -252,6 +476,16 @@ def test_an_error_within_a_stream_has_their_shape(live, scripted, path):
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}],
                           "max_tokens": 5}, "messages[0]"),
         ("/v1/messages", {"messages": [], "max_tokens": 5, "container": "x"}, "container"),
+        ("/v1/messages", {"messages": [], "max_tokens": 5, "thinking": {"type": "banana"}},
+         "thinking.type"),
+        ("/v1/messages", {"messages": [], "max_tokens": 5, "output_config": {"format": {}}},
+         "output_config.format.type"),
+        ("/v1/responses", {"input": "x", "top_logprobs": 3}, "top_logprobs"),
+        *[("/v1/responses", {"input": "x", "tool_choice": choice}, "tool_choice")
+          for choice in ("banana", "required", {"type": "function", "name": "f"})],
+        *[("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5,
+                            "tool_choice": choice}, "tool_choice")
+          for choice in ({"type": "banana"}, {"type": "any"}, {"type": "tool", "name": "f"})],
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens"),
     ],
 )  # fmt: skip

@@ -387,11 +387,12 @@ DIFFERENT = {
         "thinking": ({}, {"type": "enabled"}), "max_tokens": ({}, 2),
         "stop_sequences": ({}, ["world"]), "temperature": ({}, 0.5), "top_p": ({}, 0.5),
         "top_k": ({}, 3), "stream": ({}, True),
+        "output_config": ({}, {"format": SCHEMA}),
     },
     "/v1/messages/count_tokens": {
         "model": ({}, "another"), "messages": ({}, SAYS), "system": ({}, "Be brief."),
         "tools": ({}, [NAMED]), "tool_choice": ({"tools": [NAMED]}, {"type": "none"}),
-        "thinking": ({}, {"type": "enabled"}),
+        "thinking": ({}, {"type": "enabled"}), "output_config": ({}, {"effort": "low"}),
     },
 }  # fmt: skip
 """What a body has beside, and a value that must change what is asked or answered."""

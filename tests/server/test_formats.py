@@ -228,6 +228,60 @@ def test_strict_leaves_text_free_and_calls_valid(tokenizer_of, name, is_special)
         assert not fits({"n": "x"}, "Well.")
 
 
+FORM = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(("name", "is_special"), BOTH)
+@pytest.mark.parametrize("beside", ["form", "one call", "both"])
+def test_arguments_are_free_beside_a_form_or_where_one_call_is_allowed(
+    tokenizer_of, name, is_special, beside
+):
+    format, tokenizer = FORMATS[name], tokenizer_of(name, is_special)
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a"}}}
+    given = {"tools": [tool("look", schema)], "parallel_tool_calls": beside == "form"}
+    form = None if beside == "one call" else {"json_schema": FORM}
+    special = special_of(tokenizer)
+    grammar = tool_choice(given, format).grammar(special, "not", form)
+
+    def fits(content, *calls):
+        called = [{"function": {"name": "look", "arguments": each}} for each in calls]
+        message = {"role": "assistant", "content": content, "tool_calls": called}
+        text = render(TEMPLATES[name], [message])
+        text = text.removesuffix("<|call|>").replace("<think></think>", "").lstrip("\n")
+        text = text.replace("</tool_call><", "</tool_call>\n<")
+        return lets_through(tokenizer, grammar, text.replace("[TOOL_CALLS] [", "[TOOL_CALLS]["))
+
+    for arguments in ARGUMENTS:
+        assert fits("", arguments), arguments
+    if name not in ONE:
+        assert fits("", {}, {}) == (beside == "form")
+    assert fits('{"n":1}') and fits("Hello, world.") == (form is None)
+    assert fits('{"m":1}') == (form is None)
+    for seed in range(4):
+        ids, is_whole = say_anything(tokenizer, grammar, random.Random(seed))
+        prompt = cut(tokenizer, "<|start|>assistant" if name == "harmony" else "x", None)
+        content, events, reader = read(tokenizer, format, ids, prompt=prompt, schemas=SCHEMAS)
+        if is_whole and form and name != "harmony":  # which may say more than that
+            assert reader.num_failed == 0 and (events or jsonschema.validate(
+                json.loads(content), FORM) is None)  # fmt: skip
+        if beside != "form":
+            assert reader.num_calls <= 1
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "mistral"])
+def test_reasoning_may_stand_before_a_form_or_a_call(tokenizer_of, name):
+    format, tokenizer = FORMATS[name], tokenizer_of(name, True)
+    choice = tool_choice({"tools": [tool("look", FORM, strict=True)]}, format)
+    grammar = choice.grammar(special_of(tokenizer), "may", {"json_schema": FORM})
+    thought = f"{format.reasoning.open}Hm, 3{format.reasoning.close}"
+    for n, fits in ((1, True), ('"x"', False)):
+        call = {"function": {"name": "look", "arguments": {"n": json.loads(str(n))}}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for text in (render(TEMPLATES[name], [message]), f'{{"n":{n}}}'):
+            for before in ("", thought):
+                assert lets_through(tokenizer, grammar, before + text) == fits, before + text
+
+
 def lets_through(tokenizer, grammar, text):
     """Whether all of a text may be said, and may end there."""
     eos = tokenizer.token_to_id("<|eos|>")

@@ -65,16 +65,23 @@ def cut(tokenizer, text, rng):
 
 
 def read(tokenizer, format, ids, *, prompt=(), tools=True, schemas=None):
-    """Content and events, neighbours of one kind joined."""
+    """Content and the other events, neighbours of one kind joined."""
     reader = Reader(tokenizer, format, prompt, reads_calls=tools, schemas=schemas)
     content = "".join(reader.push(token) for token in ids) + reader.flush()
-    events: list[Event] = []
-    for each in reader.take_events():
-        if events and each.kind == events[-1].kind and each.kind in ("reasoning", "arguments"):
-            events[-1] = Event(each.kind, events[-1].text + each.text)
+    events = joined(reader.take(len(content), is_last=True))
+    assert "".join(each.text for each in events if each.kind == "content") == content
+    return content, [each for each in events if each.kind != "content"], reader
+
+
+def joined(events):
+    """Neighbours of one kind as one."""
+    found: list[Event] = []
+    for each in events:
+        if found and each.kind == found[-1].kind and each.kind not in ("call", "call_end"):
+            found[-1] = Event(each.kind, found[-1].text + each.text)
         else:
-            events.append(each)
-    return content, events, reader
+            found.append(each._replace(at=0))
+    return found
 
 
 def call(name, arguments=HEAD):
@@ -241,6 +248,31 @@ def test_every_way_to_cut_a_text_gives_the_same(of_kind, name, text, content, ev
         assert found[:2] == (content, events), seed
 
 
+MIXED = "First. {0}\nAnd then {0}{0} text.\n"
+PARTS = ["First.", "look", " \nAnd then", "look", "look", "  text.\n"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "deepseek"])
+def test_text_and_calls_keep_their_order_however_they_are_cut(of_kind, name):
+    written = next(t for t, content, events in CASES[name] if not content and len(events) == 3)
+    tokenizer, text = of_kind(name), MIXED.format(written)
+    for seed in (None, *range(20)):
+        rng = random.Random(seed)
+        reader = Reader(tokenizer, FORMATS[name], reads_calls=True)
+        events, content = [], ""
+        for token in cut(tokenizer, text, None if seed is None else rng):
+            content += reader.push(token)
+            if rng.random() < 0.3:
+                size = rng.randrange(len(content) + 1)  # the rest may be a stop string's beginning
+                events += reader.take(size)
+                content = content[size:]
+        content += reader.flush()
+        events += reader.take(len(content), is_last=True)
+        said = [e.text for e in joined(events) if e.kind in ("content", "call")]
+        assert said == PARTS, seed
+        assert all(text[e.at :].startswith(e.text) for e in events if e.kind == "content")
+
+
 def test_every_format_has_its_cases():
     assert set(CASES) == set(FORMATS)
 
@@ -270,7 +302,7 @@ def test_arguments_come_as_they_are_written(of_kind):
     pieces = []
     for token in cut(tokenizer, f"<tool_call>{BODY}</tool_call>", None):
         reader.push(token)
-        pieces += [each.text for each in reader.take_events() if each.kind == "arguments"]
+        pieces += [each.text for each in reader.take(0) if each.kind == "arguments"]
     assert "".join(pieces) == HEAD
     assert len(pieces) > len(HEAD) // 2
 

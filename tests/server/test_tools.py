@@ -174,8 +174,8 @@ def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_pa
         ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice", "invalid_value"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "no"}}},
          "tool_choice", "invalid_value"),
-        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
-         "response_format", "invalid_value"),
+        ({"tools": [tool()], "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
+         "unsupported_value"),
         ({"functions": []}, "functions", "unsupported_value"),
     ],
 )  # fmt: skip
@@ -406,7 +406,7 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
     content = "".join(map(reader.push, answer.tokens)) + reader.flush()
-    events = reader.take_events()
+    events = reader.take(len(content))
     names = [each.text for each in events if each.kind == "call"]
     assert content.strip() == "" and names
     assert set(names) <= ({"b"} if isinstance(choice, dict) else {"a", "b"})
@@ -440,6 +440,36 @@ def test_strict_tools_leave_text_free_and_calls_valid():
             parallel_tool_calls=False, max_tokens=100,
         )  # fmt: skip
         assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+
+
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("more", [{}, {"strict": True}])
+def test_tools_may_be_called_beside_a_response_format(live, scripted, more):
+    fields = {"tools": [tool(**more)], "response_format": JSON_FORM}
+    whole(live, **fields)
+    params = scripted.asked[-1][1]
+    for text in (written("look"), written("look", "look"), '{"city":"Oslo","days":1}'):
+        assert lets_through(scripted.llm, params, text)
+    assert not lets_through(scripted.llm, params, "No.")
+    whole(live, **fields, tool_choice="required")
+    params = scripted.asked[-1][1]
+    assert lets_through(scripted.llm, params, written("look"))
+    assert not lets_through(scripted.llm, params, '{"city":"Oslo","days":1}')
+    whole(live, **fields, tool_choice="none")
+    assert scripted.asked[-1][1].json_schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"not": {"type": "string"}}, {"type": "string", "pattern": "(?=x)a"},
+     {"type": "array", "uniqueItems": True}],
+)  # fmt: skip
+def test_one_call_of_ordinary_tools_needs_no_schema_that_can_be_forced(schema):
+    given = tool(parameters={"type": "object", "properties": {"a": schema}})
+    with serving(lambda _: AsyncLLM("rooflax-chat-5m", max_num_seqs=2)) as server:
+        whole(server, tools=[given], parallel_tool_calls=False, max_tokens=5)
 
 
 @pytest.mark.parametrize(

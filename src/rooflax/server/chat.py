@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +19,7 @@ from rooflax.server.completions import failed
 from rooflax.server.reader import Event
 from rooflax.server.service import Service
 from rooflax.server.tables import CHAT
-from rooflax.server.turn import Piece, Turn
+from rooflax.server.turn import Piece, Spelled, Turn
 
 
 async def chat(service: Service, request: Request, body: Any) -> Response:
@@ -39,7 +41,7 @@ class _Whole:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    spelled: list[Spelled] = field(default_factory=list)
     last: Piece | None = None
 
 
@@ -52,11 +54,10 @@ class _Answer:
         names = ("reasoning_content", "reasoning") if field_of == "both" else (field_of,)
         self.reasoning_names = names if call.found.get("include_reasoning", True) else ()
 
-    def _logprobs(self, tokens: Any, logprobs: Any) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: list[Spelled]) -> dict[str, Any] | None:
         if not self.call.found.get("logprobs"):
             return None
-        top = self.call.found.get("top_logprobs", 0)
-        return {"content": self.spelling.chat(tokens, logprobs, top), "refusal": None}
+        return {"content": [each.entry for each in tokens], "refusal": None}
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one document."""
@@ -64,23 +65,24 @@ class _Answer:
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
                 sample = samples[piece.index]
-                sample.content += piece.content
                 for each in piece.events:
                     self._gather(sample, each)
                 sample.tokens += piece.delta.tokens
-                sample.logprobs += piece.delta.logprobs or ()
+                sample.spelled += piece.tokens
                 sample.last = piece
         choices = [self._choice(index, samples[index]) for index in sorted(samples)]
         usage = self.call.usage.openai()
         return self.call.head("chat.completion") | {"choices": choices, "usage": usage}
 
     def _gather(self, sample: _Whole, each: Event) -> None:
-        if each.kind == "reasoning":
+        if each.kind == "content":
+            sample.content += each.text
+        elif each.kind == "reasoning":
             sample.reasoning += each.text
         elif each.kind == "call":
             function = {"name": each.text, "arguments": ""}
             sample.calls.append(
-                {"id": self.turn.new_call_id(), "type": "function", "function": function}
+                {"id": self.turn.call_id(each), "type": "function", "function": function}
             )
         elif each.kind == "arguments":
             sample.calls[-1]["function"]["arguments"] += each.text
@@ -100,7 +102,7 @@ class _Answer:
         choice: dict[str, Any] = {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(sample.tokens, sample.logprobs),
+            "logprobs": self._logprobs(sample.spelled),
             "finish_reason": sample.last.finish_reason,
             "stop_reason": completion.stop_reason,
         }
@@ -142,30 +144,32 @@ class _Answer:
     def _of_tokens(self, piece: Piece) -> dict[str, Any]:
         """What is said of tokens, beside their text."""
         more: dict[str, Any] = {}
-        if piece.delta.logprobs:
-            more["logprobs"] = self._logprobs(piece.delta.tokens, piece.delta.logprobs)
+        if piece.tokens:
+            more["logprobs"] = self._logprobs(piece.tokens)
         if self.call.found.get("return_token_ids") and piece.delta.tokens:
             more["token_ids"] = list(piece.delta.tokens)
         return more
 
     def _deltas(self, piece: Piece, num_calls: dict[int, int]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        calls: list[dict[str, Any]] = []
-        reasoning = "".join(each.text for each in piece.events if each.kind == "reasoning")
-        if reasoning and self.reasoning_names:
-            deltas.append(dict.fromkeys(self.reasoning_names, reasoning))
-        if piece.content:
-            deltas.append({"content": piece.content})
-        for each in piece.events:
-            if each.kind == "call":
-                num_calls[piece.index] += 1
-                function = {"name": each.text, "arguments": ""}
-                one = {"id": self.turn.new_call_id(), "type": "function", "function": function}
-                calls.append({"index": num_calls[piece.index] - 1} | one)
-            elif each.kind == "arguments":
-                number = num_calls[piece.index] - 1
-                calls.append({"index": number, "function": {"arguments": each.text}})
-        return deltas + [{"tool_calls": [each]} for each in calls]
+        names = {"content": ("content",), "reasoning": self.reasoning_names}
+        for kind, events in groupby(piece.events, key=attrgetter("kind")):
+            if kind in names:
+                text = "".join(each.text for each in events)
+                deltas.append(dict.fromkeys(names[kind], text))
+                continue
+            for each in events:
+                if kind == "call":
+                    num_calls[piece.index] += 1
+                    function = {"name": each.text, "arguments": ""}
+                    one = {"id": self.turn.call_id(each), "type": "function"}
+                elif kind == "arguments":
+                    function, one = {"arguments": each.text}, {}
+                else:
+                    continue
+                one = {"index": num_calls[piece.index] - 1} | one | {"function": function}
+                deltas.append({"tool_calls": [one]})
+        return [each for each in deltas if each]
 
     def _last(self, piece: Piece, chunk: Any) -> bytes:
         completion = piece.delta.completion

@@ -13,7 +13,7 @@ TYPES = {
     404: "not_found_error", 429: "rate_limit_error", 501: "not_implemented_error",
 }  # fmt: skip
 """By status; other 4xx are invalid_request_error, other 5xx server_error."""
-ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 ENGINE_FAILED = "The engine failed while answering; the server's log says more under this id."
 
 
@@ -79,7 +79,8 @@ def openai_body(error: ApiError) -> dict[str, Any]:
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it."""
-    kind = ANTHROPIC_TYPES.get(error.status, _other(error.status))
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, other)
     return {
         "type": "error",
         "error": {"type": kind, "message": str(error)},

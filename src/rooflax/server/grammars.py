@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import Calls, Format
+from rooflax.server.formats import Calls, Format, Tags
 from rooflax.server.notation import Notation
 
 Thinks = Literal["opened", "may", "not"]
 """The prompt's end has opened the reasoning; the answer may begin with it, or does not."""
 ANY_TEXT = "/(?s:.*)/"
+_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SCALARS = ("integer", "number")
 _OF_TEXT = {"type", "minLength", "maxLength"}
 _ANNOTATIONS = {
@@ -94,13 +95,15 @@ def call_grammar(
     is_forced: bool,
     is_parallel: bool,
     thinks: Thinks,
+    form: Mapping[str, Any] | None = None,
 ) -> str | None:
     """The grammar of an answer with valid calls; None where the format has none.
 
     Args:
-        schemas: the parameters of each function that may be called.
+        schemas: the parameters of each function that may be called; None takes any.
         is_forced: without a call there is no answer.
         thinks: whether reasoning comes first.
+        form: of an answer without calls; free text if there is none.
 
     Raises:
         ApiError: a schema is beyond what the format's notation can force.
@@ -110,14 +113,18 @@ def call_grammar(
     if calls is None or written is None:
         return None
     grammar = Grammar(special)
-    call = grammar.choice([_call(grammar, calls, name, each) for name, each in schemas.items()])
+    # Beside a form that begins as a call does, both have to be the same kind of rule.
+    write = _json_call if form and calls.style == "json" and calls.is_whole_message else _call
+    call = grammar.choice([write(grammar, calls, name, each) for name, each in schemas.items()])
     more = ""
     if is_parallel and written.between is not None:
         more = f" ({grammar.text(written.between)} {call})*"
     before, after = grammar.text(written.first), grammar.text(written.last)
     body = f"{before} {call}{more} {after}"
-    if not is_forced:
-        text = "" if format.channels is None else grammar.text(format.channels.answer)
+    text = "" if format.channels is None else grammar.text(format.channels.answer)
+    if form and not is_forced:
+        body = f"({body} | {text} {grammar.rule(_form(form, 'tools'))})"
+    elif not is_forced:
         body = _with_text(grammar, calls, schemas, (call, f"{more} {after}"), text)
     return grammar.finish(f"{_thought(grammar, format, thinks)}{body}")
 
@@ -186,24 +193,32 @@ def behind_reasoning(
     """
     if format is None or not form or (thinks == "not" and format.channels is None):
         return dict(form)
-    ((kind, value),) = form.items()
-    if kind == "json_schema":
-        wanted = f"%json {value if isinstance(value, str) else json.dumps(value)}"
-    elif kind == "regex":
-        wanted = "/" + value.replace("/", r"\/") + "/"
-    elif thinks == "may":
+    if "grammar" in form and thinks == "may":
         return dict(form)
-    else:
-        raise ApiError(
-            "A grammar or a choice does not go with reasoning; ask for a JSON schema or a regex, "
-            "or turn the reasoning off.",
-            param="structured_outputs",
-        )
     grammar = Grammar(special)
-    answer = grammar.rule(wanted)
+    answer = grammar.rule(_form(form, "reasoning"))
     opened = f"{grammar.text(format.channels.answer)} " if format.channels else ""
     thought = _thought(grammar, format, thinks)
     return {"grammar": grammar.finish(f"{thought}{opened}{answer}")}
+
+
+def _form(form: Mapping[str, Any], beside: str) -> str:
+    """The form of an answer within another grammar.
+
+    Raises:
+        ApiError: it is a grammar itself.
+    """
+    ((kind, value),) = form.items()
+    if kind == "json_schema":
+        return f"%json {value if isinstance(value, str) else json.dumps(value)}"
+    if kind == "regex":
+        return "/" + value.replace("/", r"\/") + "/"
+    raise ApiError(
+        f"A grammar or a choice does not go with {beside}; ask for a JSON schema or a regex, or "
+        f"leave the {beside} out.",
+        code="unsupported_value",
+        param="structured_outputs",
+    )
 
 
 def _call(
@@ -216,13 +231,41 @@ def _call(
     if calls.style == "json":
         return f"{opened} {grammar.json(schema)} {grammar.text('}' + after)}"
     if calls.tags is not None:
-        body = _tagged(grammar, calls, schema or {})
+        body = _any_tagged(grammar, calls.tags) if schema is None else (
+            _tagged(grammar, calls, schema)
+        )  # fmt: skip
         return f"{opened} {body} {grammar.text(calls.tags.body_end + after)}"
     notation = calls.notation
     if notation is not None:
-        body = _Values(grammar, notation, schema or {}).arguments()
+        values = _Values(grammar, notation, schema or {})
+        body = values.any_arguments() if schema is None else values.arguments()
         return f"{opened} {body} {grammar.text(after)}"
     return f"{opened} {grammar.json(schema)} {grammar.text(after)}"
+
+
+def _json_call(grammar: Grammar, calls: Calls, name: str, schema: Any) -> str:
+    """One call as JSON of a schema."""
+    key = calls.arguments_key
+    arguments = _moved(schema or {"type": "object"}, f"#/properties/{key}")
+    pairs = {"name": {"const": name}, key: arguments}
+    return grammar.json(
+        {"type": "object", "properties": pairs, "required": ["name", key],
+         "additionalProperties": False}
+    )  # fmt: skip
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands at a place within another; what it refers to has moved with it."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: to + each[1:]
+        if name == "$ref" and isinstance(each, str) and each.startswith("#")
+        else _moved(each, to)
+        for name, each in schema.items()
+    }
 
 
 def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
@@ -244,6 +287,13 @@ def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
         optional = "" if key in schema.get("required", ()) else "?"
         found.append(f"({head} {value}){optional}")
     return " ".join(found) or '""'
+
+
+def _any_tagged(grammar: Grammar, tags: Tags) -> str:
+    """Parameters of any names and texts."""
+    value = grammar.until(tags.value_close)
+    head, behind = grammar.text(tags.key_open), grammar.text(tags.key_close + tags.value_open)
+    return f"({head} {_KEY} {behind} {value})*"
 
 
 def is_text(schema: Any) -> bool:
@@ -282,6 +332,13 @@ class _Values:
         self._grammar, self._notation, self._root = grammar, notation, root
         self._refs: dict[str, str] = {}
         self._any = ""
+
+    def any_arguments(self) -> str:
+        """Pairs of any names and values."""
+        text, notation = self._grammar.text, self._notation
+        pair = f"{_KEY} {text(notation.assign)} {self.any()}"
+        inner = f"({pair} ({text(notation.comma)} {pair})*)?"
+        return f"{text(notation.open)} {inner} {text(notation.close)}"
 
     def arguments(self) -> str:
         notation = self._notation
@@ -385,7 +442,7 @@ class _Values:
         name = self._any = f"any{len(grammar._rules)}"
         comma, quote = grammar.text(notation.comma), notation.quote
         text = self._string({})
-        key = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/" if quote else text
+        key = _KEY if quote else text
         pair = f"{key} {grammar.text(notation.pair)} {name}"
         words = " | ".join(grammar.text(word) for word in notation.words)
         several = [f'"[" ({name} ({comma} {name})*)? "]"', f'"{{" ({pair} ({comma} {pair})*)? "}}"']

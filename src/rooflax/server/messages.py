@@ -13,15 +13,16 @@ from starlette.responses import Response
 from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError, anthropic_body
-from rooflax.server.fields import convert
-from rooflax.server.rendering import render, tells_efforts
+from rooflax.server.fields import convert, one_of
+from rooflax.server.reader import Event
+from rooflax.server.rendering import render, tells_effort
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
-from rooflax.server.tools import call_id
 from rooflax.server.turn import Turn
 
 BILLING = "x-anthropic-billing-header"
 """Begins a text that differs with every request, and so would share no cached prompt."""
+_THINKING = ("enabled", "adaptive", "disabled")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -61,13 +62,33 @@ def chat_fields(call: Call) -> dict[str, Any]:
     if last.get("role") == "assistant" and last.get("content") and "tool_calls" not in last:
         found |= {"continue_final_message": True, "add_generation_prompt": False}
     found["tools"] = _tools(given.get("tools", ()), ignored)
-    if "tool_choice" in given and found["tools"]:
+    if "tool_choice" in given:
         found |= _choice(given["tool_choice"])
-    thinking = given.get("thinking", {}).get("type")
-    if thinking is not None and tells_efforts(call.service):
-        found["reasoning_effort"] = "none" if thinking == "disabled" else "high"
-    elif thinking not in (None, "disabled"):
-        ignored.append("thinking")
+    if "format" in given.get("output_config", {}):
+        schema = given["output_config"]["format"]["schema"]
+        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return found | _effort(call)
+
+
+def _effort(call: Call) -> dict[str, Any]:
+    """How much to reason; what the template cannot be told is reported."""
+    thinking, ignored = call.found.get("thinking", {}), call.ignored
+    effort = call.found.get("output_config", {}).get("effort")
+    kind, found = thinking.get("type"), {}
+    if "thinking" in call.found:
+        one_of("thinking.type", kind, _THINKING)
+    if effort is not None:
+        if kind != "disabled" and tells_effort(call.service, effort):
+            found = {"reasoning_effort": effort}
+        else:
+            ignored.append("output_config.effort")
+    if kind is not None:
+        wanted = "none" if kind == "disabled" else found.get("reasoning_effort", "high")
+        if not tells_effort(call.service, wanted):
+            ignored.append("thinking")
+            return found
+        found = {"reasoning_effort": wanted}
+        ignored += [f"thinking.{name}" for name in thinking if name != "type"]
     return found
 
 
@@ -106,6 +127,8 @@ def _message(
     if role == "assistant":
         yield _assistant(blocks, where)
         return
+    if role in ("ctx", "msg"):  # of Claude Code
+        role = "user"
     if role not in ("user", "system"):
         raise ApiError(f"{where}.role is {role!r:.40}; it must be user or assistant.", param=where)
     texts: list[str] = []
@@ -154,9 +177,9 @@ def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
         if tool.get("type", "custom") != "custom":
             ignored.append(f"tools[{number}].type={str(tool['type'])[:40]}")
             continue
-        plain = {name: tool[name] for name in FUNCTION.fields if name in tool}
+        plain = {name: value for name, value in tool.items() if name not in _OF_TOOL}
         plain["parameters"] = tool.get("input_schema", {"type": "object"})
-        function = FUNCTION.parse(plain, f"tools[{number}]")
+        function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
         tools.append({"type": "function", "function": function})
     return tools
 
@@ -176,6 +199,9 @@ def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("disable_parallel_tool_use"):
         found["parallel_tool_calls"] = False
     return found
+
+
+_OF_TOOL = ("type", "input_schema", "cache_control")
 
 
 class _Answer:
@@ -238,7 +264,7 @@ class _Answer:
         """Events, and why it ended at the end."""
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
-                events = [each for part in piece.parts() for each in self._take(*part)]
+                events = [each for part in piece.events for each in self._take(part)]
                 ended: dict[str, Any] = {}
                 if piece.finish_reason is not None:
                     events += self._close()
@@ -249,12 +275,13 @@ class _Answer:
                     ended = {"stop_reason": reason, "stop_sequence": stop if at_string else None}
                 yield events, ended
 
-    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
+        kind, text = piece.kind, piece.text
         if kind == "call_end":
             yield from self._close()
         elif kind == "call":
-            block = {"type": "tool_use", "id": call_id(prefix="toolu_"), "name": text, "input": {}}
-            yield from self._open(block)
+            identity = self.turn.call_id(piece, "toolu_")
+            yield from self._open({"type": "tool_use", "id": identity, "name": text, "input": {}})
         elif kind == "arguments":
             self.arguments += text
             yield self._delta({"type": "input_json_delta", "partial_json": text})

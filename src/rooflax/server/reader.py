@@ -7,6 +7,7 @@ the same, however long the answer is. What does not parse as a call is content, 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from rooflax.server.formats import HARMONY, Calls, Format
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
 
-Kind = Literal["reasoning", "call", "arguments", "call_end"]
+Kind = Literal["content", "reasoning", "call", "arguments", "call_end"]
 _TAIL_TOKENS = 32
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
                   "<|call|>", "<|return|>")  # fmt: skip
@@ -36,14 +37,18 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
 
 
 class Event(NamedTuple):
-    """A piece that is not content.
+    """A piece of an answer.
 
     Attributes:
         text: of a call its name; of its end "".
+        at: of content: characters of the whole answer before it.
+        id: of a call, where the model has written one.
     """
 
     kind: Kind
     text: str
+    at: int = 0
+    id: str = ""
 
 
 class Reader:
@@ -81,10 +86,16 @@ class Reader:
         self._pending = ""  # text that may be the beginning of a mark
         self._region = "content"
         self._has_content = self._trims = False
-        self._space = ""  # white space that may turn out to stand before a call
+        self._space, self._space_at = "", 0  # white space that may turn out to stand before a call
+        self._gaps: list[Event] = []  # around calls behind content; said if more content comes
         self._call: _OpenCall | None = None
         self._header: str | None = None
-        self.events: list[Event] = []
+        self._events: list[Event] = []
+        self._at = self._decoded = 0
+        self.spans: list[tuple[int, int]] = []
+        """Of each token: the characters of the whole answer that it spells, begin and end."""
+        self.certain = 0
+        """Characters of the whole answer of which nothing can change any more."""
         self.num_calls = self.num_reasoning_tokens = self.num_failed = 0
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
         if self._is_harmony and tail:
@@ -105,44 +116,86 @@ class Reader:
             found += self._calls.skipped
         return tuple(found)
 
-    def take_events(self) -> list[Event]:
-        """The pieces that are not content, since the last time."""
-        found, self.events = self.events, []
+    def take(self, num_characters: int, *, is_last: bool = False) -> list[Event]:
+        """The pieces since the last time in their order, as far as the content is certain.
+
+        Args:
+            num_characters: of content that no stop string can cut any more.
+            is_last: nothing follows; what is left is cut off.
+        """
+        found: list[Event] = []
+        for number, each in enumerate(self._events):
+            if each.kind == "content" and len(each.text) > num_characters:
+                kept, held = each.text[:num_characters], each.text[num_characters:]
+                if kept:
+                    found.append(each._replace(text=kept))
+                self.certain = each.at + len(kept)
+                rest = self._events[number + 1 :]
+                self._events = [each._replace(text=held, at=self.certain), *rest]
+                return found
+            if each.kind == "content":
+                num_characters -= len(each.text)
+            found.append(each)
+        self._events, self.certain = [], sys.maxsize if is_last else self._settled
         return found
+
+    @property
+    def _settled(self) -> int:
+        """Where what is held back begins."""
+        if self._call is not None and not self._call.is_certain:
+            return self._call.at
+        return self._space_at if self._space else self._at
 
     def push(self, token_id: int) -> str:
         """The content that became certain with this token."""
         if self._region == "reasoning":
             self.num_reasoning_tokens += 1
-        if token_id in self._skipped:
-            return self._read(self._decoder.flush(), is_last=False)
-        return self._read(self._decoder.push(token_id), is_last=False)
+        begun, is_skipped = self._decoded, token_id in self._skipped
+        text = self._decoder.flush() if is_skipped else self._decoder.push(token_id)
+        self._decoded += len(text)
+        # What is no whole character yet belongs to the next one.
+        end = begun if is_skipped else max(begun + 1, self._decoded)
+        self.spans.append((begun, end))
+        number = len(self._events)
+        self._read(text, is_last=False)
+        return self._content(number)
 
     def flush(self) -> str:
         """What was held back, at the end of the answer."""
-        content = self._read(self._decoder.flush(), is_last=True)
+        number = len(self._events)
+        self._read(self._decoder.flush(), is_last=True)
         if self._region == "call":
-            content += self._end_call(is_cut=self._calls is None or self._calls.close is not None)
-        content, self._space = content + self._space, ""
-        return content
+            self._end_call(is_cut=self._calls is None or self._calls.close is not None)
+        if self._region == "content" and not self._gaps:
+            self._say(self._space, self._space_at)
+        self._space = ""
+        return self._content(number)
 
-    def _read(self, text: str, *, is_last: bool) -> str:
-        """Goes from mark to mark; gives the content between them."""
+    def _content(self, number: int) -> str:
+        """What was said since so many events."""
+        return "".join(each.text for each in self._events[number:] if each.kind == "content")
+
+    def _say(self, text: str, at: int) -> None:
+        if text:
+            self._events.append(Event("content", text, at))
+            self._has_content = True
+
+    def _read(self, text: str, *, is_last: bool) -> None:
+        """Goes from mark to mark."""
         if not self._pending and self._firsts.isdisjoint(text):
-            return self._take(text) if text else ""  # as most tokens: no mark begins in it
-        text, content = self._pending + text, ""
-        self._pending = ""
+            self._take(text)  # as most tokens: no mark begins in it
+            return
+        text, self._pending = self._pending + text, ""
         while text:
             at, mark = self._next_mark(text)
             if mark is None:
-                held = 0 if is_last else self._held(text)
-                self._pending = text[len(text) - held :] if held else ""
-                content += self._take(text[: len(text) - held])
-                break
-            content += self._take(text[:at])
+                size = len(text) - (0 if is_last else self._held(text))
+                self._pending = text[size:]
+                self._take(text[:size])
+                return
+            self._take(text[:at])
             text = text[at + len(mark) :]
-            content += self._turn(mark)
-        return content
+            self._turn(mark)
 
     def _watched(self) -> tuple[str, ...]:
         """The marks that mean something here."""
@@ -179,99 +232,130 @@ class Reader:
     def _enter(self, region: str) -> None:
         self._region, self._trims = region, True
 
-    def _turn(self, mark: str) -> str:
-        """What a mark changes; content that turned out to be some."""
+    def _turn(self, mark: str) -> None:
+        """What a mark changes."""
         if self._is_harmony:
-            return self._harmony_turn(mark)
+            self._at += len(mark)
+            self._harmony_turn(mark)
+            return
         if self._reasoning is not None and mark in (self._reasoning.open, self._reasoning.close):
+            self._at += len(mark)
             self._space = ""
             self._enter("reasoning" if mark == self._reasoning.open else "content")
-            return ""
+            return
         assert self._calls is not None
-        raw = self._end_call(is_cut=False) if self._region == "call" else ""
+        if self._region == "call":
+            self._end_call(is_cut=False)
         if mark == self._calls.close or mark in self._calls.skipped:
-            self._trims = True
-            return raw
-        before, self._space = self._space, ""
-        self._region = "call"
-        self._call = _OpenCall(self._calls, mark, before)
-        return raw + (self._take(mark) if self._calls.is_body(mark) else "")
+            self._at += len(mark)
+            self._trims = not self._has_content
+            return
+        at = self._space_at if self._space else self._at
+        self._region, self._call = "call", _OpenCall(self._calls, mark, self._space, at)
+        self._space = ""
+        if self._calls.is_body(mark):
+            self._take(mark)
+        else:
+            self._at += len(mark)
 
-    def _take(self, text: str) -> str:
+    def _take(self, text: str) -> None:
         """Text between marks, of the region that it is in."""
+        at = self._at
+        self._at += len(text)
         if self._header is not None:
             self._header += text
-            return ""
+            return
         if self._region == "call" and self._call is not None:
-            self.events += self._call.push(text)
-            return ""
+            self._events += self._call.push(text)
+            return
         if self._trims:
             text = text.lstrip("\n") if self._region == "content" else text.lstrip()
+            at = self._at - len(text)
         if not text:
-            return ""
+            return
         self._trims = False
-        holds = self._region == "reasoning" or self._calls is not None
-        text, self._space = self._space + text, ""
-        if holds:
+        if self._region == "reasoning" or self._calls is not None:
             kept = text.rstrip()
-            text, self._space = kept, text[len(kept) :]
+            before, before_at, rest = self._space, self._space_at, text[len(kept) :]
+            if not kept:
+                self._space, self._space_at = before + rest, before_at if before else at
+                return
+            self._space, self._space_at, text = rest, at + len(kept), kept
+        else:
+            before, before_at = "", 0
         if self._region == "reasoning":
-            if text:
-                self.events.append(Event("reasoning", text))
-            return ""
-        self._has_content = self._has_content or bool(text)
-        return text
+            self._events.append(Event("reasoning", before + text))
+            return
+        for gap in self._gaps:
+            self._say(gap.text, gap.at)
+        self._gaps = []
+        self._say(before, before_at)
+        self._say(text, at)
 
-    def _end_call(self, *, is_cut: bool) -> str:
-        """Closes a call; the raw text where it is none."""
+    def _end_call(self, *, is_cut: bool) -> None:
+        """Closes a call, or says it as content where it is none."""
         call, self._call = self._call, None
         self._region = "content"
-        self._trims = True
+        self._trims = not self._has_content
         if call is None:
-            return ""
+            return
         events, num_complete, raw = call.end(is_cut, self._schemas)
-        self.events += events
+        self._events += events
         self.num_calls += num_complete
         if raw is None:
-            return ""
+            if self._has_content:
+                self._gaps.append(Event("content", call.before, call.at))
+            return
         self.num_failed += 1
-        self._trims, self._has_content = False, True
-        return raw
+        self._trims = False
+        for gap in self._gaps:
+            self._say(gap.text, gap.at)
+        self._gaps = []
+        self._say(raw, call.at)
 
-    def _harmony_turn(self, mark: str) -> str:
+    def _harmony_turn(self, mark: str) -> None:
         if mark == "<|message|>":
             header, self._header = self._header or "", None
             named = _RECIPIENT.search(header)
             words = header.replace("<|channel|>", " ").split()
             if named is not None and self._reads_calls:
                 self._region = "call"
-                self._call = _OpenCall(_HARMONY_CALLS, mark, "", name=named[1])
+                self._call = _OpenCall(_HARMONY_CALLS, mark, "", self._at, name=named[1])
             else:
                 self._enter("reasoning" if "analysis" in words else "content")
                 self._trims = False
-            return ""
-        if mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
-            content = self._end_call(is_cut=False) if self._region == "call" else ""
+        elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
+            if self._region == "call":
+                self._end_call(is_cut=False)
             self._space = ""
             self._region, self._header = "content", ""
-            return content
-        self._header = (self._header or "") + (mark if mark == "<|channel|>" else " ")
-        return ""
+        else:
+            self._header = (self._header or "") + (mark if mark == "<|channel|>" else " ")
 
 
 _HARMONY_CALLS = Calls(style="named", open=())
 
 
 class _OpenCall:
-    """A call that is being written: its name and arguments as soon as they are certain."""
+    """A call that is being written: its name and arguments as soon as they are certain.
 
-    def __init__(self, calls: Calls, mark: str, before: str, name: str | None = None):
-        self._calls, self._parts = calls, [before]
+    Args:
+        before: white space that stands before it.
+        at: where that begins in the whole answer.
+    """
+
+    def __init__(self, calls: Calls, mark: str, before: str, at: int, name: str | None = None):
+        self._calls, self._parts, self.before, self.at = calls, [before], before, at
         if not calls.is_body(mark):  # else it comes as text too
             self._parts.append(mark)
         self._num_before = len(self._parts)
         self._name, self._seeks = name, calls.style in ("json", "named")
         self._stream: ArgumentStream | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """It cannot turn out to be content."""
+        return self._stream is not None
 
     @property
     def _body(self) -> str:

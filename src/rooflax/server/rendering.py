@@ -13,10 +13,11 @@ from rooflax.server.fields import one_of
 from rooflax.server.formats import Format
 from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
-from rooflax.server.tools import ToolChoice, tool_choice
+from rooflax.server.tools import ToolChoice, fit_call_ids, tool_choice
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
+ALL_EFFORTS = ("none", "minimal", *EFFORTS, "xhigh", "max")
 _RESERVED = frozenset(
     ["add_generation_prompt", "chat_template", "documents", "messages", "special_tokens",
      "template", "tokenize", "tokenizer", "tools"]
@@ -65,6 +66,8 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     messages = plain_messages(found["messages"], keeps_developer=keeps_developer)
     service.check_size(sum(len(message.get("content", "")) for message in messages))
     format = service.format
+    if format is not None and format.calls is not None:
+        fit_call_ids(messages, format.calls.id_length)
     choice = tool_choice(found, format)
     variables = _variables(found, names.variables)
     answer = _begun_answer(found, messages)
@@ -126,10 +129,12 @@ def _effort(effort: str, read: frozenset[str]) -> dict[str, Any]:
     )
 
 
-def tells_efforts(service: Service) -> bool:
-    """Whether the model's template tells efforts of reasoning apart."""
+def tells_effort(service: Service, effort: str) -> bool:
+    """Whether the model's template can be told this effort of reasoning."""
     read = template_names(service.ready().llm.tokenizer.chat_template).variables
-    return "reasoning_effort" in read or "enable_thinking" in read
+    if "reasoning_effort" in read:
+        return effort in EFFORTS
+    return "enable_thinking" in read and effort in ALL_EFFORTS
 
 
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:

@@ -14,11 +14,11 @@ from rooflax.server.answers import event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert
-from rooflax.server.rendering import tells_efforts, text_of
+from rooflax.server.reader import Event
+from rooflax.server.rendering import tells_effort, text_of
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, RESPONSES
-from rooflax.server.tools import call_id
-from rooflax.server.turn import Turn
+from rooflax.server.turn import Spelled, Turn
 
 LOGPROBS = "message.output_text.logprobs"
 _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call")
@@ -57,17 +57,22 @@ def chat_fields(call: Call) -> dict[str, Any]:
         names = [each.get("name") for each in allowed]
         found["tools"] = [t for t in found["tools"] if t["function"]["name"] in names]
         choice = choice.get("mode", "auto")
-    if choice is not None and (found["tools"] or choice == "required"):
+    if choice is not None:
         found["tool_choice"] = choice
     if "max_output_tokens" in given:
         found["max_tokens"] = given["max_output_tokens"]
+    if given.get("top_logprobs") and LOGPROBS not in given.get("include", ()):
+        raise ApiError(
+            f"top_logprobs is given without {LOGPROBS}; put that into include.",
+            param="top_logprobs",
+        )
     if LOGPROBS in given.get("include", ()):
         found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     form = given.get("text", {}).get("format")
     if form is not None:
         found["response_format"] = _form(form)
     effort = given.get("reasoning", {}).get("effort")
-    if effort is not None and tells_efforts(call.service):
+    if effort is not None and tells_effort(call.service, effort):
         found["reasoning_effort"] = effort
     elif effort is not None:
         call.ignored.append("reasoning.effort")
@@ -97,8 +102,8 @@ def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
             inner = [{**each, "name": f"{prefix}__{each.get('name')}"} for each in nested]
             tools += function_tools(inner, ignored)
         elif kind == "function":
-            plain = {name: tool[name] for name in FUNCTION.fields if name in tool}
-            function = FUNCTION.parse(plain, f"tools[{number}]")
+            plain = {name: value for name, value in tool.items() if name != "type"}
+            function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
             tools.append({"type": "function", "function": function})
         else:
             ignored.append(f"tools[{number}].type={str(kind)[:40]}")
@@ -187,7 +192,10 @@ class _Answer:
         self.output: list[dict[str, Any]] = []
         self.number = 0
         self.is_open = False
-        self.logprobs: list[Any] = []
+        self.tokens: list[Spelled] = []
+        """That stand in no item yet."""
+        self.texts: list[tuple[int, int]] = []
+        """The characters of the whole answer that the open item has."""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self.number += 1
@@ -259,13 +267,8 @@ class _Answer:
         """Events without their numbers, and the finished response at the end."""
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
-                events: list[dict[str, Any]] = []
-                if piece.delta.logprobs:
-                    top = self.call.found.get("top_logprobs", 0)
-                    spelling = self.call.service.spelling
-                    self.logprobs = spelling.chat(piece.delta.tokens, piece.delta.logprobs, top)
-                for kind, text in piece.parts():
-                    events += self._take(kind, text)
+                self.tokens += piece.tokens
+                events = [each for part in piece.events for each in self._take(part)]
                 finished = None
                 if piece.finish_reason is not None:
                     is_cut = piece.finish_reason == "length"
@@ -275,12 +278,13 @@ class _Answer:
                     finished = self.response(status, incomplete_details=why)
                 yield events, finished
 
-    def _take(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
+        kind, text = piece.kind, piece.text
         if kind == "call":
             yield from self._close("completed")
             yield from self._open(
-                {"type": "function_call", "id": _id("fc"), "call_id": call_id(), "name": text,
-                 "arguments": "", "status": "in_progress"}
+                {"type": "function_call", "id": _id("fc"), "call_id": self.turn.call_id(piece),
+                 "name": text, "arguments": "", "status": "in_progress"}
             )  # fmt: skip
         elif kind == "call_end":
             yield from self._close("completed")
@@ -300,9 +304,25 @@ class _Answer:
             name = "reasoning_text" if kind == "reasoning" else "output_text"
             more: dict[str, Any] = {}
             if kind == "content":
-                more["logprobs"], self.logprobs = self.logprobs, []
+                begun = piece.at
+                if self.texts and self.texts[-1][1] == begun:
+                    begun, _ = self.texts.pop()
+                self.texts.append((begun, piece.at + len(text)))
+                more["logprobs"] = self._logprobs()
                 part["logprobs"] += more["logprobs"]
             yield self._of(f"response.{name}.delta", content_index=0, delta=text, **more)
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        """Of the tokens that belong to the text of the open item."""
+        found, end = [], self.texts[-1][1]
+        while self.tokens and self.tokens[0].begin < end:
+            token = self.tokens.pop(0)
+            parts = [part for each in self.texts if (part := token.within(*each)) is not None]
+            if parts:
+                whole = token.within(parts[0].begin, parts[-1].end)
+                assert whole is not None
+                found.append(whole.entry)
+        return found
 
     def _of(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last item."""
@@ -331,6 +351,9 @@ class _Answer:
             )
         else:
             part = item["content"][0]
+            if self.texts:
+                part["logprobs"] += self._logprobs()
+                self.texts = []
             name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             more = {"logprobs": part["logprobs"]} if name == "output_text" else {}
             yield self._of(f"response.{name}.done", content_index=0, text=part["text"], **more)

@@ -13,7 +13,7 @@ from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
 from rooflax.server.formats import HARMONY
-from rooflax.server.rendering import render, tells_efforts
+from rooflax.server.rendering import ALL_EFFORTS, render, tells_effort
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
 
@@ -164,7 +164,7 @@ async def props(service: Service, request: Request) -> Response:
                 "chat": template is not None,
                 "tools": format is not None and format.calls is not None,
                 "reasoning": reasons,
-                "efforts": tells_efforts(service),
+                "efforts": [each for each in ALL_EFFORTS if tells_effort(service, each)],
             },
             "modalities": {"vision": False, "audio": False},
             "build_info": f"rooflax {__version__}",

@@ -248,13 +248,21 @@ RESPONSES = Table(
     label("client_metadata"),
 )  # fmt: skip
 SYSTEM = str | list[JsonObject]
+OUTPUT_CONFIG = Table(
+    Field("effort", str, "where the template tells efforts apart, else reported"),
+    Field("format", Table(
+        Field("type", Literal["json_schema"], "of the text", required=True),
+        Field("schema", JsonObject, "the JSON schema", required=True),
+    ), "what the text must look like"),
+)  # fmt: skip
 ANTHROPIC_COUNTED = (
     MODEL,
     Field("messages", list[JsonObject], "the conversation, oldest first", required=True),
     Field("system", SYSTEM, "a system message"),
     Field("tools", list[JsonObject], "functions; tools of other types are reported"),
     Field("tool_choice", JsonObject, "type auto, any, tool or none"),
-    Field("thinking", JsonObject, "type enabled, adaptive or disabled"),
+    Field("thinking", JsonObject, "type enabled, adaptive or disabled; more of it is reported"),
+    Field("output_config", OUTPUT_CONFIG, "how much to reason, and what the text must look like"),
 )
 COUNT_TOKENS = Table(*ANTHROPIC_COUNTED)
 MESSAGES = Table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import string
@@ -44,31 +45,43 @@ class ToolChoice:
         }
 
     @property
-    def is_strict(self) -> bool:
-        """Whether some function's arguments must be valid."""
-        return any(tool["function"].get("strict") for tool in self.tools)
+    def _strict(self) -> set[str]:
+        """The functions of which the arguments must be valid."""
+        functions = [tool["function"] for tool in self.tools]
+        return {each["name"] for each in functions if self.is_forced or each.get("strict")}
 
-    def grammar(self, special: Mapping[str, int], thinks: Thinks) -> str | None:
+    def grammar(
+        self,
+        special: Mapping[str, int],
+        thinks: Thinks,
+        form: Mapping[str, Any] | None = None,
+    ) -> str | None:
         """The Lark grammar of the answer; None where it is free.
 
         Args:
             special: ids of the tokenizer's special tokens.
             thinks: whether reasoning comes first.
+            form: of an answer without calls.
 
         Raises:
             ApiError: the format has none, or not for such schemas.
         """
-        if not (self.is_forced or self.is_strict or (self.tools and not self.is_parallel)):
+        if not self.tools or not (self._strict or form or not self.is_parallel):
             return None
         assert self.format is not None
-        named = [self.name] if self.name else list(self.schemas)
+        named = {self.name} if self.name else set(self.schemas)
         found = call_grammar(
             self.format,
-            {name: self.schemas[name] for name in named},
+            {
+                name: schema if name in self._strict else None
+                for name, schema in self.schemas.items()
+                if name in named
+            },
             special,
             is_forced=self.is_forced,
             is_parallel=self.is_parallel and self.name is None,
             thinks=thinks,
+            form=form,
         )
         if found is None:
             what = "tool_choice" if self.is_forced else "parallel_tool_calls"
@@ -152,7 +165,7 @@ def _named(choice: Mapping[str, Any], known: Sequence[str]) -> str:
     return name
 
 
-def call_id(length: int = 0, prefix: str = "call_") -> str:
+def new_call_id(length: int = 0, prefix: str = "call_") -> str:
     """A new id of a call.
 
     Args:
@@ -161,3 +174,26 @@ def call_id(length: int = 0, prefix: str = "call_") -> str:
     size = length or 24
     drawn = "".join(secrets.choice(_ALPHABET) for _ in range(size))
     return drawn if length else prefix + drawn
+
+
+def fit_call_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
+    """Ids of another's making, in a conversation, as ones that the template takes: the same each
+    time.
+
+    Args:
+        length: of the ids; 0 takes any.
+    """
+    if not length:
+        return
+
+    def fitting(given: str) -> str:
+        if len(given) == length and set(given) <= set(_ALPHABET):
+            return given
+        digest = hashlib.sha256(given.encode()).digest()
+        return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:length])
+
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = fitting(call["id"])
+        if "tool_call_id" in message:
+            message["tool_call_id"] = fitting(message["tool_call_id"])

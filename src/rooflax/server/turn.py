@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rooflax.completion import Delta
 from rooflax.server.call import Call, check_finished
@@ -14,7 +15,31 @@ from rooflax.server.grammars import Thinks, behind_reasoning
 from rooflax.server.reader import Event, Reader
 from rooflax.server.rendering import Prompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
-from rooflax.server.tools import call_id
+from rooflax.server.tools import new_call_id
+
+
+class Spelled(NamedTuple):
+    """A token as log-probabilities state it.
+
+    Attributes:
+        begin, end: its characters of the whole answer.
+    """
+
+    entry: dict[str, Any]
+    begin: int
+    end: int
+
+    def within(self, begin: int, end: int) -> Spelled | None:
+        """The part of it that lies between two places; None where there is none."""
+        first, last = max(begin, self.begin), min(end, self.end)
+        text = self.entry["token"]
+        if first >= last:
+            return None
+        if (first, last) == (self.begin, self.end):
+            return self
+        if len(text) == self.end - self.begin:  # else it is no text of its own
+            text = text[first - self.begin : last - self.begin]
+        return Spelled(self.entry | {"token": text, "bytes": list(text.encode())}, first, last)
 
 
 @dataclass(frozen=True)
@@ -22,23 +47,17 @@ class Piece:
     """What one sample went on with.
 
     Attributes:
-        events: reasoning and calls.
-        content: text.
+        events: text, reasoning and calls, in their order.
+        tokens: those of which the text is certain, if log-probabilities are asked for; not the one
+            that ended the answer, nor what a stop string has cut.
         finish_reason: "stop", "length" or "tool_calls" on the last piece.
     """
 
     index: int
     events: list[Event]
-    content: str
+    tokens: list[Spelled]
     delta: Delta
     finish_reason: str | None
-
-    def parts(self) -> Iterator[tuple[str, str]]:
-        """Its kinds and texts in their order: reasoning, content, then calls."""
-        yield from ((each.kind, each.text) for each in self.events if each.kind == "reasoning")
-        if self.content:
-            yield "content", self.content
-        yield from ((each.kind, each.text) for each in self.events if each.kind != "reasoning")
 
 
 class Turn:
@@ -57,6 +76,7 @@ class Turn:
         self.num_samples: int = found.get("n", 1)
         self.prompt: Prompt | None = None
         self._readers: dict[int, Reader] = {}
+        self._waiting: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._most = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
         self._most_field = most_field or self._most
         top = found.get("top_logprobs")
@@ -67,10 +87,12 @@ class Turn:
         self._logprobs = (top or 0) if found.get("logprobs") else None
         self._form = form_of(found)
 
-    def new_call_id(self, prefix: str = "call_") -> str:
-        """Of the kind that the model's template wants."""
+    def call_id(self, event: Event, prefix: str = "call_") -> str:
+        """The model's own, or a new one of the kind that its template wants."""
+        if event.id:
+            return event.id
         calls = self.prompt and self.prompt.format and self.prompt.format.calls
-        return call_id(calls.id_length if calls else 0, prefix)
+        return new_call_id(calls.id_length if calls else 0, prefix)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """All samples' pieces as they come; closing it ends them.
@@ -126,17 +148,29 @@ class Turn:
                 reason = "tool_calls"
             usage.reasoning_tokens += reader.num_reasoning_tokens
             self.call.service.failed_calls += reader.num_failed
-        return Piece(delta.index, reader.take_events(), delta.text, delta, reason)
+        events = reader.take(len(delta.text), is_last=reason is not None)
+        return Piece(delta.index, events, self._spelled(delta, reader), delta, reason)
+
+    def _spelled(self, delta: Delta, reader: Reader) -> list[Spelled]:
+        """The tokens of which the text has become certain."""
+        if self._logprobs is None or delta.logprobs is None:
+            return []
+        waiting = self._waiting[delta.index]
+        spelling = self.call.service.spelling
+        waiting += spelling.chat(delta.tokens, delta.logprobs, self._logprobs)
+        is_last, found = delta.completion is not None, []
+        # Beyond the spans is a token that ended the answer.
+        for entry, (begin, end) in zip(waiting, reader.spans, strict=False):
+            if end > reader.certain and not is_last:
+                break
+            part = Spelled(entry, begin, end).within(-1, reader.certain)
+            found.append(part)
+        del waiting[: len(found)], reader.spans[: len(found)]
+        return [part for part in found if part is not None]
 
     def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
         special = self.call.service.special
-        forced = prompt.choice.grammar(special, thinks)
-        if forced is not None and self._form:
-            raise ApiError(
-                "response_format and structured_outputs do not go with calls that are forced or "
-                "strict; drop one.",
-                param="response_format",
-            )
-        if forced is not None:
-            return {"grammar": forced}
+        calls = prompt.choice.grammar(special, thinks, self._form)
+        if calls is not None:
+            return {"grammar": calls}
         return behind_reasoning(self._form, prompt.format, special, thinks=thinks)

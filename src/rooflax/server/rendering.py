@@ -121,10 +121,17 @@ def _effort(effort: str, words: frozenset[str]) -> dict[str, Any]:
     )
 
 
+def efforts(service: Service) -> tuple[str, ...]:
+    """Of reasoning, that the model's template tells apart."""
+    words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
+    if "reasoning_effort" in words:
+        return EFFORTS
+    return ("none", "high") if "enable_thinking" in words else ()
+
+
 def tells_efforts(service: Service) -> bool:
     """Whether the model's template tells efforts of reasoning apart."""
-    words = _WORD.findall(service.ready().llm.tokenizer.chat_template or "")
-    return "reasoning_effort" in words or "enable_thinking" in words
+    return bool(efforts(service))
 
 
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:

@@ -342,16 +342,16 @@ function readTools(source) {
 }
 
 function request(one, node) {
-  const { system, tools, effort, numbers } = one.settings;
+  const { system, tools, effort, numbers } = one.settings, caps = props.chat_template_caps;
   const body = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   for (const name of Object.keys(props.settings)) if (numbers[name]) body[name] = Number(numbers[name]);
   const said = messages(one, node.parent);
-  if (!props.chat_template_caps.chat) return ["v1/completions",
+  if (!caps.chat) return ["v1/completions",
     { max_tokens: COMPLETION_TOKENS, ...body, prompt: said.map((each) => each.content).join("\n") }];
   if (system.trim()) said.unshift({ role: "system", content: system });
-  const functions = readTools(tools);
+  const functions = caps.tools ? readTools(tools) : [];
   if (functions.length) body.tools = functions;
-  if (effort) body.reasoning_effort = effort;
+  if (caps.efforts.includes(effort)) body.reasoning_effort = effort;
   return ["v1/chat/completions", { ...body, messages: said }];
 }
 
@@ -643,7 +643,7 @@ function callBox(what, name, source) {
   return make("div", { className: "call" },
     make("div", { className: "bar" }, make("span", {}, `${what} `,
       make("b", { textContent: name })), copyButton("Copy JSON", () => source)),
-    make("pre", { textContent: pretty(source), tabIndex: 0 }));
+    make("pre", { textContent: source, tabIndex: 0 }));
 }
 
 // The calls of an answer; under those of the last one, what they gave can be typed.
@@ -651,7 +651,7 @@ function drawCalls(node, element) {
   const isOpen = !running && chat.leaf === node.id && callsOf(node).length > 0;
   const areas = isOpen ? node.calls.map(() => make("textarea", { rows: 2 })) : [];
   const boxes = node.calls.map((call, number) => {
-    const box = callBox("tool call", call.name, call.arguments);
+    const box = callBox("tool call", call.name, pretty(call.arguments));
     if (isOpen) box.append(make("label", {}, `Result of ${call.name}`, areas[number]));
     return box;
   });
@@ -768,7 +768,7 @@ async function drop(one) {
   if (!window.confirm(`Delete "${title(one)}"?`)) return;
   await forget(one);
   if (one === chat) startChat();
-  else drawChats();
+  else { drawChats(); $("new").focus(); }
 }
 
 function showList(isShown) {
@@ -790,7 +790,7 @@ function drawNumbers() {
     if (Number.isSafeInteger(schema.maximum)) input.max = schema.maximum;
     return make("label", {}, words[0].toUpperCase() + words.slice(1), input);
   }));
-  const { efforts = [], tools } = props.chat_template_caps;
+  const { efforts, tools } = props.chat_template_caps;
   $("effort").replaceChildren($("effort").options[0], ...efforts.map((each) => new Option(each)));
   $("effort-row").hidden = !efforts.length;
   $("tools").disabled = !tools;
@@ -920,7 +920,7 @@ function listen() {
   $("remember").onchange = takeKey;
   $("input").oninput = () => fit($("input"));
   $("input").onkeydown = onInputKey;
-  $("turns").onclick = () => showList(false);
+  $("page").onclick = ({ target }) => target.closest("#list") || showList(false);
   $("turns").onscroll = () => {
     const box = $("turns");
     follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;

@@ -362,6 +362,32 @@ def test_many_chats_are_kept_and_a_new_one_erases_none(page):
     assert not page.locator("#chats .title", has_text="Apples").count()
 
 
+def test_an_answer_goes_on_while_another_chat_is_shown(page, scripted):
+    scripted.pause_s = 0.05
+    page.fill("#input", "Slow")
+    page.keyboard.press("Enter")
+    press(page, "New chat")
+    assert questions(page) == [] and page.locator("#stop").is_visible()
+    page.locator("#chats .title", has_text="Slow").click()
+    finished(page)
+    assert answers(page) == ["Hello, world."]
+
+
+def test_two_tabs_show_the_same_chats(watched, page):
+    ask(page, "Apples")
+    other = watched.open()
+    other.locator("#chats .title", has_text="Apples").click()
+    ask(other, "Pears")
+    page.locator("article.user", has_text="Pears").wait_for()
+    ask(page, "Plums")
+    other.locator("article.user", has_text="Plums").wait_for()
+    assert questions(page) == questions(other) == ["Apples", "Pears", "Plums"]
+    page.once("dialog", lambda dialog: dialog.accept())
+    press(page, "Delete Apples")
+    other.locator("article.user").first.wait_for(state="detached")
+    assert not other.locator("#chats .title", has_text="Apples").count()
+
+
 def test_what_is_exported_can_be_imported(watched, browser, page, live, tmp_path):
     ask(page, "Hi")
     press(page, "Regenerate")

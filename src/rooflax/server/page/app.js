@@ -176,6 +176,7 @@ function copyButton(name, text) {
 
 const NO_STORE = "This browser keeps no chats here: they are lost with this tab. Export them.";
 const FULL_STORE = "The browser's store is full: what is new is not kept. Export, then delete chats.";
+const tabs = new BroadcastChannel("rooflax");
 let base = null, saving = Promise.resolve(), kept = 0;
 
 function note(text) {
@@ -220,13 +221,27 @@ function keep(one) {
 function write(one) {
   if (!base) return;
   saving = saving.then(() => inStore("readwrite", (store) => store.put(one))).then(
-    () => note(""),
+    () => { note(""); tabs.postMessage(one.id); },
     (error) => note(error?.name === "QuotaExceededError" ? FULL_STORE : NO_STORE));
 }
 
 async function forget(one) {
   chats = chats.filter((each) => each !== one);
-  if (base) await inStore("readwrite", (store) => store.delete(one.id)).catch(() => note(NO_STORE));
+  if (!base) return;
+  await inStore("readwrite", (store) => store.delete(one.id)).catch(() => note(NO_STORE));
+  tabs.postMessage(one.id);
+}
+
+// Another tab has written or deleted a chat: it is the same here, so that neither undoes the other.
+async function takeOver(id) {
+  if (!base || running?.chat.id === id) return;
+  const found = await inStore("readonly", (store) => store.get(id)).catch(() => null);
+  chats = chats.filter((one) => one.id !== id);
+  if (found) chats.push(readChat(found));
+  if (chat?.id !== id) { drawChats(); return; }
+  if (!found) { startChat(); return; }
+  chat = chats.at(-1);
+  fillSettings(); draw(); drawChats();
 }
 
 // ------------------------------------------------------------------------------ chats as trees
@@ -481,6 +496,7 @@ function fails(node, error) {
 function finish() {
   const { chat: one, node } = running;
   views.get(node)?.show();
+  if (node.error) running.spoken = 0;
   speak(node.error || node.content, true);
   running = null;
   say("");
@@ -925,6 +941,7 @@ function listen() {
     const box = $("turns");
     follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
   };
+  tabs.onmessage = ({ data }) => takeOver(data);
   document.addEventListener("visibilitychange", look);
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || $("settings").open) return;

@@ -30,7 +30,7 @@ from rooflax.server.json_body import read_json
 from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
 from rooflax.server.openapi import document
-from rooflax.server.page import page
+from rooflax.server.page import FILES, page
 from rooflax.server.responses import responses
 from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
@@ -38,7 +38,7 @@ from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 BODY_S = 30.0
 MAX_BODIES_BYTES = 256 * 2**20
 """Of all bodies that are being read."""
-OPEN_PATHS = ("/health", "/ready", "/")
+OPEN_PATHS = ("/health", "/ready", *FILES)
 """What anybody who reaches the server may ask."""
 REJECTIONS = (401, 403, 413, 429, 503)
 """Statuses of requests that are turned away, whatever they ask."""
@@ -96,6 +96,7 @@ def make_app(service: Service) -> ASGIApp:
         Route(path, _post(service, post), methods=["POST"]) for path, (post, _) in POSTS.items()
     ]
     routes += [Route(path, _get(service, get), methods=["GET"]) for path, get in GETS.items()]
+    routes += [Route(path, _get(service, page), methods=["GET"]) for path in FILES if path != "/"]
     routes += [Route(path, _not_built, methods=["GET", "POST"]) for path in NOT_BUILT]
     routes.append(Route("/metrics", exporter.answer, methods=["GET"]))
     routes.append(Route("/openapi.json", _openapi, methods=["GET"]))

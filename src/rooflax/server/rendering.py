@@ -129,12 +129,24 @@ def _effort(effort: str, read: frozenset[str]) -> dict[str, Any]:
     )
 
 
+def _read_by(service: Service) -> frozenset[str]:
+    return template_names(service.ready().llm.tokenizer.chat_template).variables
+
+
 def tells_effort(service: Service, effort: str) -> bool:
     """Whether the model's template can be told this effort of reasoning."""
-    read = template_names(service.ready().llm.tokenizer.chat_template).variables
+    read = _read_by(service)
     if "reasoning_effort" in read:
         return effort in EFFORTS
     return "enable_thinking" in read and effort in ALL_EFFORTS
+
+
+def efforts(service: Service) -> tuple[str, ...]:
+    """Of reasoning, that the model's template tells apart."""
+    read = _read_by(service)
+    if "reasoning_effort" in read:
+        return EFFORTS
+    return ("none", "high") if "enable_thinking" in read else ()
 
 
 def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:

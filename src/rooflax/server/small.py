@@ -13,9 +13,17 @@ from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
 from rooflax.server.formats import HARMONY
-from rooflax.server.rendering import ALL_EFFORTS, render, tells_effort
+from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
-from rooflax.server.tables import DETOKENIZE, TEMPLATE, TOKENIZE
+from rooflax.server.tables import CHAT, DETOKENIZE, TEMPLATE, TOKENIZE
+
+SHOWN = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens", "min_tokens", "seed",
+)  # fmt: skip
+_FIELDS = CHAT.schema()["properties"]
+SETTINGS = {name: _FIELDS[name] for name in SHOWN}
+"""Numbers that a page lets people set, as /openapi.json describes them."""
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -156,6 +164,7 @@ async def props(service: Service, request: Request) -> Response:
     return Json(
         {
             "default_generation_settings": settings,
+            "settings": SETTINGS,
             "total_slots": service.slots,
             "model_alias": service.names[0],
             "n_ctx": llm.max_model_len,
@@ -164,7 +173,7 @@ async def props(service: Service, request: Request) -> Response:
                 "chat": template is not None,
                 "tools": format is not None and format.calls is not None,
                 "reasoning": reasons,
-                "efforts": [each for each in ALL_EFFORTS if tells_effort(service, each)],
+                "efforts": efforts(service),
             },
             "modalities": {"vision": False, "audio": False},
             "build_info": f"rooflax {__version__}",

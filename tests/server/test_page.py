@@ -265,6 +265,14 @@ def streamed(text, size=7):
     return "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
 
 
+def change_props(page, **changed):
+    def props(route):
+        found = httpx.get(route.request.url, trust_env=False).json()
+        route.fulfill(json=found | changed)
+
+    page.route("**/props", props)
+
+
 def answer_with(page, text):
     page.route(
         "**/v1/chat/completions",
@@ -284,11 +292,7 @@ def test_it_sends_and_shows_the_answer_and_its_figures(page, scripted):
 
 
 def test_the_share_of_the_roofline_is_shown(page):
-    def props(route):
-        found = httpx.get(route.request.url, trust_env=False).json()
-        route.fulfill(json=found | {"decode_roofline": 0.876})
-
-    page.route("**/props", props)
+    change_props(page, decode_roofline=0.876)
     ask(page, "Hi")
     page.get_by_text("88% of the roofline").wait_for()
 
@@ -309,6 +313,19 @@ def test_settings_are_those_of_props_and_are_sent(page, scripted):
     page.reload()
     page.wait_for_selector("#seed", state="attached")
     assert page.input_value("#seed") == "7" and page.input_value("#system") == "Be brief."
+
+
+def test_efforts_are_offered_where_the_template_tells_them_apart(page):
+    change_props(page, chat_template_caps={"chat": True, "tools": True, "efforts": ["low", "high"]})
+    page.reload()
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json))
+    press(page, "Settings")
+    page.select_option("#effort", "high")
+    press(page, "Close")
+    answer_with(page, "Yes.")
+    ask(page, "Hi")
+    assert [each["reasoning_effort"] for each in asked if each] == ["high"]
 
 
 def test_stop_ends_the_request_and_keeps_what_there_is(page, scripted):
@@ -466,6 +483,11 @@ def test_code_can_be_copied(page, watched):
     press(page, "Copy code")
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("() => navigator.clipboard.readText()").strip() == "x = '<1>'"
+    page.evaluate("() => Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    press(page, "Copy question")
+    page.focus("#input")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#input") == "Hi"
 
 
 def test_hostile_text_is_harmless(page):
@@ -605,13 +627,7 @@ def test_without_a_store_or_with_a_full_one_it_goes_on(watched):
 
 def test_a_model_without_a_template_goes_on_with_text(watched, scripted, live):
     page = watched.context.new_page()
-
-    def props(route):
-        found = httpx.get(route.request.url, trust_env=False).json()
-        caps = {"chat": False, "tools": False, "reasoning": False, "efforts": []}
-        route.fulfill(json=found | {"chat_template_caps": caps})
-
-    page.route("**/props", props)
+    change_props(page, chat_template_caps={"chat": False, "tools": False, "efforts": []})
     page.goto(live.url)
     page.get_by_text("no chat template").wait_for()
     ask(page, "Once upon")

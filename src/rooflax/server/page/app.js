@@ -806,10 +806,11 @@ function drawNumbers() {
     if (Number.isSafeInteger(schema.maximum)) input.max = schema.maximum;
     return make("label", {}, words[0].toUpperCase() + words.slice(1), input);
   }));
-  const { efforts, tools } = props.chat_template_caps;
+  const { chat: hasTemplate, efforts, tools } = props.chat_template_caps;
   $("effort").replaceChildren($("effort").options[0], ...efforts.map((each) => new Option(each)));
   $("effort-row").hidden = !efforts.length;
   $("tools").disabled = !tools;
+  $("system").disabled = !hasTemplate;
   fillSettings();
 }
 

@@ -398,6 +398,8 @@ TELLS_THINKING = TELLS_EFFORTS.replace("reasoning_effort", "enable_thinking")
         (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "disabled"}}, "False", set()),
         (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}},
          "True", {"thinking.budget_tokens"}),
+        (TELLS_THINKING, "/v1/messages", {"thinking": {"type": "between_tools"}}, "",
+         {"thinking"}),
         (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "low"}}, "low", set()),
         (TELLS_EFFORTS, "/v1/messages", {"output_config": {"effort": "max"}}, "",
          {"output_config.effort"}),
@@ -557,6 +559,11 @@ def mutated(value, rng):
         return found
     at = rng.randrange(len(value))
     return [*value[:at], mutated(value[at], rng), *value[at + 1 :]]
+
+
+BODIES["/v1/responses/input_tokens"] = {
+    name: value for name, value in BODIES["/v1/responses"].items() if name != "include"
+}
 
 
 @pytest.mark.parametrize("path", BODIES)

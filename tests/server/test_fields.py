@@ -38,6 +38,7 @@ PATHS = {
 }
 OTHERS = {
     "/v1/responses": (tables.RESPONSES, {"input": "Hi"}),
+    "/v1/responses/input_tokens": (tables.INPUT_TOKENS, {"input": "Hi"}),
     "/v1/messages": (tables.MESSAGES, {"messages": MESSAGES, "max_tokens": 50}),
     "/v1/messages/count_tokens": (tables.COUNT_TOKENS, {"messages": MESSAGES}),
 }
@@ -996,3 +997,10 @@ def test_what_the_server_and_its_model_are(live):
     assert caps["chat"] and caps["tools"] and not caps["reasoning"] and not caps["efforts"]
     paths = live.http.get("/openapi.json").json()["paths"]
     assert {"/metrics", "/openapi.json", "/tokenizer_info"} <= set(paths)
+
+
+def test_the_tokens_of_a_response_are_those_of_its_chat(live):
+    body = {"input": "Hi there", "instructions": "Be brief."}
+    found = live.post("/v1/responses/input_tokens", body).json()
+    usage = live.post("/v1/responses", body | {"max_output_tokens": 2}).json()["usage"]
+    assert found == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}

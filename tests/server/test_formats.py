@@ -33,6 +33,7 @@ MARKS = {
     "llama3_json": ["<|python_tag|>"],
     "pythonic": ["<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "mistral_ids": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"],
     "mistral_list": ["[TOOL_CALLS]", "[THINK]", "[/THINK]"],
     "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
                  "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<think>", "</think>"],
@@ -226,6 +227,28 @@ def test_strict_leaves_text_free_and_calls_valid(tokenizer_of, name, is_special)
     if name not in ONE and not format.calls.is_whole_message:
         assert fits({"n": 3}, "Well.")
         assert not fits({"n": "x"}, "Well.")
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_forced_calls_have_an_id_where_the_template_writes_one(tokenizer_of, is_special):
+    tokenizer = tokenizer_of("mistral_ids", is_special)
+    given = {"tools": [tool("a")], "tool_choice": "required"}
+    grammar = tool_choice(given, FORMATS["mistral_ids"]).grammar(special_of(tokenizer), "not")
+    ids, _ = say_anything(tokenizer, grammar, random.Random(0))
+    _, events, _ = read(tokenizer, FORMATS["mistral_ids"], ids)
+    assert len(events[0].id) == 9 and events[0].id.isalnum()
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_strict_tools_of_qwen3_coder_have_no_second_way_to_be_called(tokenizer_of, is_special):
+    tokenizer = tokenizer_of("qwen3_coder", is_special)
+    given = {"tools": [tool("look", FORM, strict=True)]}
+    grammar = tool_choice(given, FORMATS["qwen3_coder"]).grammar(special_of(tokenizer), "not")
+    for n, fits in ((1, True), ("x", False)):
+        call = f"<function=look>\n<parameter=n>\n{n}\n</parameter>\n</function>"
+        assert lets_through(tokenizer, grammar, f"So.\n<tool_call>\n{call}\n</tool_call>") == fits
+        assert not lets_through(tokenizer, grammar, f"So.\n{call}")
+        assert not lets_through(tokenizer, grammar, f"{call}\n<tool_call>\n{call}\n</tool_call>")
 
 
 FORM = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

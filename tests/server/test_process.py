@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -57,6 +58,24 @@ class Process:
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code
+
+
+def test_a_first_token_in_under_a_minute(monkeypatch, tmp_path):
+    """Of a first start, which has to compile everything."""
+    monkeypatch.setenv("ROOFLAX_CACHE_DIR", str(tmp_path))
+    started = time.monotonic()
+    server = Process()
+    try:
+        wait_for(lambda: server.status() == 200, 180)
+        body = CHAT | {"stream": True, "max_tokens": 4}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as s:
+            assert any(
+                '"content":"' in line and '"content":""' not in line for line in s.iter_lines()
+            )
+        assert time.monotonic() - started < 60
+        assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.process.kill()
 
 
 def test_c8_it_serves_and_drains_without_cutting_an_answer():

@@ -31,7 +31,7 @@ from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
 from rooflax.server.openapi import document
 from rooflax.server.page import FILES, page
-from rooflax.server.responses import responses
+from rooflax.server.responses import input_tokens, responses
 from rooflax.server.service import Service
 from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
 
@@ -52,6 +52,7 @@ POSTS: dict[str, tuple[Endpoint, Table]] = {
     "/v1/completions": (completions, tables.COMPLETIONS),
     "/v1/chat/completions": (chat, tables.CHAT),
     "/v1/responses": (responses, tables.RESPONSES),
+    "/v1/responses/input_tokens": (input_tokens, tables.INPUT_TOKENS),
     "/v1/messages": (messages, tables.MESSAGES),
     "/v1/messages/count_tokens": (count_tokens, tables.COUNT_TOKENS),
     "/v1/embeddings": (embeddings, tables.EMBEDDINGS),
@@ -69,10 +70,17 @@ OWN_NAMES = {
     },
     "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
     "/v1/messages/count_tokens": {"prompt": "messages"},
+    "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},
     "/v1/embeddings": {"prompt": "input"},
 }  # fmt: skip
 """What a route's clients call the fields that errors name as other routes do."""
-TAKES_NO_PLACE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template")
+TAKES_NO_PLACE = (
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+)
 GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/models": small.models,
     "/v1/models/{name:path}": small.model,

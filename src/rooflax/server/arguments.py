@@ -7,20 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rooflax.server.formats import Calls
+from rooflax.server.formats import CALL_KEYS, Calls
 from rooflax.server.grammars import is_text
 from rooflax.server.notation import NoNotation, Scanner
 
 
 class Call(NamedTuple):
-    """A call as clients are told it: arguments are the JSON of an object."""
+    """A call as clients are told it: arguments are the JSON of an object.
+
+    Attributes:
+        id: where the model has written one.
+    """
 
     name: str
     arguments: str
+    id: str = ""
 
 
-_HEAD = (
-    r'\s*\{{\s*"name"\s*:\s*"(?P<name>[A-Za-z0-9_.-]{{1,64}})"\s*,\s*"{key}"\s*:\s*(?P<rest>[{{].*)'
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[A-Za-z0-9_.-]{1,64})"'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<rest>[{].*)',
+    re.DOTALL,
 )
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SAYS_TYPE = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
@@ -35,10 +42,10 @@ class ArgumentStream:
         self.is_complete = False
 
     @staticmethod
-    def head(body: str, arguments_key: str) -> tuple[str, str] | None:
+    def head(body: str) -> tuple[str, str] | None:
         """Name and beginning of the arguments of `{"name": ..., "arguments": {...`; None where
         this is not what is written, or not yet."""
-        found = re.match(_HEAD.format(key=re.escape(arguments_key)), body, re.DOTALL)
+        found = _HEAD.match(body)
         return (found["name"], found["rest"]) if found else None
 
     def push(self, text: str) -> str:
@@ -78,7 +85,14 @@ class ArgumentStream:
         return self.is_complete
 
 
-def calls_of(body: str, arguments_key: str) -> list[Call]:
+def may_be_call(body: str) -> bool:
+    """Whether the beginning of an object may be that of a call."""
+    rest = body.lstrip().removeprefix("{").lstrip()
+    keys = [f'"{key}"' for key in CALL_KEYS]
+    return not rest or any(key.startswith(rest[: len(key)]) for key in keys)
+
+
+def calls_of(body: str) -> list[Call]:
     """The calls of a whole body, an object or a list of them; none where it is neither."""
     try:
         found = json.loads(body)
@@ -89,7 +103,7 @@ def calls_of(body: str, arguments_key: str) -> list[Call]:
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or not name:
             return []
-        arguments = item.get(arguments_key)
+        arguments = item.get("arguments", item.get("parameters"))
         if isinstance(arguments, str):  # some models write JSON within JSON
             try:
                 arguments = json.loads(arguments)
@@ -97,7 +111,9 @@ def calls_of(body: str, arguments_key: str) -> list[Call]:
                 return []
         if not isinstance(arguments, dict):
             return []
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        identity = item.get("id", "")
+        given = identity if isinstance(identity, str) else ""
+        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False), given))
     return calls
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import Calls, Format, Tags
+from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
 from rooflax.server.notation import Notation
 
 Thinks = Literal["opened", "may", "not"]
@@ -148,21 +148,30 @@ def _with_text(
     head = calls.grammar.first + calls.head(next(iter(schemas)))
     if channel:
         return f"({channel} {ANY_TEXT} | {call}{behind})"
+    others = "|".join(_escaped(mark) for mark in calls.open if mark == calls.name_open)
+    without = f" & ~/(?s:.*({others}).*)/" if others else ""
     if grammar.is_special(head):
-        return f"{ANY_TEXT} ({opened} {call}{behind})?"
+        text = grammar.rule(ANY_TEXT + without, kind="T") if others else ANY_TEXT
+        return f"{text} ({opened} {call}{behind})?"
     marks = [each for each in (calls.grammar.first, *calls.open) if each and head.startswith(each)]
     mark = max(marks, key=len)
-    pattern = re.escape(mark).replace("/", r"\/")
+    pattern = _escaped(mark)
+    if calls.style == "json" and calls.is_body(mark):
+        pattern += rf'\s*"({"|".join(CALL_KEYS)})"'
     if calls.is_whole_message:
         text = rf"{ANY_TEXT} & ~/\s*({pattern})(?s:.*)/"
         return f"({grammar.rule(text, kind='T')} | {opened} {call}{behind})"
-    text = grammar.rule(f"{ANY_TEXT} & ~/(?s:.*({pattern}).*)/", kind="T")
-    lead = grammar.rule(f"/(?s:.*)({pattern})/", attribute="[lazy]")
+    text = grammar.rule(f"{ANY_TEXT} & ~/(?s:.*({pattern}).*)/{without}", kind="T")
+    lead = grammar.rule(f"/(?s:.*)({pattern})/{without}", attribute="[lazy]")
     heads = [
         _call(grammar, calls, name, schema, skipped=mark, before=calls.grammar.first)
         for name, schema in schemas.items()
     ]
     return f"({text} | {lead} {grammar.choice(heads)}{behind})"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
@@ -228,6 +237,9 @@ def _call(
     assert calls.grammar is not None
     head = (before + calls.head(name)).removeprefix(skipped)
     opened, after = grammar.text(head), calls.grammar.after
+    if calls.grammar.has_id:
+        length = calls.id_length
+        opened += f" /[A-Za-z0-9]{{{length}}}/ {grammar.text(calls.name_close)}"
     if calls.style == "json":
         return f"{opened} {grammar.json(schema)} {grammar.text('}' + after)}"
     if calls.tags is not None:

@@ -22,7 +22,7 @@ from rooflax.server.turn import Turn
 
 BILLING = "x-anthropic-billing-header"
 """Begins a text that differs with every request, and so would share no cached prompt."""
-_THINKING = ("enabled", "adaptive", "disabled")
+_THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -84,7 +84,7 @@ def _effort(call: Call) -> dict[str, Any]:
             ignored.append("output_config.effort")
     if kind is not None:
         wanted = "none" if kind == "disabled" else found.get("reasoning_effort", "high")
-        if not tells_effort(call.service, wanted):
+        if kind == "between_tools" or not tells_effort(call.service, wanted):
             ignored.append("thinking")
             return found
         found = {"reasoning_effort": wanted}

@@ -16,6 +16,7 @@ from rooflax.server.arguments import (
     ArgumentStream,
     Call,
     calls_of,
+    may_be_call,
     notation_calls,
     tagged_calls,
 )
@@ -114,6 +115,8 @@ class Reader:
         if self._calls is not None:
             found += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
             found += self._calls.skipped
+            if self._calls.tags is not None and self._calls.tags.body_end:
+                found.append(self._calls.tags.body_end)
         return tuple(found)
 
     def take(self, num_characters: int, *, is_last: bool = False) -> list[Event]:
@@ -204,8 +207,8 @@ class Reader:
         if self._region == "reasoning" and self._reasoning is not None:
             return (self._reasoning.close,)
         if self._region == "call" and self._calls is not None:
-            if self._calls.close is not None:
-                return (self._calls.close,)
+            if self._call is not None and self._call.close is not None:
+                return (self._call.close,)
             return () if self._calls.is_whole_message else self._calls.open
         found = [self._reasoning.open] if self._reasoning and not self._has_content else []
         calls = self._calls
@@ -244,9 +247,16 @@ class Reader:
             self._enter("reasoning" if mark == self._reasoning.open else "content")
             return
         assert self._calls is not None
-        if self._region == "call":
+        if self._region == "call" and self._call is not None:
+            is_end = mark == self._call.close
+            if is_end and self._call.has_close:
+                self._take(mark)
+            elif is_end:
+                self._at += len(mark)
             self._end_call(is_cut=False)
-        if mark == self._calls.close or mark in self._calls.skipped:
+            if is_end:
+                return
+        if mark in self._calls.skipped:
             self._at += len(mark)
             self._trims = not self._has_content
             return
@@ -267,6 +277,8 @@ class Reader:
             return
         if self._region == "call" and self._call is not None:
             self._events += self._call.push(text)
+            if self._call.is_none:
+                self._end_call(is_cut=True)
             return
         if self._trims:
             text = text.lstrip("\n") if self._region == "content" else text.lstrip()
@@ -306,7 +318,7 @@ class Reader:
             if self._has_content:
                 self._gaps.append(Event("content", call.before, call.at))
             return
-        self.num_failed += 1
+        self.num_failed += not call.is_none
         self._trims = False
         for gap in self._gaps:
             self._say(gap.text, gap.at)
@@ -342,12 +354,23 @@ class _OpenCall:
     Args:
         before: white space that stands before it.
         at: where that begins in the whole answer.
+
+    Attributes:
+        close: ends it; without one the message does.
+        has_close: that is a part of it.
+        is_none: what was pushed cannot be a call.
     """
 
     def __init__(self, calls: Calls, mark: str, before: str, at: int, name: str | None = None):
         self._calls, self._parts, self.before, self.at = calls, [before], before, at
         if not calls.is_body(mark):  # else it comes as text too
             self._parts.append(mark)
+        self.close = calls.close
+        self.has_close = calls.tags is not None and mark == calls.name_open
+        if calls.tags is not None and self.has_close:
+            self.close = calls.tags.body_end
+        self._is_bare = calls.style == "json" and calls.is_body(mark)
+        self.is_none = False
         self._num_before = len(self._parts)
         self._name, self._seeks = name, calls.style in ("json", "named")
         self._stream: ArgumentStream | None = None
@@ -371,25 +394,30 @@ class _OpenCall:
             begun = self._begin(body)
             if begun is None:
                 self._seeks = len(body) <= _LONGEST_HEAD
+                self.is_none = self._is_bare and not may_be_call(body)
                 return []
-            name, text = begun
+            name, text, identity = begun
             self._stream = ArgumentStream()
-            found.append(Event("call", name))
+            found.append(Event("call", name, id=identity))
         piece = self._stream.push(text)
         if piece:
             found.append(Event("arguments", piece))
         return found
 
-    def _begin(self, body: str) -> tuple[str, str] | None:
-        """The name, and what of the arguments has come; None as long as that is not certain."""
+    def _begin(self, body: str) -> tuple[str, str, str] | None:
+        """The name, what of the arguments has come, and the id; None as long as that is not
+        certain."""
         if self._name is not None:
-            return (self._name, body) if body.strip() else None
+            return (self._name, body, "") if body.strip() else None
         calls = self._calls
         if calls.style == "named":
             name, end, rest = body.partition(calls.name_close)
-            name = name.strip().removeprefix(calls.name_open)
-            return (name, rest) if end and _NAME.fullmatch(name) else None
-        return ArgumentStream.head(body, calls.arguments_key)
+            name, identity = name.strip().removeprefix(calls.name_open), ""
+            if calls.id_open:
+                name, _, identity = name.partition(calls.id_open)
+            return (name, rest, identity) if end and _NAME.fullmatch(name) else None
+        head = ArgumentStream.head(body)
+        return None if head is None else (*head, "")
 
     def end(
         self, is_cut: bool, schemas: Mapping[str, object]
@@ -405,11 +433,12 @@ class _OpenCall:
         elif not is_cut and self._calls.notation is not None:
             found = notation_calls(self._body, self._calls)
         elif not is_cut:
-            found = calls_of(self._body, self._calls.arguments_key)
+            found = calls_of(self._body)
         if not found:
-            close = "" if is_cut or self._calls.close is None else self._calls.close
+            close = "" if is_cut or self.has_close else self.close or ""
             return [], 0, "".join(self._parts) + close
         events = []
-        for name, arguments in found:
-            events += [Event("call", name), Event("arguments", arguments), Event("call_end", "")]
+        for name, arguments, identity in found:
+            events += [Event("call", name, id=identity), Event("arguments", arguments)]
+            events.append(Event("call_end", ""))
         return events, len(found), None

@@ -10,14 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rooflax.server.answers import event
+from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert
 from rooflax.server.reader import Event
-from rooflax.server.rendering import tells_effort, text_of
+from rooflax.server.rendering import render, tells_effort, text_of
 from rooflax.server.service import Service
-from rooflax.server.tables import FUNCTION, RESPONSES
+from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
 from rooflax.server.turn import Spelled, Turn
 
 LOGPROBS = "message.output_text.logprobs"
@@ -32,6 +32,14 @@ async def responses(service: Service, request: Request, body: Any) -> Response:
     if call.found.get("stream"):
         return call.events(answer.stream(), answer.failed)
     return await call.whole(answer.whole())
+
+
+async def input_tokens(service: Service, request: Request, body: Any) -> Response:
+    """The route that counts what a prompt would have."""
+    call = Call.of(service, request, INPUT_TOKENS, body, "resp", reports=True)
+    prompt = await render(service, chat_fields(call))
+    found = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+    return Json(found, headers=call.headers)
 
 
 def chat_fields(call: Call) -> dict[str, Any]:

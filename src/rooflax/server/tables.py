@@ -247,6 +247,15 @@ RESPONSES = Table(
     label("service_tier"),
     label("client_metadata"),
 )  # fmt: skip
+INPUT_TOKENS = Table(
+    *(
+        RESPONSES.fields[name]
+        for name in (
+            "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text",
+            "reasoning", "truncation", "previous_response_id", "conversation",
+        )
+    )
+)  # fmt: skip
 SYSTEM = str | list[JsonObject]
 OUTPUT_CONFIG = Table(
     Field("effort", str, "where the template tells efforts apart, else reported"),

@@ -10,6 +10,8 @@ import msgspec
 
 from rooflax.server.notation import PYTHON, Notation, gemma
 
+CALL_KEYS = ("name", "type", "arguments", "parameters")
+"""One of these comes first in a call that is JSON."""
 HARMONY = "harmony"
 """GPT-OSS's: an answer is a series of channels."""
 
@@ -21,6 +23,7 @@ class CallGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         before, after: each call.
         between: of two calls in one answer; None where an answer has one call.
         first, last: around all calls.
+        has_id: between a call's name and its arguments.
     """
 
     before: str
@@ -28,6 +31,7 @@ class CallGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     between: str | None
     first: str = ""
     last: str = ""
+    has_id: bool = False
 
 
 class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,10 +56,12 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         style: "json" is an object (or a list of them) with name and arguments; in the others the
             name comes before the arguments, which are JSON ("named"), parameters between tags
             ("tagged"), or in a notation of their own ("python", "gemma"); "harmony" has headers.
-        open, close: texts around a call; without `close` the end of the message.
+        open, close: texts around a call; without `close` the end of the message. A call may also
+            begin with `name_open`.
         is_whole_message: `open` counts at the very beginning only, and is a part of the call where
             it is no mark such as <|python_tag|>.
         name_open, name_close: around the name.
+        id_open: before an id behind the name.
         quote: of "gemma": around texts.
         skipped: texts that stand around calls and mean nothing.
         id_length: of the calls' ids; 0 is OpenAI's kind.
@@ -69,6 +75,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_whole_message: bool = False
     name_open: str = ""
     name_close: str = ""
+    id_open: str = ""
     tags: Tags | None = None
     quote: str = ""
     skipped: tuple[str, ...] = ()
@@ -83,22 +90,23 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return gemma(self.quote) if self.style == "gemma" else None
 
     def head(self, name: str) -> str:
-        """A forced call up to its arguments."""
+        """A forced call up to its id, or its arguments."""
         assert self.grammar is not None
         if self.style == "json":
             return f'{self.grammar.before}{{"name": {json.dumps(name)}, "{self.arguments_key}": '
-        return f"{self.grammar.before}{self.name_open}{name}{self.name_close}"
+        behind = self.id_open if self.grammar.has_id else self.name_close
+        return f"{self.grammar.before}{self.name_open}{name}{behind}"
 
     def is_body(self, mark: str) -> bool:
         """Whether a mark of `open` is itself a part of the call."""
-        return self.is_whole_message and not mark.startswith("<")
+        return mark == self.name_open or (self.is_whole_message and not mark.startswith("<"))
 
     @property
     def texts(self) -> tuple[str, ...]:
         """All that may name a special token which has to be read."""
         tags = () if self.tags is None else msgspec.structs.astuple(self.tags)
-        return (*self.open, self.close or "", self.name_open, self.name_close, self.quote,
-                *self.skipped, *tags)  # fmt: skip
+        return (*self.open, self.close or "", self.name_open, self.name_close,
+                self.id_open, self.quote, *self.skipped, *tags)  # fmt: skip
 
 
 class Channels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -84,11 +84,12 @@ def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
 
 
 def attentions() -> Iterator[Case]:
-    """LLaMA's and GPT-OSS's heads: a step of decoding, and a chunk of a prompt."""
+    """LLaMA's, GPT-OSS's and Gemma's heads: a step of decoding, and a chunk of a prompt."""
     strided = Pattern(1024, first=64, stride=8)
     shapes = {
         "llama": (32, 8, 128, None, None),
         "gpt-oss": (64, 8, 64, 128, None),
+        "gemma": (8, 4, 256, 1024, None),
         "llama, pattern": (32, 8, 128, None, strided),
         "gpt-oss, pattern": (64, 8, 64, None, strided),
     }

@@ -478,11 +478,23 @@ def test_paged_attention_of_many_queries(case, interpreted):
         assert "bfloat16 over bfloat16 only" in why
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, gpu_flash.WIDEST])
 def test_paged_attention_of_many_queries_lowers_for_cuda(head_dim):
     q, k_pool, v_pool, *given = paged(replace(PROMPTS[0], head_dim=head_dim))
     narrow = (a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool))
     lowered(attend, *narrow, *given)
+
+
+@pytest.mark.every_jax
+def test_prompts_with_wide_heads_are_rejected():
+    """One product gives 256 columns, and tiles of 512 are more than shared memory; few queries are
+    taken."""
+    for query_len, said in ((33, "heads of up to 256, not 512"), (1, None)):
+        case = replace(PROMPTS[0], head_dim=512, query_len=query_len)
+        q, k_pool, v_pool, *given = paged(case)
+        narrow = [a.astype(jnp.bfloat16) for a in (q, k_pool, v_pool)]
+        why = attention_gpu.unsupported(narrow[0], *map(as_pool, narrow[1:]), *given)
+        assert why is None if said is None else said in why
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -127,8 +127,8 @@ CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?%
 def launches(text: str, kind: str) -> Counter[str]:
     """What one step launches, by its kind, from the compiled program's HLO.
 
-    Of a decode step, what the body of its loop runs; what a conditional or an inner loop runs is
-    counted once.
+    Of a decode step, what the body and the condition of its loop run; what a conditional or an
+    inner loop runs is counted once.
     """
     computations = {}
     for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", text):
@@ -136,11 +136,11 @@ def launches(text: str, kind: str) -> Counter[str]:
             computations[name[2]] = part
             if name[1]:
                 computations["ENTRY"] = part
-    begin = "ENTRY"
-    if kind == "decode":
-        bodies = re.findall(r" while\(.*?body=%?([\w.\-]+)", text)
-        begin = max(bodies, key=lambda name: len(computations[name]))
-    return _counted(computations, begin)
+    if kind != "decode":
+        return _counted(computations, "ENTRY")
+    loops = re.findall(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
+    condition, body = max(loops, key=lambda names: len(computations[names[1]]))
+    return _counted(computations, body) + _counted(computations, condition)
 
 
 def _counted(computations: dict[str, str], name: str) -> Counter[str]:

@@ -60,8 +60,16 @@ def every() -> Iterator[Step]:
         yield Step(f"{label}, prefill", model, format, "prefill", (2, 4))
 
 
-def program(step: Step, layers: int, rows: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step as a function, and shapes of its arguments; greedy, as most requests are."""
+def program(
+    step: Step, layers: int | None, rows: int = 1, tokens: int | None = None, greedy: bool = True
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step as a function, and shapes of its arguments; greedy, as most requests are.
+
+    Args:
+        layers: None is all.
+        tokens: of all rows; None is one each, or a chunk.
+    """
+    layers = layers or MODELS[step.model]["num_hidden_layers"]
     family, config = read_config({**MODELS[step.model], "num_hidden_layers": layers})
     storage = Storage("bfloat16", step.format, keeps_bfloat16=True)
     slots = [(slot, _weight(slot, config, storage)) for slot in config.slots()]
@@ -75,17 +83,19 @@ def program(step: Step, layers: int, rows: int = 1) -> tuple[Callable[..., Any],
     pools = tuple(Struct(*shape, jnp.bfloat16) for shape in shapes)
     cache = kv_cache.KVCache(pools, pools, groups, BLOCK)
     vocabulary = config.vocab_size
-    seen = Struct((rows + 1, vocabulary), jnp.bool_), Struct((rows + 1, vocabulary), jnp.int32)
-    tokens = rows if step.kind == "decode" else CHUNK
-    longest = 1 if step.kind == "decode" else CHUNK
+    seen = [Struct((rows + 1, vocabulary), dtype) for dtype in (jnp.bool_, jnp.int32)]
+    seen += [] if greedy else [Struct((rows + 1, MAX_STEPS), jnp.int32)]
+    masks = None if greedy else Struct((rows + 1, -(-vocabulary // 32)), jnp.int32)
+    tokens = tokens or (rows if step.kind == "decode" else CHUNK)
+    longest = 1 if step.kind == "decode" else min(tokens, CHUNK)
     layout = Layout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
     size = packing.HEADER + rows * layout.width + layout.num_tokens
     given = steps.StepInput(
         Struct((size,), jnp.int32),  # type: ignore[arg-type]
         Struct((rows + 1, sampling_columns.WIDTH), jnp.int32),  # type: ignore[arg-type]
-        None,
+        masks,  # type: ignore[arg-type]
         layout,
-        greedy=True,
+        greedy=greedy,
     )
     how: dict[str, Any] = {"options": ExecutionOptions(), "shards": None}
     run = steps.run_step

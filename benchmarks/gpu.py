@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py OUT --part 1     kernels, each alone: right first, then how fast
     python benchmarks/gpu.py OUT --part 2     ceilings; models at 4 and 8 layers
-    python benchmarks/gpu.py OUT --part 3     whole models, a prompt of 4,096, a peer, the ladder
+    python benchmarks/gpu.py OUT --part 3     whole models, a prompt of 4,096, peers, the ladder
     python benchmarks/gpu.py OUT --only NAME ...   some cases of any part
     python benchmarks/gpu.py OUT --dry-run    every part on the CPU, tiny, to see that it works
 
@@ -16,6 +16,7 @@ transformers lies if the machine has none.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -67,6 +68,7 @@ def _kernels(tiny: bool) -> list[Case]:
         case(f"linear w4a16 rows {rows}", "linear", format="w4a16", rows=rows)
         for rows in (1, 40 if tiny else 512)
     ]
+    found.append(case("linear bfloat16 rows 1", "linear", format="bfloat16", rows=1))
     stages = (2,) if tiny else (3, 4, 6)
     found += [case(f"race of {n} stages", "race", stages=n) for n in stages]
     kinds = ("bfloat16",) if tiny else ("bfloat16", "int8", "float32")
@@ -97,7 +99,7 @@ def _kernels(tiny: bool) -> list[Case]:
             found.append(
                 case(f"experts {kind} tokens {tokens}", "experts", kind=kind, tokens=tokens)
             )
-    for format in () if tiny else ("w4a16", *formats):
+    for format in () if tiny else ("bfloat16", "w4a16", *formats):
         found.append(case(f"linear {format} rows 8", "linear", format=format, rows=8))
     for format in () if tiny else ("w8a16", "mxfp4-a16", "w8a16-g32", "fp8-a16", "w8a8"):
         found.append(case(f"linear {format} rows 512", "linear", format=format, rows=512))
@@ -153,6 +155,9 @@ def _whole(tiny: bool) -> list[Case]:
         chosen = TINY[model] if tiny else model
         arguments = {"model": chosen, "work": decode, "precision": precision}
         found.append(Case(f"decode {model} {width}", 3, "model", arguments, WHOLE_S, target))
+    for bits in (8, 4) if importlib.util.find_spec("torch") else ():
+        peer = {"bits": bits, "tiny": tiny, "work": decode}
+        found.append(Case(f"torch int{bits}", 3, "torch", peer, WHOLE_S, "we: 1.2x"))
     if tiny:
         return found
     arguments = {"model": "llama-3.1-8b", "work": long, "precision": {}}
@@ -181,6 +186,10 @@ def run_job(job: str, arguments: Figures) -> Figures:
         "model": gpu_models.model,
         "transformers": gpu_models.transformers,
     }
+    if job == "torch":
+        from benchmarks import gpu_torch
+
+        jobs[job] = gpu_torch.weight_only
     return jobs[job](**arguments)
 
 
@@ -196,7 +205,7 @@ def work(given: list[Figures]) -> None:
             said = " ".join(str(error).split())[:400]
             line = {"failed": f"{type(error).__name__}: {said}"}
         line = {"name": case["name"], "seconds": round(time.perf_counter() - begin, 1), **line}
-        if case["job"] != "transformers":
+        if case["job"] not in PEERS:
             from rooflax.bench.environment import environment
 
             line["environment"] = environment()
@@ -204,6 +213,7 @@ def work(given: list[Figures]) -> None:
         out.flush()
 
 
+PEERS = ("transformers", "torch")
 HAS_XLA = ("linear", "attention", "experts", "model")
 
 

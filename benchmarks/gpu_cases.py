@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +71,18 @@ def seconds_each(function: Callable[..., Any], first: Any, *rest: Any, times: in
 
 def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) -> Figures:
     """Against the reference in float32; read from as many matrices as the cache does not hold."""
+    from rooflax.ops.formats import FORMATS
     from rooflax.ops.linear import linear
-    from rooflax.ops.weights import Stacked
+    from rooflax.ops.weights import Stacked, Stored, as_weight
 
-    (inner, outer), members = (96, 200) if tiny else (4096, 14336), 2 if tiny else 8
+    (inner, outer), members = (96, 224) if tiny else (4096, 14336), 2 if tiny else 8
     x = jax.random.normal(jax.random.key(1), (rows, inner), jnp.bfloat16)
-    w = _one(jax.random.key(0), "packed", ((members,), (inner,), (outer,)), format, 0.02)
+    sizes = ((members,), (inner,), (outer,))
+    if format in FORMATS:
+        w = _one(jax.random.key(0), "packed", sizes, format, 0.02)
+    else:
+        w = as_weight(_one(jax.random.key(0), "normal", sum(sizes, ()), format, 0.02), stack=1)
+    w = cast(Stored, w)
     name = implementation or "pallas"
     with jax.default_matmul_precision("highest"):
         exact = partial(linear, implementation="reference")

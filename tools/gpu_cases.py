@@ -14,11 +14,12 @@ from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
+from rooflax.ops.linear import gpu_plain
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import class_of
+from rooflax.ops.weights import as_weight, class_of
 
 Struct = jax.ShapeDtypeStruct
 THREADS = 128
@@ -46,9 +47,13 @@ FORMATS = ("w8a16", "w8a8", "w8a16-g32", "w4a16", "w4a8", "mxfp4-a16", "fp8-a16"
 
 
 def products() -> Iterator[Case]:
-    """A LLaMA 3.1 8B's largest weight, in every code, for one row and for eight; for more, what the
-    tensor cores take."""
+    """A LLaMA 3.1 8B's largest weight, plain and in every code, for one row and eight; for more,
+    what the tensor cores take."""
     inner, outer = 4096, 14336
+    for rows in (1, linear.FEW_ROWS):
+        x, w = (Struct(shape, jnp.bfloat16) for shape in ((rows, inner), (inner, outer)))
+        turn = gpu_plain.LOADS * gpu_plain.LOAD_BYTES // 2
+        yield Case(f"linear bfloat16, rows {rows}", multiply, (x, w), turn, turn * rows)
     for format in FORMATS:
         kind = class_of(format)
         w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
@@ -70,16 +75,21 @@ def products() -> Iterator[Case]:
             )
 
 
+def multiply(x: Any, w: Any) -> Any:
+    return linear.matmul(LinearArgs(x, as_weight(w).in_stack()[0]))
+
+
 def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
     return attention.paged_attention(q, as_pool(k_pool), as_pool(v_pool), *where)
 
 
 def attentions() -> Iterator[Case]:
-    """LLaMA's and GPT-OSS's heads: a step of decoding, and a chunk of a prompt."""
+    """LLaMA's, GPT-OSS's and Gemma's heads: a step of decoding, and a chunk of a prompt."""
     strided = Pattern(1024, first=64, stride=8)
     shapes = {
         "llama": (32, 8, 128, None, None),
         "gpt-oss": (64, 8, 64, 128, None),
+        "gemma": (8, 4, 256, 1024, None),
         "llama, pattern": (32, 8, 128, None, strided),
         "gpt-oss, pattern": (64, 8, 64, None, strided),
     }

@@ -110,7 +110,7 @@ def compiled(function: Callable[..., Any], arguments: Any, **how: Any) -> tuple[
 def assembled(said: str) -> list[Row]:
     """Per kernel of what the assembler printed: registers, spilled bytes, and its code."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
-    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
+    spilled = [int(n) for n in re.findall(r"stack frame, (\d+) bytes spill stores", said)]
     codes = [sass.Code.parsed(part) for part in said.split("//--------------------- .text.")[1:]]
     kernels = zip(registers, spilled, codes, strict=True)
     return [{"registers": r, "spilled": s, "code": c} for r, s, c in kernels]

@@ -27,7 +27,7 @@ class Model:
 
     Attributes:
         step: its name in the table.
-        kernel: whose instructions a weight takes; None where XLA multiplies.
+        kernel: whose instructions a weight takes.
         layers: of the whole model.
         weights: of the matmuls that one token goes through, the head's too.
         bits: of a weight with its part of a scale.
@@ -35,7 +35,7 @@ class Model:
     """
 
     step: str
-    kernel: str | None
+    kernel: str
     layers: int
     weights: float
     bits: float
@@ -44,7 +44,7 @@ class Model:
 
 LLAMA, GPT_OSS = 7.5e9, 3.6e9
 MODELS = (
-    Model("llama-3.1-8b bf16, decode", None, 32, LLAMA, 16, 0.75),
+    Model("llama-3.1-8b bf16, decode", "linear bfloat16, rows 1", 32, LLAMA, 16, 0.75),
     Model("llama-3.1-8b w8a16, decode", "linear w8a16-g32, rows 1", 32, LLAMA, 8, 0.65),
     Model("llama-3.1-8b w4a16, decode", "linear w4a16, rows 1", 32, LLAMA, 4.5, 0.50),
     Model("gpt-oss-20b mxfp4-a16, decode", "linear mxfp4-a16, rows 1", 24, GPT_OSS, 4.25, 0.50),
@@ -60,7 +60,7 @@ def main() -> int:
         step = table["steps"][model.step]
         launches = model.layers * step["launches"] + step["besides"]
         reads = model.weights * model.bits / 8 / BYTES_PER_S
-        each = table["kernels"][model.kernel]["per_weight"] if model.kernel else 0.0
+        each = table["kernels"][model.kernel]["per_weight"]
         multiplies = model.weights * each / LANES_PER_S
         total = max(reads, multiplies) + launches * LAUNCH_S
         room = reads / model.wanted - max(reads, multiplies)

@@ -60,8 +60,16 @@ def every() -> Iterator[Step]:
         yield Step(f"{label}, prefill", model, format, "prefill", (2, 4))
 
 
-def program(step: Step, layers: int, rows: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step as a function, and shapes of its arguments; greedy, as most requests are."""
+def program(
+    step: Step, layers: int | None, rows: int = 1, tokens: int | None = None, greedy: bool = True
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step as a function, and shapes of its arguments; greedy, as most requests are.
+
+    Args:
+        layers: None is all.
+        tokens: of all rows; None is one each, or a chunk.
+    """
+    layers = layers or MODELS[step.model]["num_hidden_layers"]
     family, config = read_config({**MODELS[step.model], "num_hidden_layers": layers})
     storage = Storage("bfloat16", step.format, keeps_bfloat16=True)
     slots = [(slot, _weight(slot, config, storage)) for slot in config.slots()]
@@ -75,17 +83,19 @@ def program(step: Step, layers: int, rows: int = 1) -> tuple[Callable[..., Any],
     pools = tuple(Struct(*shape, jnp.bfloat16) for shape in shapes)
     cache = kv_cache.KVCache(pools, pools, groups, BLOCK)
     vocabulary = config.vocab_size
-    seen = Struct((rows + 1, vocabulary), jnp.bool_), Struct((rows + 1, vocabulary), jnp.int32)
-    tokens = rows if step.kind == "decode" else CHUNK
-    longest = 1 if step.kind == "decode" else CHUNK
+    seen = [Struct((rows + 1, vocabulary), dtype) for dtype in (jnp.bool_, jnp.int32)]
+    seen += [] if greedy else [Struct((rows + 1, MAX_STEPS), jnp.int32)]
+    masks = None if greedy else Struct((rows + 1, -(-vocabulary // 32)), jnp.int32)
+    tokens = tokens or (rows if step.kind == "decode" else CHUNK)
+    longest = 1 if step.kind == "decode" else min(tokens, CHUNK)
     layout = Layout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
     size = packing.HEADER + rows * layout.width + layout.num_tokens
     given = steps.StepInput(
         Struct((size,), jnp.int32),  # type: ignore[arg-type]
         Struct((rows + 1, sampling_columns.WIDTH), jnp.int32),  # type: ignore[arg-type]
-        None,
+        masks,  # type: ignore[arg-type]
         layout,
-        greedy=True,
+        greedy=greedy,
     )
     how: dict[str, Any] = {"options": ExecutionOptions(), "shards": None}
     run = steps.run_step
@@ -127,8 +137,8 @@ CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?%
 def launches(text: str, kind: str) -> Counter[str]:
     """What one step launches, by its kind, from the compiled program's HLO.
 
-    Of a decode step, what the body of its loop runs; what a conditional or an inner loop runs is
-    counted once.
+    Of a decode step, what the body and the condition of its loop run; what a conditional or an
+    inner loop runs is counted once.
     """
     computations = {}
     for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", text):
@@ -136,11 +146,11 @@ def launches(text: str, kind: str) -> Counter[str]:
             computations[name[2]] = part
             if name[1]:
                 computations["ENTRY"] = part
-    begin = "ENTRY"
-    if kind == "decode":
-        bodies = re.findall(r" while\(.*?body=%?([\w.\-]+)", text)
-        begin = max(bodies, key=lambda name: len(computations[name]))
-    return _counted(computations, begin)
+    if kind != "decode":
+        return _counted(computations, "ENTRY")
+    loops = re.findall(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
+    condition, body = max(loops, key=lambda names: len(computations[names[1]]))
+    return _counted(computations, body) + _counted(computations, condition)
 
 
 def _counted(computations: dict[str, str], name: str) -> Counter[str]:

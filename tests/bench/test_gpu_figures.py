@@ -108,3 +108,29 @@ def test_parts_have_presets_limits_and_names_of_their_own(script):
     for case in known:
         assert case.limit_s <= script.BUDGETS_S[case.part]
         assert case.arguments.get("model", "llama-3.1-8b") in PRESETS, case
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_torch_peer_multiplies_by_its_codes(bits):
+    """Exactly, where weights are codes; and step by step it gives what a whole prompt gives."""
+    torch = pytest.importorskip("torch")
+    from benchmarks import gpu_torch
+
+    rng, (inner, outer) = np.random.default_rng(0), (64, 32)
+    codes = rng.integers(-127, 128, (outer, inner)) if bits == 8 else rng.integers(0, 16, (32, 64))
+    codes[:, 0] = 127 if bits == 8 else 0
+    codes[:, 32], codes[:, 1], codes[:, 33] = (127, 127, 127) if bits == 8 else (0, 15, 15)
+    w = torch.tensor(codes * 0.25, dtype=torch.float32)
+    x = torch.tensor(rng.standard_normal((3, inner)), dtype=torch.float32)
+    torch.testing.assert_close(gpu_torch.LINEAR[bits](w)(x), x @ w.T, rtol=1e-5, atol=1e-4)
+
+    raw = {**gpu_models.TINY_LLAMA, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    with torch.inference_mode():
+        net = gpu_torch.Llama(raw, gpu_torch.LINEAR[bits], 8, "cpu", torch.float32)
+        tokens = torch.arange(8)[None] * 7
+        whole = net(tokens, torch.arange(8))
+        net.cache.zero_()
+        net(tokens[:, :6], torch.arange(6))
+        for at in (6, 7):
+            step = net(tokens[:, at : at + 1], torch.tensor([at]))
+    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-4)

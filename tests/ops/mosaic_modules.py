@@ -17,7 +17,7 @@ EVENTS = {
     "commit": r"wgmma\.commit_group",
     "wait": r"wgmma\.wait_group\.sync\.aligned (\d+)",
     "product": r"wgmma\.mma_async",
-    "load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
+    "load": r"cp\.async\.bulk\.tensor\.(?:\dd\.)?shared",  # with JAX 0.11 an operation of its own
     "store": r"nvvm\.cp\.async\.bulk\.tensor\.global",
     "stored": r"cp\.async\.bulk\.wait_group",
 }

@@ -96,6 +96,9 @@ def one_of_each():
     yield attend, (q, k_pool, v_pool, *given)
     for format in ("w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"):
         yield kernel, (jnp.zeros((2, 1120), jnp.bfloat16), weights(format, 1120, 53))
+    plain = jnp.zeros((1120, 96), jnp.bfloat16)
+    for rows in (1, 2):
+        yield kernel, (jnp.zeros((rows, 1120), jnp.bfloat16), plain)
     for name, kind in (("one token", "mxfp4-a16"), ("few tokens", "bfloat16")):
         yield run_experts, moe_arguments(SIZED[name], kind)
 

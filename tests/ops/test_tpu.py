@@ -256,6 +256,17 @@ def test_products(format, dtype):
         np.testing.assert_allclose(y, exact, rtol=0, atol=3e-6 * scale)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_quantised_weights_take_no_six_passes(dtype):
+    """As float32 ones at the highest precision do, which attention in float32 still has."""
+    for format in FORMATS:
+        x, w = like((3, 96), dtype), matrix_like(format, 96, 37)
+        text = str(jax.make_jaxpr(product("pallas"))(x, w))
+        assert "dot_general" in text and "HIGHEST" not in text, format
+    q, k, v, *given = paged(1, 8, 2, 16, 16, 90)
+    assert "HIGHEST" in str(jax.make_jaxpr(attend("pallas"))(q, k, v, *given))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_in_tiles_of_any_size(format):

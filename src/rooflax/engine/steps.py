@@ -163,6 +163,7 @@ def decode(
     """
 
     exchanges = not step.greedy and shards is None and awaits_masks(options.kernels)
+    num_steps = step.header[packing.NUM_STEPS]
 
     def run(index: jax.Array, batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
         hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
@@ -171,22 +172,21 @@ def decode(
         return packed, (cache, counts)
 
     def goes_on(state: Any) -> jax.Array:
-        index, stopped, *_ = state
-        return (index < step.header[packing.NUM_STEPS]) & ~stopped
+        return state[1]  # a condition that computes something is one more launch a token on a GPU
 
     def one(state: Any) -> Any:
         index, _, batch, carry, out = state
         packed, carry = run(index, batch, carry)
         tokens = packed[:, packing.TOKEN]
-        stops = jnp.any(tokens[:, None] == step.stop_ids, axis=1)
-        stopped = jnp.any(stops & step.samples)
-        return index + 1, stopped, _advance(batch, tokens), carry, out.at[index].set(packed)
+        stops = jnp.any((tokens[:, None] == step.stop_ids) & step.samples[:, None])
+        more = (index + 1 < num_steps) & ~stops
+        return index + 1, more, _advance(batch, tokens), carry, out.at[index].set(packed)
 
     batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, greedy=step.greedy)
     out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
     carry = (carry[0], _counted(carry[1], step, batch))
-    start = (jnp.int32(0), jnp.zeros((), bool), batch, carry, out)
+    start = (jnp.int32(0), num_steps > 0, batch, carry, out)
     *_, (cache, counts), out = while_loop(goes_on, one, start)
     if not step.greedy:
         tokens = jnp.where(out[:, :, packing.STATE] > 0, out[:, :, packing.TOKEN], NO_ID)

@@ -27,10 +27,12 @@ def words_layout() -> Any:
     )
 
 
-def values_layout() -> Any:
-    """Of [8, 64] values: a warp has two rows, a thread four neighbours of one of them."""
+def values_layout(tile: tuple[int, int] = VALUES_TILE) -> Any:
+    """Of a tile of values: a warp has a quarter of its rows, a thread neighbours of one of them."""
+    rows, columns = tile
+    own = rows // 4, rows * columns // 128
     return plgpu.Layout.TILED(
-        plgpu.Tiling((VALUES_TILE, (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+        plgpu.Tiling((tile, own)), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rooflax.ops.attention import gpu_flash
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_flash import TILE, flash
 from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
@@ -75,6 +76,11 @@ def unsupported(
         )
     if TILE % block_size:
         return f"attention's tensor cores take no blocks of {block_size}"
+    if head_dim > gpu_flash.WIDEST:
+        return (
+            f"attention's tensor cores take heads of up to {gpu_flash.WIDEST}, not {head_dim}, in "
+            f"more than {MOST_QUERIES} queries of a K/V head"
+        )
     return None
 
 

@@ -22,6 +22,8 @@ from rooflax.ops.kv_pool import Pool
 
 TILE = 64
 """Queries, and keys, that a warpgroup multiplies at a time."""
+WIDEST = 256
+"""Elements of a head: what one product on the tensor cores gives, and shared memory holds."""
 
 
 def flash(

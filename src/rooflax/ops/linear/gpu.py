@@ -1,12 +1,13 @@
-"""Matmuls with quantised weights on a GPU: no weight is ever in memory at another width.
+"""Matmuls on a GPU: few rows read each weight once, and none is ever in memory at another width.
 
 Decoding reads every weight once per step, so a matmul of few rows is bound by memory, and a weight
 that is upcast on the way is lost time. The kernel for few rows (Mosaic GPU, gpu_rows.py) takes the
-packed words as they lie; gpu_codes.py says how each code meets the activations.
+packed words as they lie; gpu_codes.py says how each code meets the activations. Plain weights have
+a kernel of their own (gpu_plain.py), with the same norm, gate, bias and residual in it.
 
 Matmuls of more rows belong to the tensor cores: gpu_tiles.py upcasts the words in registers, one
 operand of the tensor cores after the other. Activations that int8 formats round are multiplied as
-int8, by XLA.
+int8, and more rows with plain weights too, by XLA.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile. No GPU has run them yet.
@@ -20,14 +21,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.formats import PANEL
-from rooflax.ops.linear import gpu_tiles
+from rooflax.ops.linear import gpu_plain, gpu_rows, gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.gpu_codes import CODES
-from rooflax.ops.linear.gpu_rows import TILE, Rows, tiled_matmul
+from rooflax.ops.linear.gpu_rows import TILE, Rows
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of, taken
 
@@ -43,7 +44,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     w: Any = args.w
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
     bias: jax.Array | None = taken(args.bias)
-    if _takes_tensor_cores(args):
+    if w.code != "matrix" and _takes_tensor_cores(args):
         x = applied(args.prologue, args.x)
         y = gpu_tiles.matmul(x, w, member, bias, args.dtype)
         return y if args.residual is None else y + args.residual
@@ -58,13 +59,25 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
         residual=None if args.residual is None else args.residual[None],
         result=args.dtype,
     )
-    return tiled_matmul(rows, w, member, jnp.ones(1, jnp.int32))[0]
+    return few_matmuls(rows, w, member, jnp.ones(1, jnp.int32))[0]
+
+
+def few_matmuls(
+    rows: Rows, w: Stored, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
+) -> Float[Array, "results rows out"]:
+    """Of tiles of few rows, with members of a stack that is `readable`."""
+    run: Any = gpu_plain.tiled_matmul if w.code == "matrix" else gpu_rows.tiled_matmul
+    return run(rows, w, members, num_tiles)
 
 
 def unsupported(args: LinearArgs) -> str | None:
     w = args.w
     if why := unreadable(w):
         return why
+    if w.code == "matrix":
+        if len(args.x) <= FEW_ROWS:
+            return None
+        return f"linear's GPU kernel takes {FEW_ROWS} rows of plain weights: XLA has the rest"
     if len(args.x) <= MOST_ROWS or (w.code == "int8" and w.quantizes_activations):
         return None
     return _no_tensor_cores(args)
@@ -87,7 +100,7 @@ def _no_tensor_cores(args: LinearArgs) -> str | None:
 def unreadable(w: Stored) -> str | None:
     """Why the kernel for few rows cannot read a weight, or a stack of them."""
     if w.code not in CODES:
-        return "linear's GPU kernel is for quantised weights: XLA has the rest"
+        return gpu_plain.unsupported(w)
     if w.packing != "panels":
         return "linear's GPU kernel reads panels, not matrices"
     slots = CODES[w.code].slots
@@ -108,4 +121,4 @@ def int8_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows 
     return sums.astype(jnp.float32) * step * w.scales[None, :outer]
 
 
-BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: packing_of(leaf) == "panels")
+BACKEND = Backend(matmul, unsupported, reads_stacks=lambda leaf: packing_of(leaf) != "matrix")

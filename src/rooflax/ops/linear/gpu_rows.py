@@ -24,7 +24,7 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import PANEL
 from rooflax.ops.linear.gpu_codes import CODES
-from rooflax.ops.linear.gpu_values import GROUPS, Packing, Source, fuses, operands
+from rooflax.ops.linear.gpu_values import GROUPS, Packing, Share, Source, fuses, operands
 from rooflax.ops.linear.prologue import Norm, Prologue, applied
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
@@ -92,7 +92,7 @@ def tiled_matmul(
     warpgroups, at_once = block_sizes.of(
         "linear.gpu",
         (rounded_up(count), rounded_up(few), word_rows * code.slots, panels * PANEL, w.code),
-        (_warpgroups(count * panels, steps, few), ROWS_AT_ONCE),
+        (warpgroups_of(count * panels, steps, few), ROWS_AT_ONCE),
         _candidates(steps, few),
     )
     if rows.shares is not None:
@@ -205,73 +205,44 @@ class _Kernel:
 
             jax.lax.fori_loop(first, jnp.minimum(first + self.panels_each, self.panels), one, 0)
 
-    def meet(self, barrier: Any) -> None:
-        """All warpgroups have written what others read behind it."""
-        from rooflax.ops.mosaic import plgpu
-
-        if self.warpgroups > 1:
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
-
     def pack(self, refs: dict[str, Any], tile: Any, warpgroup: Any, packing: Packing) -> None:
         """The row's values to shared memory: each warpgroup takes some tiles of groups, or all of
         a row of its own. The last tile begins earlier where it is not full, and zeros are behind
         it."""
-        from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store, words_layout
+        from rooflax.ops.mosaic import pl, plgpu, store, words_layout
 
-        layout, row, packed = words_layout(), tile // self.rows.share, refs["packed"].at[0]
-        helpers = self.warpgroups
+        row, packed, helpers = tile // self.rows.share, refs["packed"].at[0], self.warpgroups
         if self.rows.shares is not None:
             packed, helpers = refs["packed"].at[warpgroup], 1
-        number_of = warpgroup if helpers > 1 else jnp.int32(0)
-        groups, count = self.word_rows, -(-self.word_rows // GROUPS)
+        groups, number = self.word_rows, warpgroup if helpers > 1 else jnp.int32(0)
         inner = groups * packing.slots
         source = Source(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
-        own = (count - 1 - number_of) // helpers + 1
-        scale = None
-
-        def start_of(index: Any) -> tuple[Any, Any]:
-            """Where a tile begins, and where it should."""
-            at = (index * helpers + number_of) * GROUPS
-            return jnp.minimum(at, groups - GROUPS), at
-
+        share, scale = Share(groups, helpers, number), None
         if groups % GROUPS:
 
-            @pl.when(number_of == 0)
+            @pl.when(number == 0)
             def _() -> None:
-                none = plgpu.layout_cast(jnp.zeros((GROUPS,), jnp.int32), layout.reduce(1))
+                last = pl.ds(groups // GROUPS * GROUPS, GROUPS)
+                zeros = jnp.zeros((GROUPS,), jnp.int32)
+                none = plgpu.layout_cast(zeros, words_layout().reduce(1))
                 for index in range(packing.count):
-                    store(packed.at[index, pl.ds((count - 1) * GROUPS, GROUPS)], none)
+                    store(packed.at[index, last], none)
 
         if isinstance(self.prologue, Norm):
-            number = plgpu.broadcasted_iota(jnp.int32, (GROUPS,), 0, layout=layout.reduce(1))
-
-            def squares(index: Any, total: Any) -> Any:
-                start, wanted = start_of(index)
-                found = source.squares(row, start)
-                if groups % GROUPS:
-                    is_new = (number >= wanted - start).astype(jnp.int32)
-                    found = jnp.where(spread(is_new, (GROUPS, 16), 0, layout) > 0, found, 0.0)
-                return total + found
-
-            total = jax.lax.fori_loop(0, own, squares, filled((GROUPS, 16), 0.0, layout))
-            store(refs["squares"].at[pl.ds(warpgroup * GROUPS, GROUPS)], total.sum(axis=1))
-        self.meet(refs["begun"])
+            own = pl.ds(warpgroup * GROUPS, GROUPS)
+            store(refs["squares"].at[own], source.squares_of(row, share))
+        meet(refs["begun"], self.warpgroups)
         if isinstance(self.prologue, Norm):
-            parts = [
-                load(refs["squares"].at[pl.ds(at, 16)], layout.reduce(0))
-                for at in range(0, helpers * GROUPS, 16)
-            ]
-            scale = source.scale(sum(parts[1:], parts[0]).sum(axis=0))
+            scale = source.scale_of(refs["squares"], helpers)
 
         def tile_of_groups(index: Any, carry: Any) -> Any:
-            start, _ = start_of(index)
+            start, _ = share.start(index)
             for at, value in enumerate(packing.packed(source.prepared(row, start, scale))):
                 store(packed.at[at, pl.ds(start, GROUPS)], value)
             return carry
 
-        jax.lax.fori_loop(0, own, tile_of_groups, 0)
-        self.meet(refs["ready"])
+        jax.lax.fori_loop(0, share.count, tile_of_groups, 0)
+        meet(refs["ready"], self.warpgroups)
 
     def panel(
         self, refs: dict[str, Any], out: Any, tile: Any, panel: Any, rows: list[Any], warpgroup: Any
@@ -334,10 +305,6 @@ class _Kernel:
         def scale_of(member: Any) -> Any:
             return load(scales_ref.at[member * self.panels + panel], vector)
 
-        def bias_of(member: Any) -> Any:
-            bias = refs["bias"]
-            return load(bias.at[member % bias.shape[0], columns], vector).astype(jnp.float32)
-
         def added(index: int) -> Any:
             """What the matmul gives, with its bias."""
             total = sums[index]
@@ -348,7 +315,7 @@ class _Kernel:
                 total = sum(every[1:], every[0])
             total = total.sum(axis=0) * np.float32(code.scale)
             total = total if self.name in SCALE else total * scale_of(member)
-            return total + bias_of(member) if "bias" in refs else total
+            return total + bias_of(refs, member, columns, vector) if "bias" in refs else total
 
         def shared() -> Any:
             """The sum of the warpgroups' tiles, each times its share."""
@@ -360,32 +327,61 @@ class _Kernel:
                 if self.name not in SCALE:
                     one = one * spread(scale_of(of_other), shape, 1, layout)
                 totals.append(one)
-                biases += [bias_of(of_other) * share] if "bias" in refs else []
+                if "bias" in refs:
+                    biases.append(bias_of(refs, of_other, columns, vector) * share)
             return sum(biases, sum(totals[1:], totals[0]).sum(axis=0))
-
-        def finish(index: int, row: Any) -> None:
-            total = added(index) if self.rows.shares is None else shared()
-            total = total.astype(self.rows.result)
-            if "residual" in refs:
-                onto = load(refs["residual"].at[tile, row, columns], vector)
-                total = total.astype(jnp.float32) + onto.astype(jnp.float32)
-            store(out.at[tile, row, columns], total.astype(self.rows.result))
 
         if self.warpgroups > 1:
             for index in range(len(rows)):
                 store(refs["sums"].at[warpgroup, index], sums[index])
-            self.meet(refs["met"])
+            meet(refs["met"], self.warpgroups)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
             for index, row in enumerate(rows):
-                finish(index, row)
+                total = added(index) if self.rows.shares is None else shared()
+                finish(refs, out, (tile, row, columns), total.astype(self.rows.result), vector)
 
 
-def _warpgroups(panels: int, steps: int, few: int) -> int:
+def meet(barrier: Any, warpgroups: int) -> None:
+    """All warpgroups have written what others read behind it."""
+    from rooflax.ops.mosaic import plgpu
+
+    if warpgroups > 1:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
+
+def bias_of(refs: dict[str, Any], member: Any, columns: Any, layout: Any) -> Any:
+    """Of some outputs of a member, in float32."""
+    from rooflax.ops.mosaic import load
+
+    bias = refs["bias"]
+    return load(bias.at[member % bias.shape[0], columns], layout).astype(jnp.float32)
+
+
+def finish(refs: dict[str, Any], out: Any, place: Any, total: Any, layout: Any) -> None:
+    """Adds the residual to rounded sums, and stores them.
+
+    Args:
+        place: tile, row and outputs.
+    """
+    from rooflax.ops.mosaic import load, store
+
+    if "residual" in refs:
+        onto = load(refs["residual"].at[place], layout).astype(jnp.float32)
+        total = (total.astype(jnp.float32) + onto).astype(total.dtype)
+    store(out.at[place], total)
+
+
+def warpgroups_of(panels: int, steps: int, few: int) -> int:
     """So many share a panel that the whole card has something to read."""
-    most = min(steps, MOST_WARPGROUPS if few <= 2 else MOST_WARPGROUPS // 2)
+    most = most_warpgroups(steps, few)
     return max(n for n in powers_of_two(most) if n == 1 or panels * n < 2 * ENOUGH_WARPGROUPS)
+
+
+def most_warpgroups(steps: int, few: int) -> int:
+    return min(steps, MOST_WARPGROUPS if few <= 2 else MOST_WARPGROUPS // 2)
 
 
 def _panels_each(programs: int, warpgroups: int) -> int:
@@ -398,8 +394,8 @@ def _candidates(steps: int, few: int) -> list[tuple[int, int]]:
     """Warpgroups of a panel, and rows at once: as the rule says, or half of that."""
     half = ROWS_AT_ONCE // 2
     at_once = [ROWS_AT_ONCE, half] if few > half else [ROWS_AT_ONCE]
-    most = min(steps, MOST_WARPGROUPS if few <= 2 else MOST_WARPGROUPS // 2)
-    return [(warpgroups, rows) for warpgroups in powers_of_two(most) for rows in at_once]
+    most = powers_of_two(most_warpgroups(steps, few))
+    return [(warpgroups, rows) for warpgroups in most for rows in at_once]
 
 
 SCALE = {

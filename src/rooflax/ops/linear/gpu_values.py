@@ -97,6 +97,31 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which tiles of a row's groups a warpgroup has; the last tile begins earlier where it is not
+    full.
+
+    Attributes:
+        groups: of the row.
+        helpers: warpgroups that share them.
+        number: of this one.
+    """
+
+    groups: int
+    helpers: int
+    number: Any
+
+    @property
+    def count(self) -> Any:
+        return (-(-self.groups // GROUPS) - 1 - self.number) // self.helpers + 1
+
+    def start(self, index: Any) -> tuple[Any, Any]:
+        """Where a tile begins, and where it should."""
+        at = (index * self.helpers + self.number) * GROUPS
+        return jnp.minimum(at, self.groups - GROUPS), at
+
+
+@dataclass(frozen=True)
 class Source:
     """Rows in memory and what happens to them: references, as a kernel has them.
 
@@ -127,6 +152,34 @@ class Source:
             total = total + value * value
         return total
 
+    def squares_of(self, row: Any, share: Share) -> jax.Array:
+        """Of a share of a row, by the groups' places in their tiles."""
+        from rooflax.ops.mosaic import filled, plgpu, spread, words_layout
+
+        layout = words_layout()
+        number = plgpu.broadcasted_iota(jnp.int32, (GROUPS,), 0, layout=layout.reduce(1))
+
+        def added(index: Any, total: Any) -> Any:
+            start, wanted = share.start(index)
+            found = self.squares(row, start)
+            if share.groups % GROUPS:
+                is_new = (number >= wanted - start).astype(jnp.int32)
+                found = jnp.where(spread(is_new, (GROUPS, HALF), 0, layout) > 0, found, 0.0)
+            return total + found
+
+        zeros = filled((GROUPS, HALF), 0.0, layout)
+        return jax.lax.fori_loop(0, share.count, added, zeros).sum(axis=1)
+
+    def scale_of(self, squares: Any, helpers: int) -> jax.Array:
+        """What a norm multiplies by, from the memory of all shares' sums."""
+        from rooflax.ops.mosaic import load, pl, words_layout
+
+        parts = [
+            load(squares.at[pl.ds(at, HALF)], words_layout().reduce(0))
+            for at in range(0, helpers * GROUPS, HALF)
+        ]
+        return self.scale(sum(parts[1:], parts[0]).sum(axis=0))
+
     def scale(self, squares: jax.Array) -> jax.Array:
         """What a norm multiplies by."""
         assert isinstance(self.prologue, Norm)
@@ -139,19 +192,23 @@ class Source:
         found = []
         for half in range(self.x.shape[3] // HALF):
             value = self.tile(row, start, half)
-            if isinstance(self.prologue, Activation):
-                value = value * jax.lax.logistic(value) * self.tile(row, start, half, 1)
-            elif isinstance(self.prologue, ClampedSwiglu):
-                alpha, limit = (np.float32(a) for a in (self.prologue.alpha, self.prologue.limit))
-                gate, up = jnp.minimum(value, limit), self.tile(row, start, half, 1)
-                up = jnp.minimum(jnp.maximum(up, -limit), limit)
-                value = (up + np.float32(1)) * gate * jax.lax.logistic(alpha * gate)
+            if isinstance(self.prologue, Activation | ClampedSwiglu):
+                value = gated(self.prologue, value, self.tile(row, start, half, 1))
             elif isinstance(self.prologue, Norm):
                 place = (pl.ds(start, GROUPS), pl.ds(half * HALF, HALF))
                 weight = load(self.weight.at[place], words_layout()).astype(jnp.float32)
                 value = value * scale * weight
             found.append(value.astype(self.dtype).astype(jnp.float32))
         return found
+
+
+def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What a gate that `fuses` makes of both."""
+    if isinstance(prologue, Activation):
+        return gate * jax.lax.logistic(gate) * up
+    alpha, limit = (np.float32(a) for a in (prologue.alpha, prologue.limit))
+    gate, up = jnp.minimum(gate, limit), jnp.minimum(jnp.maximum(up, -limit), limit)
+    return (up + np.float32(1)) * gate * jax.lax.logistic(alpha * gate)
 
 
 def operands(

@@ -4,15 +4,17 @@ XLA for TPU writes weights of four bits to memory at their full width before it 
 moves many times their bytes; weights of one scale per output it widens inside the matmul, as this
 does. Unquantised weights are rejected: XLA's own matmul reads them once already.
 
-Operands are multiplied in bfloat16 where that loses nothing (MXFP4 and codes of one scale per
-output, over bfloat16 activations), int8 by int8 where activations are rounded per row, and else in
-float32. Sums are float32, or exact.
+Operands are multiplied in bfloat16, which loses nothing: codes are bfloat16 numbers, and so is an
+MXFP4 number with its power of two; float32 activations are three bfloat16 numbers each. Scales of
+groups (int4, int8-g32) are not, so that they multiply the sums of their groups. Activations that
+are rounded per row are multiplied int8 by int8. Sums are float32, or exact.
 
 Interpreted it equals its reference, and Mosaic accepts it; no TPU has run it (see ops.tpu).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -26,13 +28,16 @@ from rooflax.ops import tpu
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.formats import GROUP
 from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.tiles import LANES, up_to
 from rooflax.ops.tpu import dot
 from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of
 from rooflax.ops.weights.matrix_packing import as_matrix, e8m0
 
-BFLOAT16_HOLDS = ("int8", "fp8", "mxfp4", "matrix")
-"""Weights that bfloat16 holds exactly, before the scale of an output. "matrix" is unquantised."""
 LARGEST_TILE = 256
+ROWS = 16
+"""Of a tile of bfloat16 in registers: copies of as many lie behind each other as they are."""
+SCALED = ("int4", "int8-g32")
+"""Codes whose scales multiply sums of groups."""
 NIBBLES = ("int4", "mxfp4")
 GROUPED = ("int8-g32", *NIBBLES)
 DECODED = ("int8", "fp8", *GROUPED)
@@ -42,10 +47,11 @@ DECODED = ("int8", "fp8", *GROUPED)
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     def run(x: jax.Array) -> jax.Array:
         w, member = stack_of(args.w, args.index)
-        tile = min(x.shape[0], LARGEST_TILE)
+        tile = min(up_to(x.shape[0], ROWS), LARGEST_TILE)
         num_tiles = -(-x.shape[0] // tile)
         members = jnp.broadcast_to(jnp.reshape(member, 1), (num_tiles,))
-        return tiled_matmul(x, w, members, num_tiles=None, tile=tile)
+        padded = jnp.pad(x, ((0, num_tiles * tile - x.shape[0]), (0, 0)))
+        return tiled_matmul(padded, w, members, num_tiles=None, tile=tile)[: x.shape[0]]
 
     return args.unfused(run)
 
@@ -80,6 +86,7 @@ def tiled_matmul(
     Args:
         w: without a stack its only member is 0.
         members: of each tile.
+        tile: rows, by 16.
         num_tiles: how many are computed; None is all. The rows of the others mean nothing.
     """
     arrays, steps = w.arrays[:1], None
@@ -89,7 +96,8 @@ def tiled_matmul(
         x, steps = _rounded(x, packed)
     arrays = [tpu.in_place(a.reshape(-1, *a.shape[-2:])) for a in arrays]
     used = jnp.int32(len(members)) if num_tiles is None else num_tiles
-    y = _run(members, used, _halves(x) if w.code in NIBBLES else x[None], arrays, w.code, tile)
+    x = _in_chunks(x)[None] if w.code == "int4" else _halves(x) if w.code == "mxfp4" else x[None]
+    y = _run(members, used, x, arrays, w.code, tile)
     return y if steps is None else y * steps
 
 
@@ -108,6 +116,20 @@ def _halves(x: Num[Array, "rows in"]) -> Num[Array, "2 rows half"]:
     """What meets the low and what meets the high halves of a nibble weight's bytes."""
     groups = x.reshape(x.shape[0], -1, 2, GROUP // 2)
     return jnp.moveaxis(groups, 2, 0).reshape(2, x.shape[0], -1)
+
+
+def _in_chunks(x: Num[Array, "rows in"]) -> Num[Array, "rows in"]:
+    """As the kernel has a chunk of int4: of its groups all that meets low halves of bytes, then all
+    that meets high ones."""
+    whole = x.shape[1] // LANES * LANES
+
+    def turned(part: jax.Array) -> jax.Array:
+        size = min(part.shape[1], LANES)
+        halves = part.reshape(len(part), -1, size // GROUP, 2, GROUP // 2)
+        return halves.swapaxes(2, 3).reshape(part.shape)
+
+    parts = [part for part in (x[:, :whole], x[:, whole:]) if part.shape[1]]
+    return jnp.concatenate([turned(part) for part in parts], axis=1)
 
 
 def _run(
@@ -172,18 +194,80 @@ def _kernel(members: Any, used: Any, x: Any, values: Any, *refs: Any, code: str)
         def _() -> None:
             sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
-        narrow = x.dtype != jnp.float32 and code in BFLOAT16_HOLDS
-        dtype = x.dtype if narrow else jnp.dtype(jnp.float32)
         num_groups = x.shape[0] * x.shape[2] // GROUP  # padding is behind them
         grouped = scales[0][0, :num_groups] if code in GROUPED else None
-        parts = _weights(code, values[0], grouped)
-        for half, part in enumerate(parts):
-            sums[...] += dot(x[half].astype(dtype), part.astype(dtype), (((1,), (0,)), ((), ())))
+        if code in SCALED:
+            sums[...] += _scaled(x[0], partial(_codes, code, values), grouped, code == "int4")
+        else:
+            for half, part in enumerate(_weights(code, values[0], grouped)):
+                for rows in _operands(x[half], part.dtype, code):
+                    sums[...] += dot(rows, part.astype(rows.dtype), PRODUCT)
 
         @pl.when(turn == pl.num_programs(2) - 1)
         def _() -> None:
             total = sums[...].astype(jnp.float32)
             out[...] = total * scales[0][0] if code in ("int8", "fp8") else total
+
+
+PRODUCT = (((1,), (0,)), ((), ()))
+
+
+def _operands(x: Any, dtype: Any, code: str) -> list[Any]:
+    """What is multiplied one after the other with weights of a type.
+
+    Args:
+        dtype: of what stands for the weights, which bfloat16 holds unless they are unquantised.
+    """
+    if x.dtype == jnp.int8 or (code == "matrix" and dtype != jnp.bfloat16):
+        return [x if x.dtype == jnp.int8 else x.astype(jnp.float32)]
+    return [part.astype(jnp.bfloat16) for part in _parts(x)]
+
+
+def _parts(x: Any) -> list[Any]:
+    """float32 numbers that bfloat16 holds and whose sum is x: of a float32 the upper eight bits,
+    the next eight and the rest."""
+    if x.dtype != jnp.float32:
+        return [x.astype(jnp.float32)]
+    found = []
+    for _ in range(2):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16)
+        found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - found[-1]
+    return [*found, x]
+
+
+def _scaled(x: Any, codes: Callable[[int, int], Any], scales: Any, in_halves: bool) -> Any:
+    """x @ (codes * scales). Of a chunk of inputs the rows come once for each of its groups, with
+    zeros for the others', so that its codes are loaded once; the sums are scaled and added.
+
+    Args:
+        codes: of inputs from one to another, in bfloat16.
+        in_halves: a chunk has the first halves of its groups, then the second ones.
+    """
+    (rows, width), total = x.shape, None
+    for begin in range(0, width, LANES):
+        size = min(LANES, width - begin)
+        lane = jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1)
+        group = lane >> 5
+        if in_halves:
+            group = jnp.where(lane < size // 2, lane, lane - size // 2) >> 4
+        count, chunk = size // GROUP, codes(begin, begin + size)
+        for part in _parts(x[:, begin : begin + size]):
+            copies = [jnp.where(group == own, part, 0.0) for own in range(count)]
+            sums = dot(jnp.concatenate(copies).astype(jnp.bfloat16), chunk, PRODUCT)
+            for own in range(count):
+                at = begin // GROUP + own
+                of_group = sums[own * rows : (own + 1) * rows] * scales[at : at + 1]
+                total = of_group if total is None else total + of_group
+    return total
+
+
+def _codes(code: str, values: Any, begin: int, end: int) -> Any:
+    if code == "int8-g32":
+        return values[0, begin:end].astype(jnp.float32).astype(jnp.bfloat16)
+    q = values[0, begin // 2 : end // 2].astype(jnp.int32)
+    halves = [_nibble(code, half) for half in (q & 15, q >> 4)]
+    return jnp.concatenate(halves).astype(jnp.bfloat16)
 
 
 def _weights(code: str, values: Any, scales: Any) -> list[Any]:
@@ -193,9 +277,7 @@ def _weights(code: str, values: Any, scales: Any) -> list[Any]:
     q = values.astype(jnp.int32)
     if code == "fp8":
         return [_e4m3(q)]
-    if code == "int8-g32":
-        return [q.astype(jnp.float32) * _for_each_row(scales, GROUP)]
-    factors = _for_each_row(scales if code == "int4" else e8m0(scales), GROUP // 2)
+    factors = _for_each_row(e8m0(scales), GROUP // 2)
     return [_nibble(code, half) * factors for half in (q & 15, q >> 4)]
 
 

@@ -1,9 +1,9 @@
 """Experts on a GPU: pairs of token and expert sorted into tiles of one expert, each read in place.
 
 Few pairs per expert (decoding): the tiles' matmuls are those of `ops.linear.gpu`, which reads the
-experts' numbers in the kernel and no weight of any other, at its width; plain weights have a kernel
-of the same kind. Many (prefill): tiles of 128 rows on the tensor cores, their expert's weights by
-TMA; quantised ones are upcast in registers (`ops.linear.gpu_tiles`).
+experts' numbers in the kernel and no weight of any other, at its width. Many (prefill): tiles of
+128 rows on the tensor cores, their expert's weights by TMA; quantised ones are upcast in registers
+(`ops.linear.gpu_tiles`).
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile. No GPU has run them yet.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
-from rooflax.ops.block_sizes import powers_of_two, rounded_up
+from rooflax.ops.block_sizes import rounded_up
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear import gpu_rows, gpu_tiles
@@ -36,10 +36,6 @@ STAGES = 4
 """Tiles of rows and of weights on their way to shared memory, by rule."""
 SHARED_BYTES = 192 << 10
 """Of those and of the results, of the 227 KiB that a warpgroup can have."""
-ENOUGH_PROGRAMS = 1056
-"""Eight warpgroups for each of an H200's 132 multiprocessors: below it inputs are split."""
-ROWS_READ = 64
-"""Rows of plain weights that a warpgroup asks for before it uses the first."""
 
 
 def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
@@ -51,15 +47,10 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
     if tile == 1:  # nothing to sort: that would take longer than the matmuls
-        if args.up.w.code != "matrix" and args.down.w.code != "matrix":
-            return _by_pairs(args, pair_expert)
-        tile_expert, num_tiles = pair_expert, jnp.int32(pairs)
-        pair_slot = jnp.arange(pairs, dtype=jnp.int32)
-        token_of_slot = token_of_pair
-    else:
-        tile_expert, pair_slot, num_tiles = plan(pair_expert, num_experts, tile)
-        slots = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
-        token_of_slot = slots.at[pair_slot].set(token_of_pair)
+        return _by_pairs(args, pair_expert)
+    tile_expert, pair_slot, num_tiles = plan(pair_expert, num_experts, tile)
+    slots = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
+    token_of_slot = slots.at[pair_slot].set(token_of_pair)
 
     def through(rows: jax.Array, e: Experts) -> Float[Array, "tiles tile outer"]:
         w, members = _members(e, tile_expert)
@@ -84,25 +75,25 @@ def _members(e: Experts, expert: Int[Array, " tiles"]) -> tuple[Stored, Int[Arra
 
 
 def _by_pairs(args: MoeArgs, pair_expert: Int[Array, " pairs"]) -> Float[Array, "tokens hidden"]:
-    """Quantised experts, one pair of token and expert after the other, in two kernels: norm and
-    first matmul; activation, second matmul and the sum over a token's experts."""
+    """Experts, one pair of token and expert after the other, in two kernels: norm and first matmul;
+    activation, second matmul and, of quantised ones, the sum over a token's experts."""
     tokens, chosen = args.expert_ids.shape
     dtype, sizes = args.x.dtype, jnp.full(1, tokens * chosen, jnp.int32)
     up, members = _members(args.up, pair_expert)
     rows = gpu_rows.Rows(args.x[:, None], dtype, args.norm, chosen, args.up.biases)
-    h = gpu_rows.tiled_matmul(rows, cast(Quantized, up), members, sizes)
+    h = linear.few_matmuls(rows, up, members, sizes)
     down, members = _members(args.down, pair_expert)
     activation, shares = args.activation, args.expert_weights
     if not isinstance(activation, Activation | ClampedSwiglu):
         h, activation = activation(h.reshape(len(h), 1, 2, -1)), None
     rows = gpu_rows.Rows(h, dtype, activation, bias=args.down.biases)
-    if not 2 <= chosen <= gpu_rows.MOST_WARPGROUPS:
-        y = gpu_rows.tiled_matmul(rows, cast(Quantized, down), members, sizes)
+    if down.code == "matrix" or not 2 <= chosen <= gpu_rows.MOST_WARPGROUPS:
+        y = linear.few_matmuls(rows, down, members, sizes)
         y = y.reshape(tokens, chosen, -1) * shares[:, :, None]
         return args.onto(jnp.sum(y, axis=1).astype(dtype))
     residual = None if args.residual is None else args.residual[:, None]
     rows = replace(rows, shares=shares, result=dtype, residual=residual)
-    return gpu_rows.tiled_matmul(rows, cast(Quantized, down), members, sizes)[:, 0]
+    return linear.few_matmuls(rows, down, members, sizes)[:, 0]
 
 
 def _is_few(args: MoeArgs) -> bool:
@@ -113,24 +104,10 @@ def _is_few(args: MoeArgs) -> bool:
 def unsupported(args: MoeArgs) -> str | None:
     if args.method != "grouped":
         return f"the experts' GPU kernels always group (moe={args.method})"
-    reject = _few_unsupported if _is_few(args) else _many_unsupported
+    reject = linear.unreadable if _is_few(args) else _many_unsupported
     if not _is_few(args) and args.x.dtype != jnp.bfloat16:
         return f"the experts' tensor cores take bfloat16, not {args.x.dtype}"
     return reject(args.up.w) or reject(args.down.w)
-
-
-def _few_unsupported(w: Stored) -> str | None:
-    if w.code != "matrix":
-        return linear.unreadable(w)
-    from rooflax.ops.mosaic import VALUES_TILE
-
-    depth, width = VALUES_TILE
-    if w.inner % depth or w.outer % width:
-        return (
-            f"the experts' GPU kernel takes inputs by {depth} and outputs by {width}, "
-            f"not {w.inner} and {w.outer}"
-        )
-    return None
 
 
 def _many_unsupported(w: Stored) -> str | None:
@@ -158,63 +135,7 @@ def _few(
     dtype: Any,
 ) -> Float[Array, "tiles tile outer"]:
     """Matmuls of tiles of few rows, by reading the weights once at their width."""
-    if w.code == "matrix":
-        return _unpacked_matmuls(x.astype(jnp.float32), w.arrays[0], members, num_tiles)
-    return gpu_rows.tiled_matmul(gpu_rows.Rows(x, dtype), cast(Quantized, w), members, num_tiles)
-
-
-def _unpacked_matmuls(
-    x: Float[Array, "tiles tile inner"],
-    w: Float[Array, "members inner outer"],
-    members: Int[Array, " tiles"],
-    num_tiles: Int[Array, " one"],
-) -> Float[Array, "tiles tile outer"]:
-    """x[t] @ w[members[t]]: a warpgroup has 64 outputs of a tile and a range of inputs."""
-    from rooflax.ops.mosaic import VALUES_TILE, filled, launch, load, pl, store, values_layout
-
-    (count, few, inner), outer = x.shape, w.shape[2]
-    depth, width = VALUES_TILE
-    together = next(n for n in (8, 4, 2, 1) if inner // depth % n == 0) * depth
-    assert together <= ROWS_READ
-    steps, panels = inner // together, outer // width
-    (splits,) = block_sizes.of(
-        "experts.gpu",
-        (rounded_up(count), rounded_up(few), inner, outer, w.dtype.name),
-        (max(1, min(steps, -(-ENOUGH_PROGRAMS // (count * panels)))),),
-        [(number,) for number in powers_of_two(steps)],
-    )
-    per_split = -(-steps // splits)
-    layout = values_layout()
-
-    def body(x_ref, w_ref, members_ref, num_tiles_ref, out_ref) -> None:
-        tile, panel, split = (jax.lax.axis_index(axis) for axis in ("tile", "panel", "split"))
-
-        @pl.when(tile < num_tiles_ref[0])
-        def _() -> None:
-            member = members_ref[tile]
-
-            def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-                at = [pl.ds(index * together + r, depth) for r in range(0, together, depth)]
-                columns = pl.ds(panel * width, width)
-                weights = [load(w_ref.at[member, rows, columns], layout) for rows in at]
-                for rows, values in zip(at, weights, strict=True):
-                    values = values.astype(jnp.float32)
-                    for row in range(few):
-                        column = load(x_ref.at[tile, row, rows], layout.reduce(1))
-                        sums[row] += values * jax.lax.broadcast_in_dim(column, VALUES_TILE, (0,))
-                return sums
-
-            end = jnp.minimum(split * per_split + per_split, steps)
-            zeros = [filled(VALUES_TILE, 0.0, layout) for _ in range(few)]
-            sums = jax.lax.fori_loop(split * per_split, end, step, zeros)
-            for row in range(few):
-                store(
-                    out_ref.at[tile, split, row, pl.ds(panel * width, width)], sums[row].sum(axis=0)
-                )
-
-    out = jax.ShapeDtypeStruct((count, splits, few, outer), jnp.float32)
-    grid = {"panel": panels, "split": splits, "tile": count}
-    return launch(body, out, grid)(x, w, members, num_tiles).sum(axis=1)
+    return linear.few_matmuls(gpu_rows.Rows(x, dtype), w, members, num_tiles)
 
 
 def _many(

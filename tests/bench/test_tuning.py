@@ -145,7 +145,7 @@ def test_a_models_programs_ask_for_its_shapes(on_tpu):
     precision = Precision(kv_dtype="float32", quantize="w8a16")
     programs = model_programs(info, Work(3, 40, precision=precision))
     asked = {p.name: [q.key for q in tuning._questions(p)] for p in programs}
-    attention, rows = (2, 2, 128, 128, 4, 0), [(1, 4, 128, 256, "int8"), (1, 64, 128, 256, "int8")]
+    attention, rows = (2, 2, 128, 128, 4, 0), [(1, 16, 128, 256, "int8"), (1, 64, 128, 256, "int8")]
     assert ("attention.tpu", (1, *attention)) in asked["decode"]
     assert ("attention.tpu", (64, *attention)) in asked["prefill"]
     for (name, questions), products in zip(asked.items(), rows, strict=True):

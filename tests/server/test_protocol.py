@@ -99,10 +99,15 @@ def test_h13_a_path_is_what_it_says(live):
 
 
 def rejected(live, body, *codes):
-    """The parameter that a body is rejected for, within a second of this process's work."""
-    started = time.process_time()
-    found = live.http.post("/v1/chat/completions", content=body, headers=JSON)
-    assert time.process_time() - started < 1
+    """The parameter that a body is rejected for, within a second of this process's work; others of
+    its threads may work, too, so it has three tries."""
+    for _ in range(3):
+        started = time.process_time()
+        found = live.http.post("/v1/chat/completions", content=body, headers=JSON)
+        spent_s = time.process_time() - started
+        if spent_s < 1:
+            break
+    assert spent_s < 1
     assert found.status_code == 400, found.text
     error = error_of(found)
     assert not codes or error["code"] in codes, error

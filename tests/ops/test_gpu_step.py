@@ -184,7 +184,7 @@ def test_what_it_leaves_to_others():
 
 
 LAYERS = {
-    "model_type": "qwen3", "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48,
+    "model_type": "qwen3", "vocab_size": 40, "hidden_size": 36, "intermediate_size": 44,
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",

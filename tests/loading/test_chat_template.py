@@ -477,3 +477,20 @@ def test_a_stub_of_the_tokenizer_is_enough():
         encode=lambda text, add_special_tokens: [len(text), add_special_tokens],
     )
     assert encode_chat(stub, [{"role": "user", "content": "abc"}]) == [3, False]
+
+
+def test_names_that_a_template_reads_are_asked_for_again_after_a_fault(monkeypatch):
+    from rooflax.loading import chat_template, template_pool
+
+    template = "{{ messages }}{{ style }}{% if role == 'developer' %}{% endif %}{# 4711 #}"
+
+    def ends(request, most):
+        raise template_pool.WorkerEnded("it was late")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(template_pool, "ask", ends)
+        assert chat_template.names(template).variables == frozenset()
+    found = chat_template.names(template)
+    assert found.variables == {"messages", "role", "style"} and found.texts == {"developer"}
+    for none in (None, "{% if", "\ud800{{ x }}", "{{ x }}\ud800"):
+        assert chat_template.names(none) == chat_template.Names()

@@ -416,7 +416,7 @@ def test_efforts_that_a_template_cannot_be_told_are_reported(
     assert scripted.llm.tokenizer.decode(scripted.asked[-1][0]).startswith(f"{begins} user")
 
 
-def test_what_claude_code_sends(live, scripted):
+def test_what_coding_clients_send(live, scripted):
     given = {"max_tokens": 9, "messages": [
         {"role": role, "content": role} for role in ("ctx", "user", "msg")
     ]}  # fmt: skip

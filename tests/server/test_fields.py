@@ -571,7 +571,7 @@ def test_j8_models(live, monkeypatch, tmp_path):
             assert len(error["message"]) < 200
     for name in ("gpt-4", "etc/passwd", "..%2f..%2fetc%2fpasswd"):
         assert live.http.get(f"/v1/models/{name}").status_code == 404
-    body = OTHERS["/v1/messages"][1] | {"model": "claude"}
+    body = OTHERS["/v1/messages"][1] | {"model": "another"}
     assert live.post("/v1/messages", body).json()["error"]["type"] == "not_found_error"
     assert found_open == []
 

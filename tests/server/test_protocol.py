@@ -292,6 +292,23 @@ def test_h10_a_whole_answer_that_nobody_reads_is_cut_off(live, llm, monkeypatch)
     assert len(live.post("/detokenize", {"tokens": [65] * 9}).json()["prompt"]) == 9
 
 
+def test_h10_a_slow_reader_gets_all_of_it(live, monkeypatch):
+    monkeypatch.setattr(wire, "READ_S", 0.2)
+    body = json.dumps({"tokens": [65] * 700_000}).encode()
+    asked = [*(f"{k}: {v}" for k, v in JSON.items()), f"Content-Length: {len(body)}"]
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", live.port))
+        connection.sendall(request("POST", "/detokenize", *asked, body=body))
+        size, started = 0, time.monotonic()
+        while piece := connection.recv(2**17):
+            size += len(piece)
+            if time.monotonic() - started < 1.5:  # several times as long as nothing may be read
+                time.sleep(0.05)
+    assert size > 1_400_000
+
+
 def test_h11_continue_pipelines_and_old_clients(live):
     body = b'{"prompt": "x", "max_tokens": 1}'
     head = request(

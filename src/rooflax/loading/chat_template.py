@@ -85,15 +85,21 @@ class Names:
     texts: frozenset[str] = frozenset()
 
 
-@lru_cache(maxsize=4)
 def names(template: str | None) -> Names:
     """Of a template; nothing of one that is not valid, or of none."""
-    if template is None or len(template) > MAX_TEMPLATE_CHARACTERS or lone_surrogate(template):
+    if template is None or len(template) > MAX_TEMPLATE_CHARACTERS:
         return Names()
     try:
-        found = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
-    except template_pool.WorkerEnded:
+        return _names(template)
+    except template_pool.WorkerEnded:  # perhaps a pause of this machine: not for ever
         return Names()
+
+
+@lru_cache(maxsize=4)
+def _names(template: str) -> Names:
+    if lone_surrogate(template) is not None:
+        return Names()
+    found = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
     return Names(*map(frozenset, json.loads(found["text"]))) if "text" in found else Names()
 
 

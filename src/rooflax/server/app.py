@@ -64,15 +64,10 @@ POSTS: dict[str, tuple[Endpoint, Table]] = {
 }
 OWN_NAMES = {
     "/v1/chat/completions": {"prompt": "messages"},
-    "/v1/responses": {
-        "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
-        "response_format": "text.format", "reasoning_effort": "reasoning.effort",
-    },
-    "/v1/messages": {"prompt": "messages", "stop": "stop_sequences"},
-    "/v1/messages/count_tokens": {"prompt": "messages"},
+    "/v1/responses": {"prompt": "input", "messages": "input", "response_format": "text.format"},
     "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},
     "/v1/embeddings": {"prompt": "input"},
-}  # fmt: skip
+}
 """What a route's clients call the fields that errors name as other routes do."""
 TAKES_NO_PLACE = (
     "/v1/messages/count_tokens",

@@ -127,7 +127,7 @@ def _message(
     if role == "assistant":
         yield _assistant(blocks, where)
         return
-    if role in ("ctx", "msg"):  # of Claude Code
+    if role in ("ctx", "msg"):  # as some clients call it
         role = "user"
     if role not in ("user", "system"):
         raise ApiError(f"{where}.role is {role!r:.40}; it must be user or assistant.", param=where)

@@ -32,6 +32,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._rejection: ApiError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         self._is_in_head, self._num_head_bytes = False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -59,6 +60,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -93,18 +95,30 @@ class Protocol(HttpToolsProtocol):
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_reader(self.transport.get_write_buffer_size())
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
 
-    def _watch_reader(self, left: int) -> None:
-        """Cuts off who reads nothing of an answer for a while; streams have their own watch."""
-        if left:
-            self.loop.call_later(READ_S, self._has_read, left)
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
 
-    def _has_read(self, before: int) -> None:
+    def _watch_reader(self) -> None:
+        """Cuts off who reads nothing for a while. Nothing is written meanwhile, so that what is
+        left to read only becomes less."""
         left = self.transport.get_write_buffer_size()
-        self._watch_reader(left) if left < before else self.transport.abort()
+        self._read_timer = self.loop.call_later(READ_S, self._check_reader, left)
+
+    def _check_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _reject(self, status: int, message: str) -> None:
         self._rejection = ApiError(message, status=status, code="request_too_large")

@@ -6,7 +6,6 @@ A preset's own weights are made on the host, which takes longer than all figures
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -154,6 +153,7 @@ def transformers(tiny: bool, work: Figures, implementation: str | None = None) -
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+    from benchmarks.gpu_torch import clock, rates
     from rooflax.models.presets import PRESETS
 
     name = "llama-3.2-1b" if tiny else "llama-3.1-8b"
@@ -169,10 +169,7 @@ def transformers(tiny: bool, work: Figures, implementation: str | None = None) -
     prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
     step = torch.compile(net.forward, mode="reduce-overhead", fullgraph=True) if on_gpu else net
 
-    def wait() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    wait = clock(on_gpu)
 
     @torch.inference_mode()
     def trial() -> tuple[float, float]:
@@ -194,14 +191,4 @@ def transformers(tiny: bool, work: Figures, implementation: str | None = None) -
         return first - start, wait() - first
 
     caches = [StaticCache(config=net.config, max_cache_len=prompt_tokens + new)]
-    for _ in range(1 if tiny else 3):
-        trial()
-    trials = [trial() for _ in range(work["trials"])]
-    from rooflax.bench.statistics import Summary
-
-    return {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "prefill_tok_per_s": Summary.of([prompt_tokens / a for a, _ in trials]).as_json(),
-        "decode_tok_per_s": Summary.of([(new - 1) / b for _, b in trials]).as_json(),
-    }
+    return rates(trial, tiny, work)

@@ -8,6 +8,7 @@ bfloat16 scale and zero per output and 32 inputs, by torch's own kernel. Weights
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,7 +153,6 @@ def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None
     """Batch 1, greedy: tokens a second of a prompt, eager, and of decoding, compiled."""
     del implementation
     from benchmarks.gpu_models import TINY_LLAMA
-    from rooflax.bench.statistics import Summary
     from rooflax.models.presets import PRESETS
 
     raw = {**PRESETS["llama-3.1-8b"], **(TINY_LLAMA if tiny else {})}
@@ -164,10 +164,7 @@ def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None
     prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
     step = torch.compile(net, mode="reduce-overhead", fullgraph=True) if on_gpu else net
 
-    def wait() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    wait = clock(on_gpu)
 
     @torch.inference_mode()
     def trial() -> tuple[float, float]:
@@ -179,13 +176,37 @@ def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None
             token = step(token.clone(), torch.tensor([at], device=device))[:, -1:].argmax(-1)
         return first - begun, wait() - first
 
+    read = sum(b.nbytes for n, b in net.named_buffers() if n not in ("cache", "turns"))
+    return {"bytes": read, **rates(trial, tiny, work)}
+
+
+def clock(on_gpu: bool) -> Callable[[], float]:
+    """Gives the time at which all that was begun is done."""
+
+    def wait() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return wait
+
+
+def rates(trial: Callable[[], tuple[float, float]], tiny: bool, work: Figures) -> Figures:
+    """Tokens a second of a prompt and of decoding.
+
+    Args:
+        trial: gives the seconds of both.
+    """
+    from rooflax.bench.statistics import Summary
+
     for _ in range(1 if tiny else 3):
         trial()
     trials = [trial() for _ in range(work["trials"])]
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "bytes": sum(b.nbytes for n, b in net.named_buffers() if n not in ("cache", "turns")),
-        "prefill_tok_per_s": Summary.of([prompt_tokens / a for a, _ in trials]).as_json(),
-        "decode_tok_per_s": Summary.of([(new - 1) / b for _, b in trials]).as_json(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "prefill_tok_per_s": Summary.of([work["prompt_tokens"] / a for a, _ in trials]).as_json(),
+        "decode_tok_per_s": Summary.of(
+            [(work["output_tokens"] - 1) / b for _, b in trials]
+        ).as_json(),
     }

@@ -168,12 +168,17 @@ LARGE = {
 
 @pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
 def test_h5_large_bodies_cost_little(live, body):
+    """Memory that a body leaves behind would grow every time; other threads of this process may
+    take some once, so the smallest of three growths counts."""
     rejected(live, body)
-    before = anonymous_bytes()
-    for _ in range(2):
-        rejected(live, body)
-    after = anonymous_bytes()
-    assert before is None or after is None or after - before < 64 * 2**20
+    growths = []
+    for _ in range(3):
+        before = anonymous_bytes()
+        for _ in range(2):
+            rejected(live, body)
+        after = anonymous_bytes()
+        growths.append(0 if before is None or after is None else after - before)
+    assert min(growths) < 64 * 2**20
 
 
 def test_h5_a_million_keys_are_over_the_size(live):

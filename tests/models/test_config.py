@@ -509,3 +509,14 @@ def test_preset_parameters_are_those_of_the_models_they_are_named_after():
 def test_an_unknown_preset_names_those_there_are():
     with pytest.raises(RequestError, match="'gpt5'.*gpt2-tiny"):
         preset_config("preset:gpt5")
+
+
+@pytest.mark.parametrize("variant", ["qwen2_window", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_null_is_none(variant):
+    """As transformers has it; without the key it is 4096."""
+    raw = goldens.VARIANTS[variant] | {"use_sliding_window": True, "max_window_layers": 0}
+    raw.pop("layer_types", None)
+    _, config = read_config(raw | {"sliding_window": None})
+    assert set(config.groups.windows) == {None}
+    raw.pop("sliding_window", None)
+    assert 4096 in read_config(raw)[1].groups.windows

@@ -520,3 +520,20 @@ def test_a_window_that_is_null_is_none(variant):
     assert set(config.groups.windows) == {None}
     raw.pop("sliding_window", None)
     assert 4096 in read_config(raw)[1].groups.windows
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "said"),
+    [
+        ("lfm2", {"layer_types": ["conv"] * 5, "num_hidden_layers": 5}, "no layer with attention"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3},
+         "no layer with attention"),
+        ("deepseek_v3", {"first_k_dense_replace": 99}, "dense layers alone"),
+        ("glm4_moe", {"first_k_dense_replace": 99}, "dense layers alone"),
+        ("qwen3", {"an_odd_key": 1}, "an_odd_key"),
+        ("qwen3", {"model_type": "bert"}, "bert"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_names_the_page_of_the_families(variant, change, said):
+    with pytest.raises(UnsupportedModelError, match=f"{said}.*docs/models.md"):
+        read_config(goldens.VARIANTS[variant] | change)

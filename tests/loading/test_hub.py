@@ -120,9 +120,11 @@ def test_only_root_level_files_of_the_wanted_kinds(download):
     assert call["revision"] == "abc"
     wanted = ["config.json", "model-00000-of-00002.safetensors", "model.safetensors.index.json"]
     wanted += ["tokenizer.json", "tokenizer.model", "merges.txt", "vocab.txt"]
-    wanted += ["chat_template.jinja", "generation_config.json", "vocab.json"]
+    wanted += ["chat_template.jinja", "generation_config.json", "vocab.json", "modules.json"]
+    wanted += ["1_Pooling/config.json", "2_Dense/model.safetensors"]
     others = ["original/model.safetensors", "metal/model.bin", "original/config.json", "README.md"]
     others += ["pytorch_model.bin", "modeling.py", "a/b/c.json", "model.gguf", "x/merges.txt"]
+    others += ["1B/config.json", "1_Pooling/a/config.json", "2_Dense/pytorch_model.bin"]
     patterns = {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects(wanted + others, **patterns)) == wanted
 

@@ -509,3 +509,31 @@ def test_preset_parameters_are_those_of_the_models_they_are_named_after():
 def test_an_unknown_preset_names_those_there_are():
     with pytest.raises(RequestError, match="'gpt5'.*gpt2-tiny"):
         preset_config("preset:gpt5")
+
+
+@pytest.mark.parametrize("variant", ["qwen2_window", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_null_is_none(variant):
+    """As transformers has it; without the key it is 4096."""
+    raw = goldens.VARIANTS[variant] | {"use_sliding_window": True, "max_window_layers": 0}
+    raw.pop("layer_types", None)
+    _, config = read_config(raw | {"sliding_window": None})
+    assert set(config.groups.windows) == {None}
+    raw.pop("sliding_window", None)
+    assert 4096 in read_config(raw)[1].groups.windows
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "said"),
+    [
+        ("lfm2", {"layer_types": ["conv"] * 5, "num_hidden_layers": 5}, "no layer with attention"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3},
+         "no layer with attention"),
+        ("deepseek_v3", {"first_k_dense_replace": 99}, "dense layers alone"),
+        ("glm4_moe", {"first_k_dense_replace": 99}, "dense layers alone"),
+        ("qwen3", {"an_odd_key": 1}, "an_odd_key"),
+        ("qwen3", {"model_type": "bert"}, "bert"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_names_the_page_of_the_families(variant, change, said):
+    with pytest.raises(UnsupportedModelError, match=f"{said}.*docs/models.md"):
+        read_config(goldens.VARIANTS[variant] | change)

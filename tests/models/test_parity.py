@@ -106,7 +106,7 @@ def test_both_spellings_of_rope_give_the_same_config():
 @pytest.mark.parametrize(
     "variant",
     ["gpt2", "llama3_tied", "qwen2_window", "gpt_oss", "gemma4_text", "gemma4_text_moe",
-     "deepseek_v2_groups", "deepseek_v3"],
+     "deepseek_v2_groups", "deepseek_v3", "granitemoehybrid", "exaone4_full"],
 )  # fmt: skip
 def test_a_folder_that_transformers_wrote_opens(variant, tmp_path, references):
     """transformers writes `rope_parameters`, `layer_types` and all its defaults."""

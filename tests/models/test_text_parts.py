@@ -92,6 +92,15 @@ def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_
     assert all(jax.tree.leaves(same))
 
 
+def test_qwen3_next_does_without_its_drafting_head(tmp_path):
+    reference = goldens.committed("qwen3_next")
+
+    def change(tensors):
+        tensors["mtp.fc.weight"] = np.zeros((3, 5), np.float32)
+
+    load(goldens.write_checkpoint(tmp_path / "m", "qwen3_next", reference, change=change))
+
+
 def test_what_is_left_out_is_said_once(tmp_path, capsys):
     reference = goldens.committed("gemma3_text")
     folder = goldens.write_checkpoint(tmp_path / "m", "gemma3_text", reference)

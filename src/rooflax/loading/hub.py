@@ -25,8 +25,9 @@ ALLOW_PATTERNS = (
     "vocab.txt",
     "*.jinja",
 )
-# In these patterns `*` matches `/` too, so subfolders need a rule of their own.
-IGNORE_PATTERNS = ("*/*",)
+# In these patterns `*` matches `/` too, so subfolders need a rule of their own: of them only the
+# modules of sentence-transformers are wanted, such as 1_Pooling/config.json.
+IGNORE_PATTERNS = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 
 

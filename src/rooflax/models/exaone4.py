@@ -32,8 +32,9 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 def _read_kinds(reader: ConfigReader, window: int | None) -> list[str]:
     """`sliding_window_pattern` is a number, after which a layer has no window, or "LLLG"."""
     count, pattern = common.num_layers(reader), reader.get("sliding_window_pattern", 4)
-    if isinstance(pattern, int):
-        pattern = "L" * (reader.size("sliding_window_pattern", 4) - 1) + "G"
+    if isinstance(pattern, int):  # 0 where no layer has a window
+        period = reader.size("sliding_window_pattern", 4, least=0)
+        pattern = "L" * (period - 1) + "G"
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("LG"):
         raise CheckpointError(
             f"config.json has sliding_window_pattern = {pattern!r:.80}; it must be a number or a "

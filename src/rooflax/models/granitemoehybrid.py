@@ -40,7 +40,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         )
     key = "layers_block_type" if reader.given("layers_block_type") else "layer_types"
     types = reader.get(key, ["mamba"])
-    if types != ["attention"] * common.num_layers(reader):
+    named = ("attention", "full_attention")  # the latter by newer versions of transformers
+    if types not in [[name] * common.num_layers(reader) for name in named]:
         raise UnsupportedModelError(
             f"config.json has {key} = {types!r:.80}; of granitemoehybrid rooflax computes models "
             f"whose layers are all attention."

@@ -9,6 +9,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
 
 
@@ -27,7 +28,7 @@ def read_windows(reader: ConfigReader) -> common.Windows:
     types = reader.layer_types(count, default)
     if not reader.flag("use_sliding_window", False):
         return (None,) * count
-    window = reader.size("sliding_window", 4096)
+    window = read_window(reader, 4096)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.mistral import read_window
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
@@ -24,7 +25,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         reader.expect(key, only)
     biases = common.read_biases(reader)
     attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **biases)
-    window = reader.size("sliding_window", 4096)
+    window = read_window(reader, 4096)
     window = window if reader.flag("use_sliding_window", False) else None
     reader.get("max_window_layers", None)  # written, and read by nobody
     attention = replace(attention, qk_norm=attention.norm.eps, window=window)

@@ -14,6 +14,9 @@ from rooflax.models.mixers import read_layers, read_mixers, write_mixers
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 
+SKIPPED = r"mtp\..*"
+"""Tensors of a further head that drafts tokens."""
+
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.expect("use_sliding_window", False)

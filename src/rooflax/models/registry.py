@@ -12,6 +12,8 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
+PAGE = "docs/models.md"
+"""The page of the families, made of what this module knows."""
 FAMILIES = (
     "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
     "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
@@ -64,12 +66,26 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
     name = raw.get("model_type")
     if not isinstance(name, str):
         raise CheckpointError("config.json has no model_type; it must name the architecture.")
-    module = family(name)
-    reader = ConfigReader(raw, ignore=ignore)
-    check_quantization(reader.get("quantization_config", None))
-    config = module.config_from_hf(reader)
-    reader.finish()
+    try:
+        module = family(name)
+        reader = ConfigReader(raw, ignore=ignore)
+        check_quantization(reader.get("quantization_config", None))
+        config = module.config_from_hf(reader)
+        reader.finish()
+        _check_layers(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error} What is computed: {PAGE}.") from None
     return name, config
+
+
+def _check_layers(config: Decoder) -> None:
+    if not config.attentions:
+        raise UnsupportedModelError("config.json has no layer with attention; rooflax needs one.")
+    if "mlp" not in config.axis_sizes:
+        raise UnsupportedModelError(
+            "config.json has dense layers alone where experts are expected; rooflax needs one "
+            "layer with them."
+        )
 
 
 def check_quantization(value: Any) -> None:

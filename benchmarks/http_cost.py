@@ -1,9 +1,11 @@
 """What HTTP costs: decoding and first tokens through `rooflax serve` and from AsyncLLM.
 
 `python benchmarks/http_cost.py [MODEL ...] [--quantize int8] [--streams 1 16 64] [--json]`
-The same prompts go to a server in a process beside this one and to an AsyncLLM in this one, in
-turns. Decoding is all tokens but each stream's first, over the time from the first one to the last.
-Exits with 1 if a median ratio is below its least, or an idle first token takes over 3 ms more.
+As many prompts go to a server in a process beside this one and to an AsyncLLM in this one, in
+turns. Decoding is measured while all streams decode: tokens after the last stream's first, until
+the first stream ends. "Whole" is all tokens over the time from the start to the last, prompts
+included. Exits with 1 if a mean ratio of decoding is below its least, or an idle first token takes
+over 3 ms more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 
 from rooflax import AsyncLLM, SamplingParams
 from rooflax.bench.load import Target, answered, closed_loop
-from rooflax.bench.statistics import paired_ratio
+from rooflax.bench.statistics import MIN_PAIRS, paired_ratio
 from rooflax.cli.own_server import own_server
 from rooflax.http_client import Server
 
@@ -71,31 +73,40 @@ class Sides:
         return list(await asyncio.gather(*map(one, prompts)))
 
 
-def decode_tok_per_s(streams: list[list[float]], tokens: int) -> float:
-    seconds = max(times[-1] for times in streams) - min(times[0] for times in streams)
-    return len(streams) * (tokens - 1) / seconds
+def decode_tok_per_s(streams: list[list[float]]) -> float:
+    """While all streams decode: what comes after each has its first token, until one has its last.
+    A server's requests come one after another; this leaves out the prompts of the late ones."""
+    begin, end = max(times[0] for times in streams), min(times[-1] for times in streams)
+    return sum(begin < at <= end for times in streams for at in times) / (end - begin)
+
+
+def whole_tok_per_s(streams: list[list[float]]) -> float:
+    """All tokens, over the time from the start to the last."""
+    return sum(map(len, streams)) / max(times[-1] for times in streams)
+
+
+RATES = {"decode": decode_tok_per_s, "whole": whole_tok_per_s}
 
 
 async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"decode": [], "ttft": {}}
+    found: dict[str, Any] = {"rows": [], "ttft": {}}
     ways = {"server": sides.by_server, "engine": sides.by_engine}
     for count in streams:
-        trials: dict[str, list[float]] = {name: [] for name in ways}
+        trials: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
         sides.client_s = sides.wall_s = 0.0
         for number in range(rounds + 1):
             order = list(ways) if number % 2 else list(reversed(ways))
             for name in order:
                 times = await ways[name](sides.prompts(count, PROMPT_TOKENS), tokens)
                 if number:  # the first one warms up
-                    trials[name].append(decode_tok_per_s(times, tokens))
-        row = {
-            "streams": count,
-            "server_tok_per_s": statistics.median(trials["server"]),
-            "engine_tok_per_s": statistics.median(trials["engine"]),
-            "ratio": paired_ratio(trials["engine"], trials["server"]).as_json(),
-            "client_share_of_a_core": sides.client_s / sides.wall_s,
-        }
-        found["decode"].append(row)
+                    trials[name].append(times)
+        row: dict[str, Any] = {"streams": count}
+        for kind, rate in RATES.items():
+            rates = {name: list(map(rate, taken)) for name, taken in trials.items()}
+            row[kind] = {f"{name}_tok_per_s": statistics.median(of) for name, of in rates.items()}
+            row[kind]["ratio"] = paired_ratio(rates["engine"], rates["server"]).as_json()
+        row["client_share_of_a_core"] = sides.client_s / sides.wall_s
+        found["rows"].append(row)
     firsts: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(8 * rounds):
         for name in list(ways) if number % 2 else list(reversed(ways)):
@@ -110,7 +121,8 @@ async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) ->
 async def one_model(model: str | None, url: str, engine: AsyncLLM, args: Any) -> dict[str, Any]:
     async with Target(Server.of(url)) as target, engine:
         found = await measure(Sides(target, engine), args.streams, args.tokens, args.rounds)
-    least = [(row["ratio"]["ratio"], LEAST.get(row["streams"], 0.95)) for row in found["decode"]]
+    rows = found["rows"]
+    least = [(row["decode"]["ratio"]["ratio"], LEAST.get(row["streams"], 0.95)) for row in rows]
     passed = all(ratio >= wanted for ratio, wanted in least)
     passed &= found["ttft"]["more_s"] <= MOST_TTFT_S
     return {"model": target.model, "quantize": args.quantize, **found, "passed": passed}
@@ -118,13 +130,15 @@ async def one_model(model: str | None, url: str, engine: AsyncLLM, args: Any) ->
 
 def lines(found: dict[str, Any]) -> list[str]:
     said = [f"{found['model']} {found['quantize'] or ''}"]
-    for row in found["decode"]:
-        ratio = row["ratio"]
-        said.append(
-            f"  {row['streams']:3d} streams: server {row['server_tok_per_s']:8.0f} tok/s, engine "
-            f"{row['engine_tok_per_s']:8.0f} tok/s: {ratio['ratio']:.3f} ({ratio['low']:.3f} to "
-            f"{ratio['high']:.3f}); the client used {row['client_share_of_a_core']:.0%} of a core"
-        )
+    for row in found["rows"]:
+        for kind in RATES:
+            one, ratio = row[kind], row[kind]["ratio"]
+            said.append(
+                f"  {row['streams']:3d} streams, {kind:6s}: server {one['server_tok_per_s']:7.0f} "
+                f"tok/s, engine {one['engine_tok_per_s']:7.0f}: {ratio['ratio']:.3f} "
+                f"({ratio['low']:.3f} to {ratio['high']:.3f})"
+            )
+        said.append(f"      the client used {row['client_share_of_a_core']:.0%} of a core")
     ttft = found["ttft"]
     said.append(
         f"  idle first token: server {1000 * ttft['server_s']:.2f} ms, engine "
@@ -142,6 +156,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.rounds < MIN_PAIRS:
+        parser.error(f"--rounds is {args.rounds}; a comparison needs at least {MIN_PAIRS}.")
     results = []
     for model in args.models:
         most = max(args.streams)

@@ -16,6 +16,8 @@ import json
 import statistics
 import sys
 import time
+from bisect import bisect_right
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,10 @@ MOST_TTFT_S = 0.003
 PROMPT_TOKENS, TTFT_PROMPT_TOKENS = 16, 64
 
 
+Progress = list[tuple[float, int]]
+"""Of a stream: seconds from the start to each piece, and how many tokens there are by then."""
+
+
 class Sides:
     """A server, and an engine of the same model."""
 
@@ -43,9 +49,8 @@ class Sides:
         """Not asked before, so that nothing is cached."""
         return self._rng.integers(0, self.target.vocab_size, (count, size)).tolist()
 
-    async def by_server(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
-        """Per stream the seconds from its start to each piece."""
-        requests = [self.target.request(prompt, tokens) for prompt in prompts]
+    async def by_server(self, prompts: list[list[int]], tokens: int) -> list[Progress]:
+        requests = [self._request(prompt, tokens) for prompt in prompts]
         before, started = time.process_time(), time.perf_counter()
         replies = await closed_loop(self.target.client, requests, len(requests))
         self.client_s += time.process_time() - before
@@ -56,33 +61,49 @@ class Sides:
             one = answered(due_s, reply)
             assert one.error is None, one
             assert one.output_tokens == tokens, one
-            found.append([at - started for at in one.times_s])
+            chunks = [(at, json.loads(data)) for at, data in reply.events() if data != "[DONE]"]
+            found.append(
+                [(at - started, chunk["usage"]["completion_tokens"]) for at, chunk in chunks]
+            )
         return found
 
-    async def by_engine(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+    def _request(self, prompt: list[int], tokens: int) -> bytes:
+        body = {
+            "model": self.target.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }  # fmt: skip
+        return self.target.client.server.request("/v1/completions", body)
+
+    async def by_engine(self, prompts: list[list[int]], tokens: int) -> list[Progress]:
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         started = time.perf_counter()
 
-        async def one(prompt: list[int]) -> list[float]:
-            times = []
+        async def one(prompt: list[int]) -> Progress:
+            progress, count = [], 0
             async for delta in self.engine.stream(prompt, params):
-                if delta.tokens:
-                    times.append(time.perf_counter() - started)
-            return times
+                count += len(delta.tokens)
+                progress.append((time.perf_counter() - started, count))
+            return progress
 
         return list(await asyncio.gather(*map(one, prompts)))
 
 
-def decode_tok_per_s(streams: list[list[float]]) -> float:
+def decode_tok_per_s(streams: list[Progress]) -> float:
     """While all streams decode: what comes after each has its first token, until one has its last.
     A server's requests come one after another; this leaves out the prompts of the late ones."""
-    begin, end = max(times[0] for times in streams), min(times[-1] for times in streams)
-    return sum(begin < at <= end for times in streams for at in times) / (end - begin)
+    begin, end = max(of[0][0] for of in streams), min(of[-1][0] for of in streams)
+    tokens = sum(_tokens_at(of, end) - _tokens_at(of, begin) for of in streams)
+    return tokens / (end - begin)
 
 
-def whole_tok_per_s(streams: list[list[float]]) -> float:
+def _tokens_at(progress: Progress, at_s: float) -> int:
+    return progress[bisect_right(progress, at_s, key=itemgetter(0)) - 1][1]
+
+
+def whole_tok_per_s(streams: list[Progress]) -> float:
     """All tokens, over the time from the start to the last."""
-    return sum(map(len, streams)) / max(times[-1] for times in streams)
+    return sum(of[-1][1] for of in streams) / max(of[-1][0] for of in streams)
 
 
 RATES = {"decode": decode_tok_per_s, "whole": whole_tok_per_s}
@@ -92,7 +113,7 @@ async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) ->
     found: dict[str, Any] = {"rows": [], "ttft": {}}
     ways = {"server": sides.by_server, "engine": sides.by_engine}
     for count in streams:
-        trials: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
+        trials: dict[str, list[list[Progress]]] = {name: [] for name in ways}
         sides.client_s = sides.wall_s = 0.0
         for number in range(rounds + 1):
             order = list(ways) if number % 2 else list(reversed(ways))
@@ -111,8 +132,8 @@ async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) ->
     for number in range(8 * rounds):
         for name in list(ways) if number % 2 else list(reversed(ways)):
             await asyncio.sleep(0.01)
-            ((first, *_),) = await ways[name](sides.prompts(1, TTFT_PROMPT_TOKENS), 2)
-            firsts[name].append(first)
+            (((first_s, _), *_),) = await ways[name](sides.prompts(1, TTFT_PROMPT_TOKENS), 2)
+            firsts[name].append(first_s)
     found["ttft"] = {f"{name}_s": statistics.median(values) for name, values in firsts.items()}
     found["ttft"]["more_s"] = found["ttft"]["server_s"] - found["ttft"]["engine_s"]
     return found

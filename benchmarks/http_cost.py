@@ -135,7 +135,8 @@ async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) ->
             (((first_s, _), *_),) = await ways[name](sides.prompts(1, TTFT_PROMPT_TOKENS), 2)
             firsts[name].append(first_s)
     found["ttft"] = {f"{name}_s": statistics.median(values) for name, values in firsts.items()}
-    found["ttft"]["more_s"] = found["ttft"]["server_s"] - found["ttft"]["engine_s"]
+    pairs = zip(firsts["server"], firsts["engine"], strict=True)
+    found["ttft"]["more_s"] = statistics.median(server - engine for server, engine in pairs)
     return found
 
 

@@ -1,10 +1,11 @@
 """`rooflax serve` beside llama.cpp's server, under the same load, in turns.
 
-    python benchmarks/peers/servers.py MODEL FILE.gguf --llama-server PATH [--quantize int8]
+    python benchmarks/peers/servers.py gpt2 --quantize int8 --llama-server PATH
 
-Of 48 requests of 64 prompt and 64 new tokens, 16 at once, each round has its own, so that no prefix
-cache answers. The server that is not asked is stopped (SIGSTOP). README.md says how to build
-llama.cpp's server and how to write FILE.gguf, the same weights in its format.
+Both read one checkpoint of random weights (checkpoint.py); llama.cpp's file of it is Q8_0 for int8
+and Q4_0 for int4. Of 48 requests of 64 prompt and 64 new tokens, 16 at once, each round has its
+own, so that no prefix cache answers. The server that is not asked is stopped (SIGSTOP). README.md
+says how to build llama.cpp's server.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from prepare import made
 
 from rooflax.bench.load import Load, Target, run_load
 from rooflax.bench.statistics import paired_ratio
 from rooflax.http_client import Server
 
+FILES = Path("build/peers")
+TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 SLOTS, REQUESTS, TOKENS, START_S = 16, 48, 64, 600
 
 
@@ -36,7 +42,7 @@ def running(name: str, command: list[str]) -> Iterator[tuple[str, subprocess.Pop
     """A server that answers /health, and its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with open(f"build/peers/{name}.log", "wb") as log:
+    with open(FILES / f"{name}.log", "wb") as log:
         full = [*command, "--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(full, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -55,20 +61,33 @@ def running(name: str, command: list[str]) -> Iterator[tuple[str, subprocess.Pop
         process.wait()
 
 
+def files_of(model: str, kind: str) -> tuple[Path, Path]:
+    """A checkpoint, and llama.cpp's file of it; made when first asked for, kept."""
+    FILES.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).parent / "checkpoint.py"
+    checkpoint = made(FILES / model, lambda part: [[sys.executable, script, model, part]])
+    command = [sys.executable, "-m", "rooflax", "quantize", checkpoint, "--gguf", kind]
+    gguf = made(
+        FILES / f"{model}.{kind.lower()}.gguf",
+        lambda part: [[*command, "--force", "-o", part]],
+        suffix=".part.gguf",
+    )
+    return checkpoint, gguf
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("gguf", metavar="FILE.gguf")
+    parser.add_argument("model", metavar="MODEL", help="a preset's name")
     parser.add_argument("--llama-server", metavar="PATH", required=True)
-    parser.add_argument("--quantize", choices=("int8", "int4"))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--quantize", choices=TYPES, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--least", type=float, default=0.0, help="exit with 1 below this ratio")
     args = parser.parse_args()
     threads = str(len(os.sched_getaffinity(0)))
-    os.makedirs("build/peers", exist_ok=True)
-    ours = [sys.executable, "-m", "rooflax", "serve", args.model, "--max-num-seqs", str(SLOTS)]
-    ours += ["--max-model-len", "512", *(["-q", args.quantize] if args.quantize else [])]
-    theirs = [args.llama_server, "-m", args.gguf, "-np", str(SLOTS), "-c", str(512 * SLOTS)]
+    checkpoint, gguf = files_of(args.model, TYPES[args.quantize])
+    ours = [sys.executable, "-m", "rooflax", "serve", str(checkpoint), "-q", args.quantize]
+    ours += ["--max-num-seqs", str(SLOTS), "--max-model-len", "512"]
+    theirs = [args.llama_server, "-m", str(gguf), "-np", str(SLOTS), "-c", str(512 * SLOTS)]
     theirs += ["-t", threads, "-tb", threads]
     with running("rooflax-serve", ours) as rooflax, running("llama-server", theirs) as llama:
         sides = {"rooflax": rooflax, "llama.cpp": llama}

@@ -25,51 +25,80 @@ constexpr int64_t kTileRows = 4, kPanelRows = 4;
 constexpr int64_t kTileRows = 2, kPanelRows = 2;
 #endif
 
-// Bytes ahead that are fetched in each of P panels, `at` bytes into them. Behind the end of panels that
-// lie beside each other come those that the next tile begins with there.
-template <int64_t P>
-ROOFLAX_INLINE int64_t Ahead(int64_t at, int64_t panel_bytes, int64_t apart) {
-  constexpr int64_t kAheadOf = kFarApart && P > 1 ? kStreamAhead : 4096;
-  const bool within = P == 1 || apart > 1 || at + kAheadOf < panel_bytes;
-  return within ? kAheadOf : kAheadOf + (P - 1) * panel_bytes;
-}
+// What a tile fetches while it multiplies: bytes that are so far ahead of those that it reads, `at` bytes
+// into P panels. Behind the end of panels that lie beside each other come those that the next tile
+// begins with there.
+struct Further {
+  template <int64_t P>
+  ROOFLAX_INLINE int64_t Ahead(int64_t at, int64_t panel_bytes, int64_t apart) const {
+    constexpr int64_t kAheadOf = kFarApart && P > 1 ? kStreamAhead : 4096;
+    const bool within = P == 1 || apart > 1 || at + kAheadOf < panel_bytes;
+    return within ? kAheadOf : kAheadOf + (P - 1) * panel_bytes;
+  }
+};
+
+// Of two tiles of rows that meet the same panels one after the other, each fetches half of the next.
+struct HalfOfNext {
+  int64_t begin;
+  template <int64_t P>
+  ROOFLAX_INLINE int64_t Ahead(int64_t at, int64_t, int64_t) const {
+    return begin - at / 2;
+  }
+};
 
 // M rows times the panels [begin, end), P of them at once: beside each other, or where a thread reads
 // faster from several places, each the next of a P-th of the panels.
-template <typename Tile, int64_t M, int64_t P>
-void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end) {
+template <typename Tile, int64_t M, int64_t P, typename Fetch>
+void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end, Fetch fetch) {
   const int64_t turns = (end - begin) / P, apart = kFarApart ? turns : 1, next = kFarApart ? 1 : P;
   for (int64_t turn = 0; turn < turns; ++turn) {
-    Tile::template Run<M, P>(a, row, begin + turn * next, apart);
+    Tile::template Run<M, P>(a, row, begin + turn * next, apart, fetch);
   }
   for (int64_t panel = begin + turns * P; panel < end; ++panel) {
-    Tile::template Run<M, 1>(a, row, panel, 1);
+    Tile::template Run<M, 1>(a, row, panel, 1, fetch);
   }
 }
 
 // At most kPanelRows at once, times as many panels as the tile takes of so many rows.
-template <typename Tile, int64_t M = 1>
-void FewRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end) {
-  if (count == M) return PanelsOf<Tile, M, Tile::Panels(M)>(a, row, begin, end);
-  if constexpr (M < kPanelRows) return FewRows<Tile, M + 1>(a, row, count, begin, end);
+template <typename Tile, int64_t M = 1, typename Fetch>
+void FewRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end,
+             Fetch fetch) {
+  if (count == M) return PanelsOf<Tile, M, Tile::Panels(M)>(a, row, begin, end, fetch);
+  if constexpr (M < kPanelRows) return FewRows<Tile, M + 1>(a, row, count, begin, end, fetch);
 }
 
-// Any number of rows: a few panels that stay in the cache meet every tile of rows.
+// A tile of `count` rows, at most kTileRows.
+template <typename Tile, typename Fetch>
+void TileOfRows(const PackedArgs& a, int64_t row, int64_t count, int64_t begin, int64_t end,
+                Fetch fetch) {
+  if constexpr (kTileRows > kPanelRows) {
+    if (count == kTileRows) {
+      return PanelsOf<Tile, kTileRows, Tile::Panels(kTileRows)>(a, row, begin, end, fetch);
+    }
+  }
+  FewRows<Tile>(a, row, count, begin, end, fetch);
+}
+
+// Any number of rows: a few panels that stay in the cache meet every tile of rows. Two tiles with
+// AVX-512 multiply no longer than memory takes to answer; elsewhere it makes no difference.
 template <typename Tile>
 void AllRows(const PackedArgs& a) {
-  if (a.rows <= kPanelRows) return FewRows<Tile>(a, 0, a.rows, a.begin, a.end);
+  if (a.rows <= kPanelRows) return FewRows<Tile>(a, 0, a.rows, a.begin, a.end, Further{});
   constexpr int64_t kPanels = 2;
+  const int64_t first = TileRows(a.rows, kTileRows), left = a.rows - first;
   for (int64_t panel = a.begin; panel < a.end; panel += kPanels) {
     const int64_t end = std::min(panel + kPanels, a.end);
+    if constexpr (kTileRows > kPanelRows) {
+      if (left > 0 && TileRows(left, kTileRows) == left) {
+        const int64_t bytes = Tile::PanelBytes(a.stride), next = kPanels * bytes;
+        TileOfRows<Tile>(a, 0, first, panel, end, HalfOfNext{next});
+        TileOfRows<Tile>(a, first, left, panel, end, HalfOfNext{next + bytes / 2});
+        continue;
+      }
+    }
     for (int64_t row = 0, count; row < a.rows; row += count) {
       count = TileRows(a.rows - row, kTileRows);
-      if constexpr (kTileRows > kPanelRows) {
-        if (count == kTileRows) {
-          PanelsOf<Tile, kTileRows, Tile::Panels(kTileRows)>(a, row, panel, end);
-          continue;
-        }
-      }
-      FewRows<Tile>(a, row, count, panel, end);
+      TileOfRows<Tile>(a, row, count, panel, end, Further{});
     }
   }
 }
@@ -81,6 +110,8 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
+  static int64_t PanelBytes(int64_t stride) { return stride * kPanel; }
+
   // As many as memory is read from at once for few rows; for more, two share what is loaded of x.
   static constexpr int64_t Panels(int64_t rows) {
     return rows * 2 <= kStreams ? kStreams / rows : rows > 1 && kRegisters >= 32 ? 2 : 1;
@@ -92,8 +123,8 @@ struct Int8Tile {
     return std::clamp<int64_t>(kRegisters / 2 / (rows * Panels(rows)), 1, kPanelRows);
   }
 
-  template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
+  template <int64_t M, int64_t P, typename Fetch>
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Fetch fetch) {
     constexpr int64_t T = Turns(M);
     const int64_t quads = a.stride / 4, whole = quads / T * T;
     const auto* x = static_cast<const uint8_t*>(a.x) + row * a.stride;
@@ -109,7 +140,7 @@ struct Int8Tile {
     }
     const auto add = [&](int64_t quad, I16 (&to)[P][M]) {
       I16 weights[P];
-      const int64_t ahead = Ahead<P>(quad * 64, quads * 64, apart);
+      const int64_t ahead = fetch.template Ahead<P>(quad * 64, PanelBytes(a.stride), apart);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = w + (p * apart * quads + quad) * 64;
@@ -192,6 +223,8 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
+  static int64_t PanelBytes(int64_t stride) { return stride / kGroup * Group::kLines * 64; }
+
   static constexpr int64_t Panels(int64_t rows) {
     return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
   }
@@ -284,9 +317,9 @@ struct GroupTile {
   }
 #endif
 
-  template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
-    const int64_t groups = a.stride / kGroup, panel_bytes = groups * Group::kLines * 64;
+  template <int64_t M, int64_t P, typename Fetch>
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Fetch fetch) {
+    const int64_t groups = a.stride / kGroup, panel_bytes = PanelBytes(a.stride);
     const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
     const float* x_scale = a.x_scale + row * groups;
     const int32_t* x_start = a.x_start + row * groups;
@@ -300,7 +333,8 @@ struct GroupTile {
       const int64_t block = panel * groups + g;
       I16 sums[P][M];
       Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * Group::kLines * 64,
-                 apart * panel_bytes, Ahead<P>(g * Group::kLines * 64, panel_bytes, apart), sums);
+                 apart * panel_bytes, fetch.template Ahead<P>(g * Group::kLines * 64, panel_bytes, apart),
+                 sums);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const F16 scale = Group::Scale(a.w_scale, block + p * apart * groups);
@@ -414,7 +448,7 @@ struct WideTile {
   }
 
   template <int64_t M, int64_t P>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart) {
+  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Further) {
     const int64_t groups = (a.stride + kGroup - 1) / kGroup;
     const auto* x = static_cast<const float*>(a.x) + row * a.inner;
     F16 sums[P][M];
@@ -485,7 +519,7 @@ void WideMany(const PackedArgs& a) {
 
 template <typename Wide>
 void PackedCode(const PackedArgs& a) {
-  if (a.rows <= kPanelRows) return FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end);
+  if (a.rows <= kPanelRows) return FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end, Further{});
   WideMany<Wide>(a);
 }
 

@@ -72,10 +72,10 @@ struct QuantizeRowsArgs {
 
 // Rows that a matmul of packed weights takes at a time, of so many that are left, by the most whose
 // sums fit into registers: of the groups of 32 that these rows have, those of the same number lie
-// beside each other.
+// beside each other. Nine to twelve are two tiles, each of which fetches half of the next panels.
 inline int64_t TileRows(int64_t left, int64_t most) {
   if (most < 12) return left < most ? left : most;
-  return left > 16 ? 12 : left > 8 ? 8 : left;
+  return left > 12 ? 12 : left > 8 ? 8 : left;
 }
 
 // One row of a tile of float32 as int8, one scale per group of 32.

@@ -135,6 +135,18 @@ def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
     # The file's top_k = 1 is the default, so an unset request is as good as greedy.
     by_default = other.generate([PROMPTS[0]], SamplingParams(max_tokens=5))[0]
     assert by_default.tokens == whole.tokens[:5]
+    other.processor.forget_sampling_defaults()
+    assert other.stop_ids == {end, 262}
+    drawn = [other.generate([PROMPTS[0]], SamplingParams(max_tokens=9, seed=s))[0] for s in (1, 2)]
+    wanted = [
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=9, seed=s, temperature=1))[0]
+        for s in (1, 2)
+    ]
+    assert drawn[0].tokens != drawn[1].tokens
+    assert all(
+        one.tokens == full.tokens[: len(one.tokens)]
+        for one, full in zip(drawn, wanted, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")

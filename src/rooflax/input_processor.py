@@ -15,6 +15,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import RequestError
 from rooflax.inputs import Prompt, is_whole
+from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.plan import Plan
 from rooflax.structured import Grammars
@@ -141,6 +142,14 @@ class InputProcessor:
             Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
             for sequence in sequences[: given.n]
         ]
+
+    def forget_sampling_defaults(self) -> None:
+        """Requests that leave a field open get the built-in value, not the checkpoint's. What ends
+        a sequence stays."""
+        d = self.defaults
+        self.defaults = GenerationDefaults(
+            eos_token_ids=d.eos_token_ids, bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id
+        )
 
     def _default_values(self) -> dict[str, Any]:
         d = self.defaults

@@ -157,6 +157,26 @@ def effect_ids(live, scripted, path):
     assert choice["prompt_token_ids"] == scripted.asked[-1][0] and choice["token_ids"]
 
 
+def effect_timings(live, scripted, path):
+    names = {"cache_n"} | {
+        f"{kind}_{name}"
+        for kind in ("prompt", "predicted")
+        for name in ("n", "ms", "per_token_ms", "per_second")
+    }
+    assert "timings" not in ask(live, path)
+    started = time.perf_counter()
+    found = ask(live, path, timings_per_token=True)
+    took_ms = 1000 * (time.perf_counter() - started)
+    timings, usage = found["timings"], found["usage"]
+    assert set(timings) == names
+    assert timings["predicted_n"] == usage["completion_tokens"] > 1
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
+    assert 0 < timings["prompt_ms"] + timings["predicted_ms"] < took_ms
+    chunks = stream_of(live, path, timings_per_token=True)
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
+
+
 def effect_salt(live, scripted, path):
     ask(live, path, cache_salt="mine")
     assert scripted.asked[-1][2] == "mine"
@@ -324,6 +344,7 @@ EFFECTS = {
     "stream_options": effect_stream_options,
     "model": effect_model,
     "return_token_ids": effect_ids,
+    "timings_per_token": effect_timings,
     "cache_salt": effect_salt,
     "request_id": effect_id,
     "structured_outputs": effect_form({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
@@ -990,7 +1011,7 @@ def test_tokenizer_info_is_for_who_was_told(live, scripted, llm):
 
 
 def test_what_the_server_and_its_model_are(live):
-    assert set(live.http.get("/version").json()) == {"version", "jax"}
+    assert set(live.http.get("/version").json()) == {"version", "build", "jax"}
     meta = live.http.get("/v1/models").json()["data"][0]["meta"]
     assert meta["n_params"] > 4e6 and meta["size"] > meta["n_params"]
     caps = live.http.get("/props").json()["chat_template_caps"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 import pytest
 
@@ -29,7 +30,8 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--mesh": ["tensor=2"], "--quiet": [], "--verbose": [], "--help": None,
     "--host": ["::1"], "--port": ["1"], "--api-key": ["k"], "--api-key-file": ["KEYS"],
     "--insecure-no-auth": [], "--cors-origins": ["https://x"], "--served-model-name": ["x"],
-    "--chat-template": ["TEMPLATE"], "--unknown-fields": ["report"],
+    "--chat-template": ["TEMPLATE"], "--generation-config": ["none"],
+    "--unknown-fields": ["report"],
     "--reasoning-field": ["both"], "--max-num-seqs": ["3"], "--max-num-queued-seqs": ["3"],
     "--max-num-batched-tokens": ["64"], "--request-timeout": ["5"], "--drain-timeout": ["5"],
     "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
@@ -64,6 +66,8 @@ def observe(monkeypatch, tmp_path, capfd):
             self.llm = argparse.Namespace(tokenizer=argparse.Namespace(chat_templates={}))
             self.llm.info = argparse.Namespace(pooling=())  # so that nothing is measured
             asked.append((plan.info.name, str(plan), str(given), self.llm))
+            forgets = partial(asked.append, "the defaults are forgotten")
+            self.llm.processor = argparse.Namespace(forget_sampling_defaults=forgets)
 
     class Runner:
         def __init__(self, settings, load, says):

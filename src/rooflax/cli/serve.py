@@ -50,6 +50,8 @@ def add_flags(parser: Parser) -> None:
     add("--served-model-name", metavar="NAME", action="append", default=[],
         help="in place of the model's own (repeatable)")  # fmt: skip
     add("--chat-template", metavar="FILE", help="jinja2, in place of the model's own")
+    add("--generation-config", metavar="HOW", default="auto",
+        help="auto (default) takes the checkpoint's sampling defaults, none the API's")  # fmt: skip
     add("--unknown-fields", metavar="HOW", default="reject",
         help="reject (default), or report in the header x-rooflax-ignored")  # fmt: skip
     add("--reasoning-field", metavar="NAME", default="reasoning_content",
@@ -161,6 +163,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if not 0 <= args.port <= MAX_PORT:
         raise RequestError(f"port is {args.port}; it must be from 0 to {MAX_PORT}.", param="port")
     for flag, value, known in (
+        ("--generation-config", args.generation_config, ("auto", "none")),
         ("--unknown-fields", args.unknown_fields, ("reject", "report")),
         ("--reasoning-field", args.reasoning_field, ("reasoning_content", "reasoning", "both")),
     ):
@@ -239,6 +242,8 @@ def _loader(
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
             engine.llm.tokenizer.response_template = None  # it is of the template before
+        if args.generation_config == "none":
+            engine.llm.processor.forget_sampling_defaults()
         _warn_of_cache()
         if engine.llm.info.pooling is None:
             _warn_of_template(engine.llm)

@@ -37,9 +37,16 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+    first_s: float | None = None
+    last_s: float = 0.0
+    first_tokens: int = 0
 
     def count(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.tokens)
+        self.last_s = time.perf_counter()
+        if self.first_s is None:
+            self.first_s, self.first_tokens = self.last_s, len(delta.tokens)
         if delta.completion is not None and delta.index == 0:
             self.cached_tokens += delta.completion.num_cached_tokens
 
@@ -52,6 +59,25 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+    def timings(self) -> dict[str, Any]:
+        """Times so far in llama.cpp's words. The prompt's end with the first tokens, time in the
+        queue included; those that are predicted per second are the later ones."""
+        first_s = self.last_s if self.first_s is None else self.first_s
+        prompt_n = self.prompt_tokens - self.cached_tokens
+        found: dict[str, Any] = {"cache_n": self.cached_tokens}
+        for name, count, timed, seconds in (
+            ("prompt", prompt_n, prompt_n, first_s - self.started_s),
+            ("predicted", self.completion_tokens, self.completion_tokens - self.first_tokens,
+             self.last_s - first_s),
+        ):  # fmt: skip
+            found |= {
+                f"{name}_n": count,
+                f"{name}_ms": 1000 * seconds,
+                f"{name}_per_token_ms": 1000 * seconds / timed if timed else 0.0,
+                f"{name}_per_second": timed / seconds if seconds > 0 else 0.0,
+            }
+        return found
 
 
 @dataclass
@@ -131,6 +157,10 @@ class Call:
             "id": self.id, "object": kind, "created": self.created, "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
+
+    def timed(self) -> dict[str, Any]:
+        """What timings_per_token adds to every object of the answer."""
+        return {"timings": self.usage.timings()} if self.found.get("timings_per_token") else {}
 
     def stream_option(self, name: str) -> bool:
         """Of stream_options.

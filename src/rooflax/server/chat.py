@@ -71,8 +71,8 @@ class _Answer:
                 sample.spelled += piece.tokens
                 sample.last = piece
         choices = [self._choice(index, samples[index]) for index in sorted(samples)]
-        usage = self.call.usage.openai()
-        return self.call.head("chat.completion") | {"choices": choices, "usage": usage}
+        said = {"choices": choices, "usage": self.call.usage.openai()}
+        return self.call.head("chat.completion") | said | self.call.timed()
 
     def _gather(self, sample: _Whole, each: Event) -> None:
         if each.kind == "content":
@@ -122,7 +122,8 @@ class _Answer:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             stated = {"usage": usage.openai() if has_usage_each else None}
             found = head | {"choices": [choice | more]}
-            return event(found | (stated if has_usage or has_usage_each else {}))
+            found |= (stated if has_usage or has_usage_each else {}) | self.call.timed()
+            return event(found)
 
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
@@ -138,7 +139,7 @@ class _Answer:
                 if piece.finish_reason is not None:
                     yield self._last(piece, chunk)
         if has_usage:
-            yield event(head | {"choices": [], "usage": usage.openai()})
+            yield event(head | {"choices": [], "usage": usage.openai()} | self.call.timed())
         yield DONE
 
     def _of_tokens(self, piece: Piece) -> dict[str, Any]:

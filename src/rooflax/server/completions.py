@@ -139,7 +139,8 @@ class _Answer:
         for number, completion in enumerate(found):
             prompt = number // self.params.n
             choices.append(self._choice(number, prompt, completion))
-        return self.call.head("text_completion") | {"choices": choices, "usage": usage.openai()}
+        said = {"choices": choices, "usage": usage.openai()}
+        return self.call.head("text_completion") | said | self.call.timed()
 
     def _choice(self, number: int, prompt: int, completion: Completion) -> dict[str, Any]:
         head = self._echoed(prompt)
@@ -182,9 +183,8 @@ class _Answer:
 
         def chunk(choice: dict[str, Any]) -> bytes:
             stated = {"usage": usage.openai()} if has_usage_each else {"usage": None}
-            return event(
-                head | {"choices": [choice]} | (stated if has_usage or has_usage_each else {})
-            )
+            more = (stated if has_usage or has_usage_each else {}) | call.timed()
+            return event(head | {"choices": [choice]} | more)
 
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
@@ -201,7 +201,7 @@ class _Answer:
         if has_usage:
             if self.says_nothing:
                 usage.completion_tokens = 0
-            yield event(head | {"choices": [], "usage": usage.openai()})
+            yield event(head | {"choices": [], "usage": usage.openai()} | call.timed())
         yield DONE
 
     def _echo_choice(

@@ -85,6 +85,7 @@ SAMPLING = (
     Field("allowed_token_ids", TokenIds, "the only ids that may be chosen"),
     Field("prompt_logprobs", Logprobs, "log-probabilities of the prompt's tokens"),
     Field("return_token_ids", bool, "token ids of prompt and answer in each choice"),
+    Field("timings_per_token", bool, "timings so far, named as llama.cpp's, in every object"),
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     Field(
         "request_id", Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")],

@@ -61,10 +61,13 @@ def products() -> Iterator[Case]:
         parts = 1 if w.quantizes_activations else 2
         is_float = kind.code == "fp8"  # which takes one for unpacking, too
         of_row = 4 * code.slots if is_float else code.slots * parts
-        for rows in (1, 8) if w.quantizes_activations else (1, 8, 16, 64, 512):
+        for rows in (1, 4, 8) if w.quantizes_activations else (1, 4, 8, 16, 64, 512):
             x = Struct((rows, inner), jnp.bfloat16)
             weights, products, result = 4 * code.slots, of_row * (rows + is_float), jnp.float32
-            if rows > linear.FEW_ROWS:  # a group of 32 inputs is two products of 64 x 16 weights
+            few = linear.FEWER_ROWS.get(kind.code, linear.FEW_ROWS)
+            if (
+                rows > few and not w.quantizes_activations
+            ):  # a group of 32 inputs is two products of 64 x 16 weights
                 weights, products, result = 64 * 32 // THREADS, 2, jnp.bfloat16
             yield Case(
                 f"linear {format}, rows {rows}",

@@ -26,12 +26,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+TABLES = ROOT / "tools" / "gpu_tables"
+sys.path += [str(ROOT / "src"), str(ROOT / "tools")]
 WHEELS = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
 os.environ |= {
     "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -49,8 +51,7 @@ from rooflax.ops import accelerator  # noqa: E402
 
 accelerator.platform = lambda: "gpu"  # what dispatch believes while it traces
 
-import gpu_cases  # noqa: E402
-import gpu_steps  # noqa: E402
+import hlo  # noqa: E402
 import sass  # noqa: E402
 
 LOWERING_S = 4.0
@@ -116,7 +117,8 @@ def assembled(said: str) -> list[Row]:
     return [{"registers": r, "spilled": s, "code": c} for r, s, c in kernels]
 
 
-def kernel_row(case: gpu_cases.Case) -> Row:
+def kernel_row(case: Any) -> Row:
+    """Of a `gpu_cases.Case`."""
     program, said, row = compiled(case.function, case.arguments)
     kernels = assembled(said)
     row["kernels"] = len(kernels)
@@ -124,7 +126,7 @@ def kernel_row(case: gpu_cases.Case) -> Row:
     row["spilled"] = sum(k["spilled"] for k in kernels)
     row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
     row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
-    row["launches"] = sum(gpu_steps.launches(program.as_text(), "kernel").values())
+    row["launches"] = sum(hlo.launches(program.as_text(), "kernel").values())
     if case.weights and kernels:
         code = max((k["code"] for k in kernels), key=lambda code: len(code.hot_loop()))
         each = sass.per_weight(code, case.weights, case.products)
@@ -132,10 +134,15 @@ def kernel_row(case: gpu_cases.Case) -> Row:
     return row
 
 
-def step_row(step: gpu_steps.Step) -> Row:
+def step_row(step: Any, program_of: Callable[..., Any]) -> Row:
+    """Of a `gpu_steps.Step`.
+
+    Args:
+        program_of: function and arguments of a step with so many layers.
+    """
     rows, counted = [], []
     for layers in step.layers:
-        function, arguments = gpu_steps.program(step, layers)
+        function, arguments = program_of(step, layers)
         program, said, row = compiled(function, arguments, donate_argnums=1)
         kernels = assembled(said)
         row["spilled"] = sum(k["spilled"] for k in kernels)
@@ -143,7 +150,7 @@ def step_row(step: gpu_steps.Step) -> Row:
         row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
         row["temporary_mb"] = round(program.memory_analysis().temp_size_in_bytes / 1e6, 1)
         rows.append(row)
-        counted.append(gpu_steps.launches(program.as_text(), step.kind))
+        counted.append(hlo.launches(program.as_text(), step.kind))
     each = step.layers[1] - step.layers[0]
     total = [sum(c.values()) for c in counted]
     row = {key: sum(r[key] for r in rows) for key in ("spilled", "unawaited", "serialized")}
@@ -157,6 +164,7 @@ def step_row(step: gpu_steps.Step) -> Row:
 
 def control() -> list[str]:
     """The experts' kernel without its wait must be found, or nothing that is found means much."""
+    import gpu_cases
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (case,) = (c for c in gpu_cases.mixtures() if c.name == "experts bfloat16, tokens 1024")
@@ -193,58 +201,108 @@ def worse(name: str, row: Row, before: Row | None) -> list[str]:
     return found
 
 
-def markdown(table: dict[str, Row]) -> str:
-    """Two tables: kernels, and steps."""
-    lines = [
-        "| kernel | registers | spilled | launches | instructions per weight | lowering |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in table["kernels"].items():
-        cells = [row[k] for k in ("registers", "spilled", "launches")]
-        cells += [row.get("per_weight", ""), f"{row['lowering_s']} s"]
-        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    lines += ["", "| step | launches a layer | besides | temporary | lowering | compiling |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    for name, row in table["steps"].items():
-        cells = [f"{row['launches']:g}", f"{row['besides']:g}", f"{row['temporary_mb']} MB"]
-        cells += [f"{row[k]} s" for k in ("lowering_s", "compiling_s")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+KERNEL_COLUMNS = {
+    "registers": "registers", "spilled": "spilled", "launches": "launches",
+    "instructions a weight": "per_weight", "lowering, s": "lowering_s",
+}  # fmt: skip
+STEP_COLUMNS = {
+    "launches a layer": "launches", "besides": "besides", "spilled": "spilled",
+    "temporary, MB": "temporary_mb", "lowering, s": "lowering_s", "compiling, s": "compiling_s",
+}  # fmt: skip
+
+
+def markdown(table: dict[str, dict[str, Row]], first: dict[str, dict[str, Row]]) -> str:
+    """Kernels, and steps; before each number, where it differs, that of version 0.1.0."""
+    parts = (("kernel", "kernels", KERNEL_COLUMNS), ("step", "steps", STEP_COLUMNS))
+    lines = []
+    for what, part, columns in parts:
+        lines += [f"| {what} | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+        for name, row in table[part].items():
+            before = _known(first[part].get(name, {}))
+            cells = [_cell(_known(row).get(key), before.get(key)) for key in columns.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    failed = {k: r["failed"] for part in first.values() for k, r in part.items() if "failed" in r}
+    return "\n".join([*lines, *(f"- 0.1.0, {name}: {why}" for name, why in failed.items())])
+
+
+def _known(row: Row) -> Row:
+    """Without what no kernel was assembled for: XLA had it, or the same kernel was there."""
+    return row if row.get("kernels", 1) else {k: row[k] for k in ("launches", "lowering_s")}
+
+
+def _cell(now: float | None, before: float | None) -> str:
+    if now == before:
+        return "" if now is None else f"{now:g}"
+    return " → ".join("" if number is None else f"{number:g}" for number in (before, now)).strip(
+        " →" if before is None else " "
+    )
+
+
+def measured(rows: Iterable[tuple[str, str, Callable[[], Row]]]) -> dict[str, dict[str, Row]]:
+    """The table of these: kernels or steps, a name, and what measures it."""
+    table: dict[str, dict[str, Row]] = {"kernels": {}, "steps": {}}
+    for part, name, measure in rows:
+        try:
+            row = measure()
+        except Exception as error:
+            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        sys.stderr.write(f"{name}: {json.dumps(row)}\n")
+        table[part][name] = row
+    return table
+
+
+def committed(name: str) -> dict[str, dict[str, Row]]:
+    kept = TABLES / f"{name}.json"
+    return json.loads(kept.read_text()) if kept.exists() else {"kernels": {}, "steps": {}}
+
+
+def keep(name: str, table: dict[str, dict[str, Row]]) -> None:
+    """Puts rows into a committed table."""
+    whole = committed(name)
+    for part, rows in table.items():
+        whole[part] |= rows
+    (TABLES / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def main() -> int:
+    import gpu_cases
+    import gpu_steps
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--write", action="store_true", help="keep the table for this JAX")
     args = parser.parse_args()
-    kept = ROOT / "tools" / "gpu_tables" / f"jax-{jax.__version__}.json"
-    before = json.loads(kept.read_text()) if kept.exists() else {"kernels": {}, "steps": {}}
-    cases = [case for group in gpu_cases.GROUPS for case in group()]
-    rows = [("kernels", c.name, kernel_row, c) for c in cases]
-    rows += [("steps", s.name, step_row, s) for s in gpu_steps.every()]
-    table: dict[str, Row] = {"kernels": {}, "steps": {}}
+    kept = f"jax-{jax.__version__}"
+    before = committed(kept)
+    rows: list[tuple[str, str, Callable[[], Row]]] = [
+        ("kernels", case.name, partial(kernel_row, case))
+        for group in gpu_cases.GROUPS
+        for case in group()
+    ]
+    rows += [
+        ("steps", step.name, partial(step_row, step, gpu_steps.program))
+        for step in gpu_steps.every()
+    ]
     wrong = [] if args.only else control()
-    for part, name, measure, what in rows:
-        if args.only and not any(asked in name for asked in args.only):
-            continue
-        try:
-            row = measure(what)  # type: ignore[operator]
-        except Exception as error:
-            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        sys.stderr.write(f"{name}: {json.dumps(row)}\n")
-        wrong += worse(name, row, before[part].get(name))
-        if "failed" not in row:
-            table[part][name] = row
+    if args.only:
+        rows = [row for row in rows if any(asked in row[1] for asked in args.only)]
+    table = measured(rows)
+    for part, of_part in table.items():
+        for name, row in of_part.items():
+            wrong += worse(name, row, before[part].get(name))
+    table = {part: without_failures(of_part) for part, of_part in table.items()}
     if args.write:
-        kept.parent.mkdir(exist_ok=True)
-        before = json.loads(kept.read_text()) if kept.exists() else before
-        for part in table:
-            before[part] |= table[part]
-        kept.write_text(json.dumps(before, indent=1) + "\n")
+        keep(kept, table)
         wrong = [w for w in wrong if "not in the committed table" not in w]
-    sys.stdout.write(f"JAX {jax.__version__}, sm_90a, autotuning off\n\n{markdown(table)}\n")
+    sys.stdout.write(f"JAX {jax.__version__}, sm_90a, autotuning off\n\n")
+    sys.stdout.write(markdown(table, committed("0.1.0")) + "\n")
     sys.stdout.write("".join(f"WRONG {line}\n" for line in wrong))
     return bool(wrong)
+
+
+def without_failures(rows: dict[str, Row]) -> dict[str, Row]:
+    return {name: row for name, row in rows.items() if "failed" not in row}
 
 
 if __name__ == "__main__":

@@ -25,14 +25,16 @@ MODELS = (("llama-3.1-8b", None), ("llama-3.1-8b", "w4a16"), ("gpt-oss-20b", "mx
 def programs(model: str, format: str | None) -> dict[str, list[tuple[str, tuple]]]:
     """By what starts: names of programs and the arguments of `gpu_steps.program`."""
 
-    def one(kind: str, *how: object) -> tuple:
-        return (gpu_steps.Step("", model, format, kind, ()), None, *how)
+    def one(kind: str, *how: object, greedy: bool = True) -> tuple:
+        return (gpu_steps.Step("", model, format, kind, (), greedy), None, *how)
 
     server = Buckets.of_server(
         SLOTS, gpu_steps.CONTEXT, gpu_steps.CHUNK, reads_in_place=True, pads=False
     )
     kinds = {"step": "prefill", "decode": "decode"}
-    every = [(str(s), one(kinds[s.kind], s.sequences, s.tokens, False)) for s in server.shapes()]
+    every = [
+        (str(s), one(kinds[s.kind], s.sequences, s.tokens, greedy=False)) for s in server.shapes()
+    ]
     return {"generate": [(kind, one(kind)) for kind in ("prefill", "decode")], "server": every}
 
 

@@ -1,9 +1,7 @@
-"""Whole engine steps for a GPU that is not there: their shapes, and what they launch."""
+"""Whole engine steps for a GPU that is not there: their shapes."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -44,13 +42,18 @@ MAX_STEPS, CONTEXT, CHUNK, BLOCK = 32, 4096, 512, 16
 
 @dataclass(frozen=True)
 class Step:
-    """A program of the engine, at two numbers of layers, whose difference is what a layer costs."""
+    """A program of the engine, at two numbers of layers, whose difference is what a layer costs.
+
+    Attributes:
+        greedy: as most requests are, or with the whole sampler, as every step of a server.
+    """
 
     name: str
     model: str
     format: str | None
     kind: str
     layers: tuple[int, ...]
+    greedy: bool = True
 
 
 def every() -> Iterator[Step]:
@@ -58,12 +61,14 @@ def every() -> Iterator[Step]:
         label = f"{model} {format or 'bf16'}"
         yield Step(f"{label}, decode", model, format, "decode", (2, 4))
         yield Step(f"{label}, prefill", model, format, "prefill", (2, 4))
+    for model, format in (("llama-3.1-8b", "w4a16"), ("gpt-oss-20b", "mxfp4-a16")):
+        yield Step(f"{model} {format}, decode, sampler", model, format, "decode", (2, 4), False)
 
 
 def program(
-    step: Step, layers: int | None, rows: int = 1, tokens: int | None = None, greedy: bool = True
+    step: Step, layers: int | None, rows: int = 1, tokens: int | None = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step as a function, and shapes of its arguments; greedy, as most requests are.
+    """The step as a function, and shapes of its arguments.
 
     Args:
         layers: None is all.
@@ -84,8 +89,8 @@ def program(
     cache = kv_cache.KVCache(pools, pools, groups, BLOCK)
     vocabulary = config.vocab_size
     seen = [Struct((rows + 1, vocabulary), dtype) for dtype in (jnp.bool_, jnp.int32)]
-    seen += [] if greedy else [Struct((rows + 1, MAX_STEPS), jnp.int32)]
-    masks = None if greedy else Struct((rows + 1, -(-vocabulary // 32)), jnp.int32)
+    seen += [] if step.greedy else [Struct((rows + 1, MAX_STEPS), jnp.int32)]
+    masks = None if step.greedy else Struct((rows + 1, -(-vocabulary // 32)), jnp.int32)
     tokens = tokens or (rows if step.kind == "decode" else CHUNK)
     longest = 1 if step.kind == "decode" else min(tokens, CHUNK)
     layout = Layout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
@@ -95,7 +100,7 @@ def program(
         Struct((rows + 1, sampling_columns.WIDTH), jnp.int32),  # type: ignore[arg-type]
         masks,  # type: ignore[arg-type]
         layout,
-        greedy=greedy,
+        greedy=step.greedy,
     )
     how: dict[str, Any] = {"options": ExecutionOptions(), "shards": None}
     run = steps.run_step
@@ -118,56 +123,3 @@ def _weight(slot: Any, config: Any, storage: Storage) -> Any:
         sizes = sizes[0], sizes[1] * axis
     arrays = class_of(format).like(*sizes, shape[: slot.weight.num_stacked])
     return class_of(format)(*arrays, format, inner, outer)  # type: ignore[arg-type]
-
-
-FREE = {
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "constant",
-    "bitcast",
-    "after-all",
-    "partition-id",
-}
-"""Operations that launch nothing."""
-OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?[\])}] ([a-z][\w\-]*)\(", re.M)
-CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?%?([\w.\-, %]+)\}?")
-
-
-def launches(text: str, kind: str) -> Counter[str]:
-    """What one step launches, by its kind, from the compiled program's HLO.
-
-    Of a decode step, what the body and the condition of its loop run; what a conditional or an
-    inner loop runs is counted once.
-    """
-    computations = {}
-    for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", text):
-        if name := re.match(r"(ENTRY )?%?([\w.\-]+) \(", part):
-            computations[name[2]] = part
-            if name[1]:
-                computations["ENTRY"] = part
-    if kind != "decode":
-        return _counted(computations, "ENTRY")
-    loops = re.findall(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
-    condition, body = max(loops, key=lambda names: len(computations[names[1]]))
-    return _counted(computations, body) + _counted(computations, condition)
-
-
-def _counted(computations: dict[str, str], name: str) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for line in computations[name].splitlines()[1:]:
-        if not (operation := OPERATION.match(line)) or operation[1] in FREE:
-            continue
-        kind = operation[1]
-        if kind in ("call", "while", "conditional", "async-start"):
-            for called in CALLED.findall(line):
-                for inner in re.split(r"[,\s%]+", called):
-                    if inner in computations:
-                        found += _counted(computations, inner)
-            continue
-        if kind.endswith("-done"):
-            continue
-        if target := re.search(r'custom_call_target="([^"]+)"', line):
-            kind = target[1]
-        found[kind] += 1
-    return found

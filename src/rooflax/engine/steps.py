@@ -175,18 +175,20 @@ def decode(
         return state[1]  # a condition that computes something is one more launch a token on a GPU
 
     def one(state: Any) -> Any:
-        index, _, batch, carry, out = state
-        packed, carry = run(index, batch, carry)
+        index, _, tokens, positions, carry, out = state
+        of_step = _of_tokens(batch, tokens, positions)
+        packed, carry = run(index, of_step, carry)
         tokens = packed[:, packing.TOKEN]
         stops = jnp.any((tokens[:, None] == step.stop_ids) & step.samples[:, None])
         more = (index + 1 < num_steps) & ~stops
-        return index + 1, more, _advance(batch, tokens), carry, out.at[index].set(packed)
+        out = out.at[index].set(packed)
+        return index + 1, more, tokens, of_step.context_lens, carry, out
 
     batch = step.batch
     width = packing.sampled_width(model.config.vocab_size, greedy=step.greedy)
     out = jnp.zeros((max_steps, batch.tokens.shape[1], width), jnp.int32)
     carry = (carry[0], _counted(carry[1], step, batch))
-    start = (jnp.int32(0), num_steps > 0, batch, carry, out)
+    start = (jnp.int32(0), num_steps > 0, batch.tokens[0], batch.query_positions, carry, out)
     *_, (cache, counts), out = while_loop(goes_on, one, start)
     if not step.greedy:
         tokens = jnp.where(out[:, :, packing.STATE] > 0, out[:, :, packing.TOKEN], NO_ID)
@@ -442,15 +444,15 @@ def _scores(
     return packed.reshape(-1, packed.shape[-1])[: hidden.shape[1]]
 
 
-def _advance(batch: Batch, tokens: Int[Array, " B"]) -> Batch:
-    """The decode batch one token on: token r is sequence r's; those without tokens stay so."""
-    assert batch.query_positions is not None
+def _of_tokens(batch: Batch, tokens: Int[Array, " B"], positions: Int[Array, " B"]) -> Batch:
+    """The decode batch with these tokens, of which number r is sequence r's, at these positions;
+    their contexts are the next positions, so that a loop carries one array and not three."""
     return replace(
         batch,
         tokens=jnp.where(batch.query_lens > 0, tokens, 0)[None],
-        positions=batch.positions + batch.query_lens[None],
-        context_lens=batch.context_lens + batch.query_lens,
-        query_positions=batch.query_positions + batch.query_lens,
+        positions=positions[None],
+        context_lens=positions + batch.query_lens,
+        query_positions=positions,
     )
 
 

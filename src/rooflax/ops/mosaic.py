@@ -47,6 +47,18 @@ def accumulator(rows: int, columns: int) -> Any:
     return _plgpu.ACC((rows, columns), jax.numpy.float32)
 
 
+def accumulator_of(sums: jax.Array) -> Any:
+    """The same, beginning with these; for `pl.run_state`."""
+    return _plgpu.ACC.init(sums)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels are run operation by operation, in tests."""
+    from jax._src import config
+
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
 def load(ref: Any, layout: Any = None) -> jax.Array:
     """What a reference holds, in registers; from global memory without a stop in shared memory."""
     return _plgpu.load(ref, layout=layout, optimized=False)
@@ -106,7 +118,9 @@ __all__ = [
     "VALUES_TILE",
     "WORDS_TILE",
     "accumulator",
+    "accumulator_of",
     "filled",
+    "is_interpreted",
     "launch",
     "load",
     "pl",

@@ -268,6 +268,8 @@ def _sample(
     )  # fmt: skip
     lists = (sampling.bias_values != 0, sampling.allowed_ids != NO_ID)
     adjusts = jnp.any(jnp.concatenate((*(row[:, None] for row in asks), *lists), axis=1))
+    draws = jnp.any(sampling.temperature > 0)
+    wants_logprobs = jnp.any(sampling.num_logprobs >= 0)
 
     def as_logprobs() -> jax.Array:
         return jnp.where(is_adjusted[:, None], _logprobs(logits, largest), logits)
@@ -278,27 +280,32 @@ def _sample(
         penalised = _adjust(scores, sampling, counts.in_prompt[slots], generated)
         return _ban(penalised, sampling, too_early, None if masks is None else masks[slots])
 
-    adjusted = cond(adjusts, adjust, lambda: logits)
-    tokens = cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: _draw(adjusted, sampling, positions),
-        lambda: cond(adjusts, lambda: _argmax(adjusted), lambda: best),
-    )
-    chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
-    is_allowed = ~jnp.isneginf(chosen)
-    is_finite = is_finite & (jnp.isfinite(chosen) | ~is_allowed)
-    found = _without_logprobs(tokens, is_finite, logits.shape[1])
+    def chosen_as_asked() -> Sampled:
+        adjusted = cond(adjusts, adjust, lambda: logits)
+        tokens = cond(
+            draws,
+            lambda: _draw(adjusted, sampling, positions),
+            lambda: cond(adjusts, lambda: _argmax(adjusted), lambda: best),
+        )
+        chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
+        is_allowed = ~jnp.isneginf(chosen)
+        found = _without_logprobs(
+            tokens, is_finite & (jnp.isfinite(chosen) | ~is_allowed), logits.shape[1], is_allowed
+        )
 
-    def wanted() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logprobs = _logprobs(logits, largest)
-        return _best(jnp.where(is_adjusted[:, None], adjusted, logprobs), tokens)
+        def with_logprobs() -> Sampled:
+            logprobs = _logprobs(logits, largest)
+            best = _best(jnp.where(is_adjusted[:, None], adjusted, logprobs), tokens)
+            return replace(found, logprobs=best[0], top_tokens=best[1], top_logprobs=best[2])
 
-    logprobs, top_tokens, top_logprobs = cond(
-        jnp.any(sampling.num_logprobs >= 0),
-        wanted,
-        lambda: (found.logprobs, found.top_tokens, found.top_logprobs),
-    )
-    return Sampled(tokens, is_finite, is_allowed, logprobs, top_tokens, top_logprobs)
+        return cond(wants_logprobs, with_logprobs, lambda: found)
+
+    def most_likely() -> Sampled:
+        is_allowed = ~jnp.isneginf(largest[:, 0])
+        return _without_logprobs(best, is_finite, logits.shape[1], is_allowed)
+
+    # One condition a step where nothing is asked for: a GPU's queue is empty at each.
+    return cond(adjusts | draws | wants_logprobs, chosen_as_asked, most_likely)
 
 
 SAMPLE = Operation(
@@ -506,12 +513,15 @@ def _threefry2x32(
 
 
 def _without_logprobs(
-    tokens: Int[Array, " B"], is_finite: Bool[Array, " B"], vocab: int
+    tokens: Int[Array, " B"],
+    is_finite: Bool[Array, " B"],
+    vocab: int,
+    is_allowed: Bool[Array, " B"] | None = None,
 ) -> Sampled:
     rows, top = tokens.shape[0], min(MAX_LOGPROBS, vocab)
     zeros = jnp.zeros((rows, top), jnp.float32)
     nothing = jnp.zeros(rows, jnp.float32)
-    allowed = jnp.ones(rows, bool)
+    allowed = jnp.ones(rows, bool) if is_allowed is None else is_allowed
     return Sampled(tokens, is_finite, allowed, nothing, zeros.astype(jnp.int32), zeros)
 
 

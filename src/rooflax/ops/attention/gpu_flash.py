@@ -157,12 +157,12 @@ def _accumulated(
     high, total, out = state
     scores = jnp.where(seen, scores, LOWEST)
     higher = jnp.maximum(high, scores.max(axis=1))
-    weights = jnp.where(seen, jnp.exp2(scores - _per_row(higher, TILE)), 0.0)
+    above = jnp.maximum(higher, LOWEST / 2)  # so that a row that has seen nothing weighs nothing
+    weights = jnp.exp2(scores - _per_row(above, TILE))
     kept = jnp.exp2(high - higher)
     weights_smem[...] = weights.astype(jnp.bfloat16)  # interpret mode takes no registers
     plgpu.commit_smem()
-    head_dim = out.shape[1]
-    out = out * _per_row(kept, head_dim) + _product(weights_smem, v_smem, head_dim)
+    out = _plus_product(out * _per_row(kept, out.shape[1]), weights_smem, v_smem)
     return higher, total * kept + weights.sum(axis=1), out
 
 
@@ -175,6 +175,20 @@ def _product(left: Any, right: Any, columns: int) -> Any:
         return found[...]
 
     return pl.run_scoped(multiplied, accumulator(TILE, columns))
+
+
+def _plus_product(sums: Any, left: Any, right: Any) -> Any:
+    """Adds in the sums' own registers: with others for the product, 256 columns spill."""
+    from rooflax.ops.mosaic import accumulator_of, is_interpreted, pl, plgpu
+
+    if is_interpreted():  # which has no sums that begin with something
+        return sums + _product(left, right, sums.shape[1])
+
+    def multiplied(found: Any) -> None:
+        plgpu.wgmma(found, left, right)
+        plgpu.wgmma_wait(0)
+
+    return pl.run_state(multiplied)(accumulator_of(sums))
 
 
 def _per_row(x: Any, columns: int) -> Any:

@@ -37,6 +37,9 @@ MOST_ROWS = 16
 FEW_ROWS = 8
 """Rows up to which it is used where the tensor cores take more. More would not share an unpacking,
 which takes more instructions than to make operands for any number of rows."""
+FEWER_ROWS = {"int4": 6, "fp8": 2}
+"""The same of formats whose weights take fewer bytes to read, or more instructions to multiply, so
+that the tensor cores' further launches pay earlier: docs/gpu.md, "What a step should take"."""
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
@@ -84,7 +87,8 @@ def unsupported(args: LinearArgs) -> str | None:
 
 
 def _takes_tensor_cores(args: LinearArgs) -> bool:
-    return len(args.x) > FEW_ROWS and _no_tensor_cores(args) is None
+    few = FEWER_ROWS.get(args.w.code, FEW_ROWS)  # type: ignore[union-attr]
+    return len(args.x) > few and _no_tensor_cores(args) is None
 
 
 def _no_tensor_cores(args: LinearArgs) -> str | None:

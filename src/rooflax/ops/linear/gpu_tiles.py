@@ -203,7 +203,7 @@ def _multiplied(
         members: of each tile, or of all.
         num_tiles: how many are wanted; None is all.
     """
-    from rooflax.ops.mosaic import launch, plgpu
+    from rooflax.ops.mosaic import is_interpreted, launch, plgpu
 
     code, (tiles, tile, _) = CODES[w.code], x.shape
     groups, panels = w.inner // GROUP, -(-w.outer // PANEL)
@@ -286,12 +286,6 @@ def _ordered(
     begun = (steps - 1) * together
     nothing = jnp.zeros_like(x[:, :again])
     return jnp.concatenate([x[:, :begun], nothing, x[:, begun:]], axis=1)
-
-
-def is_interpreted() -> bool:
-    from jax._src import config
-
-    return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class InputProcessor:
         Raises:
             RequestError: what this model cannot do, or a form that cannot be compiled.
         """
-        asked, given = given.max_tokens, given.with_defaults(self._default_values())
+        asked, given = given.max_tokens, given.with_defaults(self.default_values())
         vocab = self._vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
@@ -151,7 +151,8 @@ class InputProcessor:
             eos_token_ids=d.eos_token_ids, bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id
         )
 
-    def _default_values(self) -> dict[str, Any]:
+    def default_values(self) -> dict[str, Any]:
+        """What the checkpoint says of sampling, by the fields of `SamplingParams`."""
         d = self.defaults
         values = {
             name: getattr(d, name)

@@ -45,7 +45,8 @@ def test_every_request_has_its_answer(asked):
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     lines = [*GOOD, "", line("chat", chat, url="/v1/chat/completions")]
     code, said, found = asked([*lines, line("bad", {"prompt": "x", "max_tokens": -1})])
-    assert (code, said) == (1, "6 answered, 1 failed\n")
+    assert code == 1
+    assert said == "6 answered, 1 failed\n1 x max_tokens is wrong: expected int >= 0.\n"
     assert set(found) == {*(f"r{i}" for i in range(5)), "chat", "bad"}
     assert all(row["error"] is None for row in found.values())
     assert found["bad"]["response"]["status_code"] == 400
@@ -79,13 +80,16 @@ def test_a_busy_server_is_asked_again(asked, scripted, live, monkeypatch):
     assert live.service.rejected["queue_full"] > 0
 
 
-def test_failures_are_answers_too(asked, scripted):
+def test_failures_are_answers_too_and_asked_again(asked, scripted):
     scripted.error = (0, EngineError("broken"))
     code, said, found = asked(GOOD[:1])
-    assert (code, said) == (1, "0 answered, 1 failed\n")
+    assert (code, said) == (1, "0 answered, 1 failed\n1 x broken\n")
     assert found["r0"]["response"]["body"]["error"]["code"] == "engine_error"
-    code, _, found = asked(GOOD[:1], "--force", url="http://127.0.0.1:9")
-    assert code == 1 and found["r0"]["error"]["code"] == "connection_error"
+    code, _, found = asked(GOOD[:2], url="http://127.0.0.1:9")
+    assert code == 1 and {row["error"]["code"] for row in found.values()} == {"connection_error"}
+    code, said, found = asked(GOOD[:3])
+    assert (code, said) == (0, "3 answered, 0 failed\n")
+    assert [row["response"]["status_code"] for row in found.values()] == [200] * 3
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,17 @@ def test_reasoning_is_shown_if_it_is_asked_for(chat, scripted):
 def test_a_question_that_is_rejected_is_no_end(chat, scripted):
     scripted.error = (0, QueueFull("full"))
     code, out, err = chat("Hi\n/clear\n")
-    assert (code, out, err.count("\n")) == (0, "", 2)
+    assert (code, out, err.count("\n")) == (1, "", 2)
     assert "no commands" in err
     scripted.error = None
     code, out, err = chat("Hi\n", "nobody")
-    assert code == 0 and "There is no model 'nobody'" in err
+    assert code == 1 and "There is no model 'nobody'" in err
+
+
+def test_what_a_server_says_moves_no_cursor(chat, scripted):
+    scripted.error = (0, EngineError("a\x1b[2Jb"))
+    err = chat("Hi\n")[2]
+    assert "a?[2Jb" in err and "\x1b" not in err
 
 
 def test_failures_end_it(chat, scripted):

@@ -178,10 +178,11 @@ class Target:
         try:
             first = next(m for m in listed["data"] if self.model in (None, m["id"]))
         except (TypeError, KeyError, StopIteration):
-            wanted = "a model" if self.model is None else f"the model {self.model!r}"
+            wanted = "model" if self.model is None else f"model {self.model!r}"
+            why = f"names no {wanted}" if reply.status == 200 else "does not name its models"
             raise RequestError(
-                f"url {self.client.server.host}:{self.client.server.port} names no {wanted} at "
-                f"/v1/models (status {reply.status}).",
+                f"url {self.client.server.host}:{self.client.server.port} {why} at /v1/models "
+                f"({_reason(reply)}).",
                 param="url",
             ) from None
         self.model = first["id"]
@@ -207,7 +208,7 @@ class Target:
 def answered(due_s: float, reply: Reply) -> Answered:
     """What a streamed reply says."""
     if reply.status != 200:
-        return Answered(due_s, reply.started_s, (), 0, 0, f"status {reply.status}")
+        return Answered(due_s, reply.started_s, (), 0, 0, _reason(reply))
     times, usage, error = [], {}, None
     for at_s, data in reply.events():
         if data == "[DONE]":
@@ -256,7 +257,7 @@ def _reason(reply: Reply) -> str:
     found = reply.json()
     error = found.get("error") if isinstance(found, dict) else None
     said = error.get("message") if isinstance(error, dict) else None
-    return f"status {reply.status}: {str(said)[:200]}"
+    return f"status {reply.status}" + (f": {str(said)[:200].rstrip('.')}" if said else "")
 
 
 Sent = tuple[float, Reply | str]
@@ -326,7 +327,7 @@ def summary(
         "output_tokens": output,
         "requests_per_s": len(done) / seconds,
         "output_tok_per_s": output / seconds,
-        "decode_tok_per_s_per_stream": float(np.mean([1 / max(o.tpot_s, 1e-9) for o in done])),
+        "decode_tok_per_s_per_stream": _mean([1 / o.tpot_s for o in done if o.tpot_s > 0]),
         "ttft_s": percentiles([one.ttft_s for one in done]),
         "tpot_s": percentiles([one.tpot_s for one in done]),
         "itl_s": percentiles(gaps or [0.0]),
@@ -341,6 +342,11 @@ def summary(
     }
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    """None of nothing: each answer came in one piece."""
+    return float(np.mean(values)) if values else None
+
+
 def load_table(found: dict[str, Any]) -> str:
     """For people."""
     how = (
@@ -350,7 +356,7 @@ def load_table(found: dict[str, Any]) -> str:
     )
     head = (
         f"{found['model']}: {found['requests']} requests, {how}, {found['mix']} "
-        f"({found['prompt_tokens']} + {found['output_tokens']} tokens): "
+        f"({found['prompt_tokens']} + {found['output_tokens']} tokens in all): "
         f"{found['output_tok_per_s']:.0f} tok/s, {found['requests_per_s']:.2f} requests/s"
     )
     lines = [

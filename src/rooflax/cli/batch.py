@@ -2,7 +2,7 @@
 
 A line of the input has `custom_id`, `method` "POST", `url` and `body`; a line of the output
 `custom_id` and `response` (or `error`), in the order in which answers come. Started again, it asks
-what has no answer yet.
+what has no answer yet, or failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embed
 BUSY = (429, 503)
 """Statuses after which a request is sent again."""
 MOST_TRIES, LONGEST_WAIT_S = 100, 30.0
+MOST_REASONS, MOST_SAID = 5, 200
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     with file, contextlib.ExitStack() as stack:
         show = stack.enter_context(terminal.statuses(args.quiet))
-        if not todo:
-            failed = 0
-        else:
+        failed = Counter[str]()
+        if todo:
             show("starting the server" if args.url is None else f"asking {args.url[:60]}")
             url = args.url or stack.enter_context(
                 own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
             failed = asyncio.run(asked)
     if not args.quiet:
         kept = f"; {len(requests) - len(todo)} were answered already" if done else ""
-        print(f"{len(todo) - failed} answered, {failed} failed{kept}", file=sys.stderr)
+        num_failed = failed.total()
+        terminal.say(f"{len(todo) - num_failed} answered, {num_failed} failed{kept}")
+        for reason, count in failed.most_common(MOST_REASONS):
+            terminal.say(f"{count} x {reason}")
     return 1 if failed else 0
 
 
@@ -146,48 +149,56 @@ def _lines(path: str) -> list[str]:
 
 
 def answered(path: str) -> set[str]:
-    """The custom_ids that the output has; a line that was cut is dropped from the file.
+    """The custom_ids that the output has answers to. Lines of requests that failed, and one that
+    was cut, are dropped from the file.
 
     Raises:
         RequestError: it holds something else.
     """
     if not Path(path).exists():
         return set()
-    found, end = set[str](), 0
-    for line in Path(path).read_bytes().splitlines(keepends=True):
+    found, kept, before = set[str](), [], Path(path).read_bytes()
+    for line in before.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
         try:
             raw = json.loads(line)
-            found.add(raw["custom_id"])
-            known = {"id", "response", "error"} <= raw.keys()
+            name, has_failed = raw["custom_id"], _has_failed(raw)
         except (ValueError, TypeError, KeyError, RecursionError):
-            known = False
-        if not known:
             raise RequestError(
                 f"{path} holds something else than a batch's answers; choose another file, or "
                 f"replace it with --force.",
                 param="output",
-            )
-        end += len(line)
-    with open(path, "r+b") as file:
-        file.truncate(end)
+            ) from None
+        if not has_failed:
+            found.add(name)
+            kept.append(line)
+    after = b"".join(kept)
+    if after != before:
+        part = Path(f"{path}.part")
+        part.write_bytes(after)
+        part.replace(path)
     return found
+
+
+def _has_failed(answer: dict[str, Any]) -> bool:
+    return answer["error"] is not None or answer["response"]["status_code"] != 200
 
 
 async def _ask_all(
     client: Client, todo: Sequence[Request], concurrency: int, file: IO[bytes], show: Any
-) -> int:
-    """Asks all of them; how many failed."""
-    coming, num_failed, num_done = iter(todo), 0, 0
+) -> Counter[str]:
+    """Asks all of them; why how many failed."""
+    coming, failed, num_done = iter(todo), Counter[str](), 0
 
     async def one_after_another() -> None:
-        nonlocal num_failed, num_done
+        nonlocal num_done
         for request in coming:
             answer = await _ask(client, request)
             file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
             file.flush()
-            num_failed += answer["error"] is not None or answer["response"]["status_code"] != 200
+            if _has_failed(answer):
+                failed[_reason(answer)] += 1
             num_done += 1
             show(f"{num_done} of {len(todo)}")
 
@@ -195,7 +206,16 @@ async def _ask_all(
         await asyncio.gather(*(one_after_another() for _ in range(min(concurrency, len(todo)))))
     finally:
         client.close()
-    return num_failed
+    return failed
+
+
+def _reason(answer: dict[str, Any]) -> str:
+    if answer["error"] is not None:
+        return str(answer["error"]["message"])[:MOST_SAID]
+    body = answer["response"]["body"]
+    error = body.get("error") if isinstance(body, dict) else None
+    said = error.get("message") if isinstance(error, dict) else None
+    return str(said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 
 
 async def _ask(client: Client, request: Request) -> dict[str, Any]:

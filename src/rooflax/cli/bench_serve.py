@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         terminal.print_json(found)
     else:
-        print(load_table(found))
+        print(terminal.harmless(load_table(found)))
     return 0 if found["failed"] == 0 else 1
 
 

@@ -95,7 +95,7 @@ def _greet(conversation: Conversation) -> None:
         terminal.say(f"{name} has no chat template: it goes on with what you write.")
     if terminal.is_terminal(sys.stdin):
         hint = "Ctrl-C stops an answer, Ctrl-D ends the conversation, /help lists commands."
-        terminal.say(terminal.dim(hint, sys.stderr))
+        terminal.say(hint, is_faint=True)
 
 
 def _questions(first: str | None) -> Iterator[str]:

@@ -45,8 +45,13 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[str]) -> int:
-    """Sends each question with what was said before."""
+    """Sends each question with what was said before; exits with 1 where one of them was rejected
+    and nobody is there to ask another."""
     server, messages = server_at(args.url, args.api_key), []
+    is_watched, has_failed = terminal.is_terminal(sys.stdin), False
+    if is_watched and not args.quiet:
+        hint = f"{server.host}:{server.port} answers. Ctrl-C stops an answer, Ctrl-D ends."
+        terminal.say(hint, is_faint=True)
     if args.system is not None:
         messages.append({"role": "system", "content": args.system})
     for question in questions:
@@ -62,13 +67,14 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
         except RequestError as error:
             messages.pop()
             terminal.say(f"rooflax: {error}")
+            has_failed = True
             continue
         if answer:
             messages.append({"role": "assistant", "content": answer})
         else:
             messages.pop()
         terminal.write("\n")
-    return 0
+    return 1 if has_failed and not is_watched else 0
 
 
 def body_of(params: SamplingParams) -> dict[str, Any]:

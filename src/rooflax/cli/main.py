@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rooflax import __version__
+from rooflax.cli import terminal
 from rooflax.cli.parser import Parser, see_help
 from rooflax.errors import EngineError, RequestError, RooflaxError, did_you_mean
 
@@ -202,7 +203,7 @@ def with_flags(text: str, param: str | None, flags: Mapping[str, str]) -> str:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        terminal.say(line)
 
 
 def _drop_output() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli.terminal import dim, say, seconds
+from rooflax.cli.terminal import say, seconds
 from rooflax.errors import EngineError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def say_statistics(llm: LLM, completions: Sequence[Completion]) -> None:
     """A small table on stderr; fits eighty columns."""
     streamed = streaming(llm, completions)
     for line in lines(completions, memory(llm), num_devices(llm), streamed):
-        say(dim(line, sys.stderr))
+        say(line, is_faint=True)
 
 
 def lines(

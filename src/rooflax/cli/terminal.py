@@ -15,9 +15,10 @@ DIM, PLAIN, CLEAR_LINE = "\033[2m", "\033[0m", "\r\033[K"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def say(line: str = "") -> None:
-    """A line for people, on stderr."""
-    print(line, file=sys.stderr, flush=True)
+def say(line: str = "", *, is_faint: bool = False) -> None:
+    """A line for people, on stderr, without control characters."""
+    line = harmless(line)
+    print(dim(line, sys.stderr) if is_faint else line, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: Any) -> bool:

@@ -160,10 +160,14 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
     if error.status_code == 405:
-        said = f"{request.method} is not for {path!r}."
+        allowed = (error.headers or {}).get("Allow", "another method")
+        said = f"{path!r} takes {allowed}, not {request.method}."
         found = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
     else:
-        found = ApiError(f"There is no route {path!r}.", status=404, code="route_not_found")
+        said = f"There is no route {path!r}."
+        if f"/v1{path}" in POSTS:
+            said = f"{said[:-1]}; there is '/v1{path}'."
+        found = ApiError(said, status=404, code="route_not_found")
     return _said(request, found)
 
 

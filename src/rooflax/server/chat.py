@@ -23,7 +23,7 @@ from rooflax.server.turn import Piece, Spelled, Turn
 
 
 async def chat(service: Service, request: Request, body: Any) -> Response:
-    """The route."""
+    """POST /v1/chat/completions: a conversation goes on."""
     call = Call.of(service, request, CHAT, body, "chatcmpl")
     answer = _Answer(call)
     if call.is_streamed:

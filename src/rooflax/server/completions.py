@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request, body: Any) -> Response:
-    """The route."""
+    """POST /v1/completions: text goes on."""
     call = Call.of(service, request, COMPLETIONS, body, "cmpl")
     prompts = _prompts(call.found["prompt"])
     answer = _Answer(call, prompts, await _params(call, len(prompts)))

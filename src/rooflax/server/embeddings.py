@@ -22,7 +22,7 @@ Encode = Callable[["Embedder"], list[list[int]]]
 
 
 async def embeddings(service: Service, request: Request, body: Any) -> Response:
-    """The route."""
+    """POST /v1/embeddings: vectors of texts."""
     _check(service, scores=False)
     call = Call.of(service, request, EMBEDDINGS, body, "embd")
     texts, dimensions = _texts(call.found["input"]), call.found.get("dimensions")
@@ -42,7 +42,7 @@ async def embeddings(service: Service, request: Request, body: Any) -> Response:
 
 
 async def rerank(service: Service, request: Request, body: Any) -> Response:
-    """The route; its bodies are those of Cohere and Jina."""
+    """POST /v1/rerank: scores of documents, with the bodies of Cohere and Jina."""
     _check(service, scores=True)
     call = Call.of(service, request, RERANK, body, "rerank")
     found, embedder = call.found, service.ready().llm.embedder

@@ -79,7 +79,7 @@ class Table:
         for field in self.fields.values():
             if field.required and field.name not in found:
                 path = f"{where}.{field.name}" if where else field.name
-                raise ApiError(f"{path} is missing: {field.text}.", param=path)
+                raise ApiError(f"{path} is missing ({field.text}).", param=path)
         return found
 
     def schema(self) -> dict[str, Any]:

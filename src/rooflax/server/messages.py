@@ -27,7 +27,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 async def messages(service: Service, request: Request, body: Any) -> Response:
-    """The route."""
+    """POST /v1/messages: Anthropic's API."""
     call = Call.of(service, request, MESSAGES, body, "msg", reports=True)
     call.id = call.id.replace("msg-", "msg_", 1)
     answer = _Answer(call)
@@ -37,7 +37,7 @@ async def messages(service: Service, request: Request, body: Any) -> Response:
 
 
 async def count_tokens(service: Service, request: Request, body: Any) -> Response:
-    """The route that counts what a prompt would have."""
+    """POST /v1/messages/count_tokens: how many tokens a prompt would have."""
     call = Call.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
     prompt = await render(service, chat_fields(call))
     return Json({"input_tokens": len(prompt.ids)}, headers=call.headers)

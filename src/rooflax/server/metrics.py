@@ -34,7 +34,7 @@ class Exporter:
         self._registry.register(self)  # type: ignore[arg-type]
         self._http = Counter(
             "rooflax:http_requests",
-            "Answers.",
+            "Answers by route and status.",
             labelnames=("route", "status"),
             registry=self._registry,
         )
@@ -54,13 +54,25 @@ class Exporter:
         """What is read off the service at this moment."""
         service = self._service
         uptime = time.monotonic() - service.started_s
-        yield _gauge("rooflax:uptime_seconds", "Since the start.", [((), uptime)], ())
+        yield _gauge("rooflax:uptime_seconds", "Time since the start.", [((), uptime)], ())
         state = [((name,), float(service.state == name)) for name in _STATES]
-        yield _gauge("rooflax:state", "1 for the present one.", state, ("state",))
-        yield _counter("rooflax:cancelled_requests", "By cause.", service.cancelled, "cause")
-        yield _counter("rooflax:rejected_requests", "By code.", service.rejected, "code")
+        yield _gauge("rooflax:state", "1 for the present state.", state, ("state",))
+        yield _counter(
+            "rooflax:cancelled_requests",
+            "Requests that ended early, by cause.",
+            service.cancelled,
+            "cause",
+        )
+        yield _counter(
+            "rooflax:rejected_requests",
+            "Requests turned away whatever they ask, by code.",
+            service.rejected,
+            "code",
+        )
         failed = {"": service.failed_calls}
-        yield _counter("rooflax:tool_parse_failures", "Calls that were none.", failed)
+        yield _counter(
+            "rooflax:tool_parse_failures", "Texts that began as a call and were none.", failed
+        )
         if service.engine is not None and service.state != "loading":
             yield from self._engine(service.engine.metrics())
 
@@ -68,25 +80,25 @@ class Exporter:
         labels: dict[str, str] = dict(zip(("model_name", "engine"), self._labels(), strict=True))
         used, total = found["blocks_used"], found["blocks_total"]
         usage = max((u / t for u, t in zip(used, total, strict=True) if t), default=0.0)
-        for what, value in (
-            ("num_requests_running", found["num_running"]),
-            ("num_requests_waiting", found["num_waiting"]),
-            ("kv_cache_usage_perc", usage),
+        for what, text, value in (
+            ("num_requests_running", "Sequences that run.", found["num_running"]),
+            ("num_requests_waiting", "Sequences that wait.", found["num_waiting"]),
+            ("kv_cache_usage_perc", "Used KV blocks, 1 is all.", usage),
         ):
-            yield _with(GaugeMetricFamily(f"vllm:{what}", what, labels=list(labels)), labels, value)
+            yield _with(GaugeMetricFamily(f"vllm:{what}", text, labels=list(labels)), labels, value)
         if found["decode_roofline"] is not None:
             text = "Decoding as a share of what the machine allows, of about fifty dispatches."
             family = GaugeMetricFamily("rooflax:decode_roofline_ratio", text, labels=list(labels))
             yield _with(family, labels, found["decode_roofline"])
         blocks = GaugeMetricFamily(
-            "rooflax:kv_blocks", "By layer group.", labels=[*labels, "group", "state"]
+            "rooflax:kv_blocks", "KV blocks by layer group.", labels=[*labels, "group", "state"]
         )
         for group, (u, t) in enumerate(zip(used, total, strict=True)):
             for state, value in (("used", u), ("free", t - u)):
                 blocks.add_metric([*labels.values(), str(group), state], value)
         yield blocks
-        for what, key in _ENGINE_COUNTERS.items():
-            family = CounterMetricFamily(what, what, labels=list(labels))
+        for what, (key, text) in _ENGINE_COUNTERS.items():
+            family = CounterMetricFamily(what, text, labels=list(labels))
             yield _with(family, labels, found[key])
         success = CounterMetricFamily(
             "vllm:request_success", "Ended requests.", labels=[*labels, "finished_reason"]
@@ -94,8 +106,8 @@ class Exporter:
         for reason, label in _FINISHED.items():
             success.add_metric([*labels.values(), label], found["num_finished"].get(reason, 0))
         yield success
-        for what, key in _ENGINE_HISTOGRAMS.items():
-            yield _histogram(what, found[key], labels)
+        for what, (key, text) in _ENGINE_HISTOGRAMS.items():
+            yield _histogram(what, text, found[key], labels)
         yield _waiting_for_capacity(found["num_waiting"], labels)
         yield self._cache_config(found, labels)
 
@@ -107,43 +119,43 @@ class Exporter:
             "enable_prefix_caching": str(self._service.engine.llm.prefix_caching),
         }
         family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Of the KV cache.", labels=[*labels, *config]
+            "vllm:cache_config_info", "How the KV cache is set up.", labels=[*labels, *config]
         )
         return _with(family, {**labels, **config}, 1)
 
 
 _STATES = ("loading", "ready", "draining", "failed")
 _ENGINE_COUNTERS = {
-    "vllm:prompt_tokens": "num_prompt_tokens",
-    "vllm:prompt_tokens_cached": "num_cached_tokens",
-    "vllm:generation_tokens": "num_generated_tokens",
-    "vllm:num_preemptions": "num_preemptions",
-    "vllm:prefix_cache_queries": "num_prompt_tokens",
-    "vllm:prefix_cache_hits": "num_cached_tokens",
-    "rooflax:steps": "num_steps",
-    "rooflax:draft_tokens": "num_draft_tokens",
-    "rooflax:accepted_tokens": "num_accepted_tokens",
-    "rooflax:compilations_after_warmup": "num_compilations",
-    "rooflax:program_tokens": "num_program_tokens",
-    "rooflax:padding_tokens": "num_padding_tokens",
-    "rooflax:decode_seconds": "decode_seconds",
-    "rooflax:ideal_decode_seconds": "ideal_decode_seconds",
+    "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens, cached ones included."),
+    "vllm:prompt_tokens_cached": ("num_cached_tokens", "Prompt tokens from the prefix cache."),
+    "vllm:generation_tokens": ("num_generated_tokens", "Tokens that were generated."),
+    "vllm:num_preemptions": ("num_preemptions", "Sequences that made room and began again."),
+    "vllm:prefix_cache_queries": ("num_prompt_tokens", "Tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("num_cached_tokens", "Tokens found in the prefix cache."),
+    "rooflax:steps": ("num_steps", "Steps of the engine."),
+    "rooflax:draft_tokens": ("num_draft_tokens", "Tokens that were drafted."),
+    "rooflax:accepted_tokens": ("num_accepted_tokens", "Drafts that the model accepted."),
+    "rooflax:compilations_after_warmup": ("num_compilations", "Programs compiled while serving."),
+    "rooflax:program_tokens": ("num_program_tokens", "Tokens that programs were run for."),
+    "rooflax:padding_tokens": ("num_padding_tokens", "Of them, those that fill up a shape."),
+    "rooflax:decode_seconds": ("decode_seconds", "Time in steps that only decode."),
+    "rooflax:ideal_decode_seconds": ("ideal_decode_seconds", "The least the machine allows them."),
 }
 _ENGINE_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": "ttft_s",
-    "vllm:inter_token_latency_seconds": "itl_s",
-    "vllm:e2e_request_latency_seconds": "e2e_s",
-    "vllm:request_queue_time_seconds": "queue_s",
-    "vllm:request_prefill_time_seconds": "prefill_s",
-    "vllm:request_decode_time_seconds": "decode_s",
-    "vllm:request_inference_time_seconds": "inference_s",
-    "vllm:request_time_per_output_token_seconds": "tpot_s",
-    "vllm:request_prompt_tokens": "prompt_tokens",
-    "vllm:request_generation_tokens": "output_tokens",
-    "vllm:request_params_max_tokens": "max_tokens",
-    "vllm:request_params_n": "samples",
-    "vllm:iteration_tokens_total": "step_tokens",
-    "rooflax:step_seconds": "step_s",
+    "vllm:time_to_first_token_seconds": ("ttft_s", "From a request to its first token."),
+    "vllm:inter_token_latency_seconds": ("itl_s", "Between two tokens of a sequence."),
+    "vllm:e2e_request_latency_seconds": ("e2e_s", "From a request to its end."),
+    "vllm:request_queue_time_seconds": ("queue_s", "From a request to its first step."),
+    "vllm:request_prefill_time_seconds": ("prefill_s", "From its first step to its first token."),
+    "vllm:request_decode_time_seconds": ("decode_s", "From its first token to its last."),
+    "vllm:request_inference_time_seconds": ("inference_s", "From its first step to its last."),
+    "vllm:request_time_per_output_token_seconds": ("tpot_s", "Mean time of later tokens."),
+    "vllm:request_prompt_tokens": ("prompt_tokens", "Tokens of a request's prompt."),
+    "vllm:request_generation_tokens": ("output_tokens", "Tokens generated for a request."),
+    "vllm:request_params_max_tokens": ("max_tokens", "The most tokens that a request allows."),
+    "vllm:request_params_n": ("samples", "Answers that a request asks for."),
+    "vllm:iteration_tokens_total": ("step_tokens", "Tokens of a step."),
+    "rooflax:step_seconds": ("step_s", "Time of a step."),
 }
 
 
@@ -175,11 +187,11 @@ def _counter(name: str, text: str, values: Mapping[str, int], label: str | None 
     return family
 
 
-def _histogram(name: str, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
+def _histogram(name: str, text: str, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
     buckets, count = [], 0
     for bound, number in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
         count += number
         buckets.append((str(bound), count))
-    family = HistogramMetricFamily(name, name, labels=list(labels))
+    family = HistogramMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), buckets, found["total"])
     return family

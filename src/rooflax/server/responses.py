@@ -25,7 +25,7 @@ _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call"
 
 
 async def responses(service: Service, request: Request, body: Any) -> Response:
-    """The route."""
+    """POST /v1/responses: a conversation goes on; nothing is stored."""
     call = Call.of(service, request, RESPONSES, body, "resp", reports=True)
     call.id = call.id.replace("resp-", "resp_", 1)
     answer = _Answer(call)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooflax import __version__
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
@@ -162,18 +163,17 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 async def props(service: Service, request: Request) -> Response:
     """GET /props: what a chat page wants to know; `decode_roofline` is as in /metrics, or null."""
     llm = service.ready().llm
-    template, defaults = llm.tokenizer.chat_template, llm.processor.defaults
+    template = llm.tokenizer.chat_template
     format = service.format
     reasons = format is not None and (
         format.name == HARMONY
         or (format.reasoning is not None and format.reasoning.open.strip() in (template or ""))
     )
+    given = SamplingParams().with_defaults(llm.processor.default_values())
     settings = {
-        name: getattr(defaults, name)
+        name: getattr(given, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     }
-    if defaults.do_sample is False:
-        settings["temperature"] = 0.0
     return Json(
         {
             "default_generation_settings": settings,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -36,9 +37,19 @@ class TensorPlan:
         self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
     ):
         self.source, self.sizes, self.own = source, config.axis_sizes, own
-        self.slots = list(config.slots())
         self.names = _NameMap(set(source.names()), family(name))
+        self.slots = [self._placed(slot) for slot in config.slots()]
         self._check(config)
+
+    def _placed(self, slot: Slot) -> Slot:
+        """The slot with the tensors that the checkpoint has of it, or most of."""
+        if slot.weight.other is None or slot.name in self.own:
+            return slot
+
+        def share(slot: Slot) -> float:
+            return sum(self.names.find(hf) is not None for hf in slot.hf_names) / len(slot.hf_names)
+
+        return max((replace(slot, weight=weight) for weight in slot.weight.places), key=share)
 
     def read(
         self,

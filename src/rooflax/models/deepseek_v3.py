@@ -27,13 +27,16 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
+    if not reader.given("num_key_value_heads"):
+        reader.assume(num_key_value_heads=128)
     reader.assume(**DEFAULTS)
     reader.waive("num_nextn_predict_layers", "num_mtp_layers")
     reader.expect("scoring_func", "sigmoid")
     reader.expect("topk_method", "noaux_tc")
-    routing = {"biased": True, "renormalise": reader.flag("norm_topk_prob", True)}
+    renormalise = reader.flag("norm_topk_prob", not reader.is_null("norm_topk_prob"))
+    routing = {"biased": True, "renormalise": renormalise}
     routing |= latent.read_groups(reader)
-    interleaved = reader.flag("rope_interleave", True)
+    interleaved = reader.flag("rope_interleave", not reader.is_null("rope_interleave"))
     decoder = latent.read_model(reader, routing, max_position=4096, interleaved=interleaved)
     moe = decoder.moe
     if moe is not None and moe.groups > 1 and moe.num_experts == moe.groups:

@@ -8,12 +8,13 @@ import pytest
 
 from rooflax import LLM, SamplingParams, save
 from rooflax.errors import RequestError
-from rooflax.models.memory import estimate
 from rooflax.models import registry
+from rooflax.models.memory import estimate
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
 from rooflax.nn.storage import Storage
 from tests import goldens
+from tests.engine.test_families import WRAPPERS
 from tests.marks import cases
 from tests.sharding import CONFIGS, Worker, write_checkpoint
 
@@ -132,8 +133,7 @@ def test_a_split_gives_the_single_devices_tokens(ask, mesh):
 
 def test_every_family_is_split():
     """Those with a vision tower are their text models."""
-    wrappers = {"gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"}
-    assert {raw["model_type"] for raw in CONFIGS.values()} == set(registry.FAMILIES) - wrappers
+    assert {raw["model_type"] for raw in CONFIGS.values()} == set(registry.FAMILIES) - set(WRAPPERS)
 
 
 @pytest.mark.parametrize("model", STATEFUL)

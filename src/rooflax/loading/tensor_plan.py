@@ -27,6 +27,8 @@ from rooflax.ops.host_arrays import aligned_empty
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
 
+NUMBERED = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\..*")
+"""Tensors of a layer."""
 NAMED_IN_ERRORS = 10
 
 
@@ -171,6 +173,9 @@ class TensorPlan:
 
     def _waived(self, name: str, config: Decoder) -> bool:
         if WAIVED_BUFFERS.fullmatch(name) or self.names.skipped.fullmatch(name):
+            return True
+        count, numbered = config.num_layers, NUMBERED.fullmatch(name)
+        if numbered and int(numbered[1]) in range(count, count + config.names.further):
             return True
         if name != self.names.find("lm_head.weight") or not config.tied_embeddings:
             return False

@@ -41,10 +41,12 @@ class Names:
         stored: pairs of a table's key and its place; one tensor in place of several has their
             rows, unless a layout says otherwise.
         either: keys whose weights lie where LLaMA's do in some of these checkpoints.
+        further: layers behind the model's own, which predict further tokens and are skipped.
     """
 
     stored: tuple[tuple[str, Stored], ...] = ()
     either: tuple[str, ...] = ()
+    further: int = 0
 
     def apply(self, table: Table) -> Table:
         places = dict(self.stored)

@@ -6,6 +6,7 @@ import numpy as np
 
 from rooflax import Model, new_cache
 from rooflax.nn.batch import Batch
+from rooflax.nn.layout import STATE
 
 
 @jax.jit
@@ -21,8 +22,8 @@ def chunked_logits(model: Model, tokens: np.ndarray, ends: list[int]) -> np.ndar
     """
     rows, begin, out = len(tokens), 0, []
     cache = new_cache(model, rows=rows, max_tokens=32)
-    table = (np.arange(2 * rows, dtype=np.int32).reshape(rows, 2) + 1,)
-    tables = table * len(model.config.groups.windows)
+    blocks, states = (np.arange(n * rows, dtype=np.int32).reshape(rows, n) + 1 for n in (2, 1))
+    tables = tuple(states if w == STATE else blocks for w in model.config.groups.windows)
     first = (np.zeros(rows, np.int32),) * len(tables)
     for end in ends:
         count = end - begin

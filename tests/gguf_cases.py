@@ -140,7 +140,8 @@ _SIZES = {
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "head_dim": 32,
     "shared_intermediate_size": 128, "n_embd": 64, "n_inner": 256, "n_ctx": 131,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": tokenizer_cases.ROWS,
+    "vocab_size_per_layer_input": tokenizer_cases.ROWS, "v_head_dim": 32, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
 }  # fmt: skip
 """Of matrices that divide into blocks of 32."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,6 +202,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
 }  # fmt: skip
 """A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
+WITHOUT_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {}), "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 32}),
+}  # fmt: skip
+"""Of families that files are not made of."""
 
 
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
@@ -239,14 +244,14 @@ def converted_rows(name: str) -> dict[str, int]:
 
 def family_config(name: str) -> dict[str, Any]:
     """config.json of a family's checkpoint."""
-    variant, changes = FAMILIES[name]
+    variant, changes = (FAMILIES | WITHOUT_FILES)[name]
     raw = goldens.VARIANTS[variant]
     return raw | {key: size for key, size in _SIZES.items() if key in raw} | changes
 
 
 def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: Any) -> Path:
     """A family's checkpoint with a tokenizer of `tokenizer_cases`."""
-    variant, raw = FAMILIES[name][0], family_config(name) | changes
+    variant, raw = (FAMILIES | WITHOUT_FILES)[name][0], family_config(name) | changes
     _, config = read_config(raw)
     shapes = {
         hf: tuple(shape)

@@ -328,7 +328,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3_long": _PHI3
     | {
         "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "tie_word_embeddings": True,
-        "original_max_position_embeddings": 4,
+        "original_max_position_embeddings": 4, "num_key_value_heads": 3, "num_hidden_layers": 2,
     },
     "phi3_short": _PHI3
     | {

@@ -33,6 +33,10 @@ _DEEPSEEK = {k: v for k, v in _LLAMA.items() if k != "head_dim"} | {
     "v_head_dim": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
     "n_shared_experts": 2, "first_k_dense_replace": 2,
 }  # fmt: skip
+_DELTA = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "full_attention_interval": 2,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": _SIZES | {
         "model_type": "gpt2", "n_positions": 131, "n_embd": 48, "n_inner": 104, "n_layer": 4,
@@ -61,11 +65,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
     },
     "olmo2": _LLAMA | {"model_type": "olmo2"},
-    "qwen3_next": _LLAMA | {
+    "qwen3_next": _LLAMA | _DELTA | {
         "model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 3,
         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
-        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24, "full_attention_interval": 2,
+    },
+    "qwen3_5_text": _LLAMA | _DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe_text": _LLAMA | _DELTA | {
+        "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     },
     "lfm2": {k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_eps")} | {
         "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2,

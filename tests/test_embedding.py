@@ -293,6 +293,35 @@ def test_scores_are_the_share_of_one_token_against_another(reranker):
             llm.rerank(query, [document])
 
 
+QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: be strict\n<Query>: what is x\n<Document>: x + y<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""As the model card of Qwen3-Reranker composes it."""
+
+
+def test_a_qwen3_without_modules_reranks_by_the_model_cards_prompt(references, tmp_path):
+    """Where its tokenizer has "yes" and "no"."""
+    longer = {"config": {"max_position_embeddings": 1100}}
+    folder = goldens.write_checkpoint(tmp_path / "m", "qwen3", references("qwen3"), **longer)
+    ask = {"query": "what is x", "documents": ["x + y"], "instruction": "be strict"}
+    with pytest.raises(RequestError, match="has no token 'yes' to score with"):
+        LLM(folder).rerank(**ask)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    vocab, merges = raw["model"]["vocab"], (["y", "e"], ["ye", "s"], ["n", "o"])
+    for old, new in zip(("in", "er", "on"), merges, strict=True):
+        vocab["".join(new)] = vocab.pop(old)
+    raw["model"]["merges"] = [["t", "h"], ["th", "e"], *merges]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    llm = LLM(folder)
+    (score,) = llm.rerank(**ask)
+    logits = llm.logits(llm.encode(QWEN3_RERANKER))[-1].astype(np.float64)
+    yes, no = (logits[vocab[token]] for token in ("yes", "no"))
+    assert score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+
+
 def test_many_callers_embed_at_once(last, llm):
     import asyncio
 

@@ -8,11 +8,13 @@ import pytest
 
 from rooflax import LLM, SamplingParams, save
 from rooflax.errors import RequestError
+from rooflax.models import registry
 from rooflax.models.memory import estimate
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import AXES, Shards, config_on, parse_mesh, part_sizes
 from rooflax.nn.storage import Storage
 from tests import goldens
+from tests.engine.test_families import WRAPPERS
 from tests.marks import cases
 from tests.sharding import CONFIGS, Worker, write_checkpoint
 
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = list(CONFIGS)
 EXPERTS = (
     "gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "gemma4_text",
-    "deepseek_v2", "deepseek_v3",
+    "deepseek_v2", "deepseek_v3", "qwen3_5_moe_text",
 )  # fmt: skip
 ROWS = 8
 """Of a step: the five prompts' bucket."""
@@ -40,7 +42,7 @@ PAIRS = [
     "data=2,stage=2", "sequence=2,stage=2", "expert=2,tensor=2", "expert=2,data=2",
     "expert=2,sequence=2", "expert=2,stage=2",
 ]  # fmt: skip
-STATEFUL = ("lfm2", "qwen3_next")
+STATEFUL = ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 UNLIKE = ("gemma4_shared", "deepseek_v2", "glm4_moe")
 """Whose layers do not repeat, so that no stages have the same."""
 ALL = [
@@ -127,6 +129,11 @@ def test_a_split_gives_the_single_devices_tokens(ask, mesh):
     check_gathers(many)
     exchanged = any(axis in mesh for axis in ("tensor", "data", "sequence"))
     assert bool(many["gathered"]) == exchanged
+
+
+def test_every_family_is_split():
+    """Those with a vision tower are their text models."""
+    assert {raw["model_type"] for raw in CONFIGS.values()} == set(registry.FAMILIES) - set(WRAPPERS)
 
 
 @pytest.mark.parametrize("model", STATEFUL)

@@ -19,6 +19,8 @@ from tests.marks import cases
 from tests.models.test_parity import full_logits
 
 STATEFUL = ("lfm2", "qwen3_5_text")
+SPARSE = ("qwen3_next", "qwen3_5_moe_text")
+"""Whose other tests are in test_families: preempted, forked, in a batch."""
 BUDGETS = {"lfm2": 400_000, "qwen3_5_text": 650_000}
 """Bytes that hold some of the layers."""
 CONTEXT = 1100
@@ -100,7 +102,7 @@ def ids(seed, count):
 @pytest.mark.parametrize(
     ("variant", "drafts"),
     cases(
-        [(variant, drafts) for variant in STATEFUL for drafts in (False, True)],
+        [(variant, drafts) for variant in (*STATEFUL, *SPARSE) for drafts in (False, True)],
         default=[("lfm2", False), ("qwen3_5_text", True)],
     ),
 )
@@ -125,7 +127,7 @@ def test_a_hit_at_any_length_gives_the_tokens_of_a_cold_run(engine, variant, dra
     assert (warm.metrics.num_accepted_tokens > 0) == drafts
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", cases((*STATEFUL, *SPARSE), slow=SPARSE))
 def test_a_prompt_that_shares_900_of_1000_tokens_computes_at_most_164(engine, variant):
     first = ids(2, 1000)
     second = [*first[:900], *ids(3, 100)]
@@ -150,7 +152,7 @@ def test_a_prompt_that_shares_900_of_1000_tokens_computes_at_most_164(engine, va
     assert sequence.output_tokens == run(cold, [second])[0].output_tokens
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", cases((*STATEFUL, *SPARSE), slow=SPARSE))
 def test_an_answer_is_part_of_the_next_prompt(engine, variant):
     """States of generated tokens are kept too."""
     long = SamplingParams(temperature=0.0, max_tokens=100).with_defaults({})
@@ -162,7 +164,7 @@ def test_an_answer_is_part_of_the_next_prompt(engine, variant):
     assert following.output_tokens == run(cold, [following.prompt_tokens])[0].output_tokens
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", cases((*STATEFUL, *SPARSE), slow=SPARSE))
 def test_snapshots_go_with_their_blocks_and_stay_within_their_rows(engine, variant):
     """A pool of 40 blocks and 6 rows; whatever is found is true."""
     groups = engine(variant).model.config.groups

@@ -3,8 +3,10 @@
 That llama.cpp opens them and computes the same is shown by benchmarks/peers/gguf_families.py.
 """
 
+import dataclasses
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import family
+from rooflax.nn.decoder import Names
 from rooflax.nn.storage import is_head
 from tests import gguf_cases, goldens, tokenizer_cases
 from tests.marks import cases
@@ -73,7 +76,8 @@ def as_float32(model):
             return [rounded(one) for one in value]
         return np.float32(value) if isinstance(value, float) else value
 
-    return rounded(family(model.family).config_to_hf(model.config))
+    config = dataclasses.replace(model.config, names=Names())  # a file's own
+    return rounded(family(model.family).config_to_hf(config))
 
 
 def same_weights(ours, theirs, change=lambda array: array):
@@ -95,6 +99,22 @@ def test_a_float32_file_is_the_checkpoint(name, checkpoint, tmp_path):
         assert ours.family == theirs.family
         assert as_float32(ours) == as_float32(theirs)
     same_weights(tensors_by_our_names(ours), tensors_by_our_names(theirs))
+
+
+def test_experts_in_one_tensor_each_make_the_same_file(checkpoint, tmp_path):
+    """Qwen 3.5's, which are in one for all."""
+    fused = checkpoint("qwen3_5_moe")
+    apart = shutil.copytree(fused, tmp_path / "apart")
+    tensors = safetensors.numpy.load_file(fused / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        parts = "mlp.experts", "gate_proj", "up_proj", "down_proj"
+        tensors |= goldens.experts_apart(name, tensors.pop(name), parts)
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    safetensors.numpy.save_file(tensors, apart / "model.safetensors")
+    files = [GGUFFile(written(f, tmp_path / f"{f.name}.gguf", "F32")) for f in (fused, apart)]
+    assert [file.names() for file in files] == [files[0].names()] * 2
+    for name in files[0].names():
+        np.testing.assert_array_equal(*(file.read(name) for file in files), err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma3", "qwen3_5"])

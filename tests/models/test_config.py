@@ -51,6 +51,10 @@ FAMILIES = {
     "gemma4_text": "gemma4_text_moe",
     "deepseek_v2": "deepseek_v2_groups",
     "deepseek_v3": "deepseek_v3",
+    "lfm2": "lfm2_bias",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5_text",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
 }
 
 KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
@@ -109,9 +113,8 @@ def changed(part, path):
 SHARES = ("mlp", "renormalise"), ("mlp", "scale")
 
 
-def is_without_meaning(config, path):
-    """Whether a field of the layers says nothing of this model."""
-    layer = config.layers[0]
+def is_without_meaning(config, layer, path):
+    """Whether a field of a layer says nothing of this model."""
     return (
         path[-1] == "rope"  # changed below
         or (path[-1] == "interleaved" and not config.ropes)
@@ -124,6 +127,7 @@ def is_without_meaning(config, path):
         or (path in SHARES and config.moe and config.moe.beside)  # a norm follows
         or (path[-1] == "key" and len(config.attentions) > 1)  # in which they must differ
         or (path == ("parallel",) and (config.moe or not layer.attention.wiring.before))
+        or (path == ("parallel",) and len({type(x.attention) for x in config.layers}) > 1)
         or (path[:2] == ("mlp", "norm") and layer.parallel)
         or (path[-1] == "stacked" and any("mlp.gate_up" in key for key, _ in config.names.stored))
     )
@@ -134,18 +138,26 @@ def variations(config):
     for path in fields_of(config):
         if path != ("has_head",) or not config.tied_embeddings:
             yield path, changed(config, path)
-    for path in fields_of(config.layers[0]):
-        if not is_without_meaning(config, path):
-            layers = tuple(changed(layer, path) for layer in config.layers)
+    firsts = {type(layer.attention): layer for layer in reversed(config.layers)}
+    for kind, first in firsts.items():  # of the attention of other layers, each kind by itself
+        for path in fields_of(first):
+            own = path[0] == "attention"
+            if is_without_meaning(config, first, path) or not (own or first is config.layers[0]):
+                continue
+            layers = tuple(
+                layer if own and type(layer.attention) is not kind else changed(layer, path)
+                for layer in config.layers
+            )
             yield path, dataclasses.replace(config, layers=layers)
     for rope in config.ropes:
         same = dataclasses.replace
         others = same(rope, theta=77.0), same(rope, scaling=YARN), None
         for other in others[: 2 if isinstance(config.attention, LatentAttention) else 3]:
-            kinds = ((layer, layer.attention.rope and other) for layer in config.layers)
             layers = tuple(
-                dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=r))
-                for layer, r in kinds
+                same(layer, attention=same(layer.attention, rope=other))
+                if layer.attention.rope
+                else layer
+                for layer in config.layers
             )
             yield ("rope", str(other)), dataclasses.replace(config, layers=layers, ropes=())
 

@@ -42,7 +42,8 @@ FAMILIES = {
     "phi3": "phi3_long",
     "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
     "gemma4": "gemma4_text", "gemma4_moe": "gemma4_text_moe", "gemma4_shared": "gemma4_text_shared",
-    "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3",
+    "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3", "lfm2": "lfm2",
+    "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 

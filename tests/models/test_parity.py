@@ -102,20 +102,24 @@ def test_both_spellings_of_rope_give_the_same_config():
         assert read_config(modern) == read_config(legacy) == read_config(raw)
 
 
+EXPERTS = [v for v in VARIANTS if any("expert" in key for key in goldens.VARIANTS[v])]
+
+
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize(
-    "variant",
-    ["gpt2", "llama3_tied", "qwen2_window", "gpt_oss", "gemma4_text", "gemma4_text_moe",
-     "deepseek_v2_groups", "deepseek_v3", "granitemoehybrid", "exaone4_full"],
-)  # fmt: skip
-def test_a_folder_that_transformers_wrote_opens(variant, tmp_path, references):
-    """transformers writes `rope_parameters`, `layer_types` and all its defaults."""
+    ("variant", "original"), [*((v, True) for v in VARIANTS), *((v, False) for v in EXPERTS)]
+)
+def test_a_folder_that_transformers_wrote_opens(variant, original, tmp_path, references):
+    """transformers writes `rope_parameters`, `layer_types` and all its defaults; experts one by
+    one, and as it has them in memory."""
     from rooflax import load
 
-    goldens.reference_model(variant).save_pretrained(tmp_path)
+    how = {} if original else {"save_original_format": False}
+    goldens.reference_model(variant).save_pretrained(tmp_path, **how)
     written = json.loads((tmp_path / "config.json").read_text())
     assert variant == "gpt2" or "rope_parameters" in written
-    logits = np.asarray(full_logits(load(tmp_path), goldens.tokens()))
+    model = load(tmp_path, max_model_len=goldens.MAX_MODEL_LEN.get(variant))
+    logits = np.asarray(full_logits(model, goldens.tokens()))
     np.testing.assert_allclose(logits, references(variant).logits, rtol=0, atol=TOLERANCE)
 
 

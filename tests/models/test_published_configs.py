@@ -12,7 +12,9 @@ import pytest
 
 from rooflax.errors import RooflaxError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.models import presets
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
+from rooflax.models.presets import PRESETS
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.oldest_jax
 
 TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())
+PUBLISHED_PRESETS = Path(presets.__file__).with_name("presets.json")
 NOT_COLLECTED = {
     "seed_oss",
     "granitemoehybrid",
@@ -63,6 +66,20 @@ def test_the_table_is_of_every_family_and_names_its_sources():
     assert all(row["source"] for row in ROWS)
     assert len({row["repository"] for row in ROWS}) == len(ROWS) >= 130
     assert any(row["repository"] == "Qwen/Qwen2.5-0.5B" for row in ROWS)
+
+
+@pytest.mark.parametrize("name", json.loads(PUBLISHED_PRESETS.read_text()))
+def test_a_preset_of_a_published_file_is_its_model(name):
+    """Also where the file has a null that the preset might leave out."""
+
+    def model(raw):
+        return read_config({k: v for k, v in raw.items() if k != "quantization_config"})[1]
+
+    texts = [row["config"].get("text_config", row["config"]) for row in ROWS]
+    kind, wanted = PRESETS[name]["model_type"], model(PRESETS[name])
+    opens = [row["outcome"] == "opens" for row in ROWS]
+    same = [raw for raw, fine in zip(texts, opens, strict=True) if fine]
+    assert any(model(raw) == wanted for raw in same if raw.get("model_type") == kind)
 
 
 def test_every_accepted_key_has_another_value_in_this_test():

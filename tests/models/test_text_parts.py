@@ -101,6 +101,25 @@ def test_qwen3_next_does_without_its_drafting_head(tmp_path):
     load(goldens.write_checkpoint(tmp_path / "m", "qwen3_next", reference, change=change))
 
 
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_predict_further_tokens_are_skipped_where_config_counts_them(variant, tmp_path):
+    reference, count = goldens.committed(variant), goldens.VARIANTS[variant]["num_hidden_layers"]
+
+    def change(tensors):
+        for layer in (count, count + 1):
+            tensors[f"model.layers.{layer}.eh_proj.weight"] = np.zeros((3, 5), np.float32)
+
+    for further in (2, 1, 0, None):  # null is 1, as transformers has it
+        how = {"config": {"num_nextn_predict_layers": further}, "change": change}
+        folder = goldens.write_checkpoint(tmp_path / str(further), variant, reference, **how)
+        if further == 2:
+            load(folder)
+            continue
+        first = count + (1 if further is None else further)
+        with pytest.raises(CheckpointError, match=rf"not use: model\.layers\.{first}"):
+            load(folder)
+
+
 def test_what_is_left_out_is_said_once(tmp_path, capsys):
     reference = goldens.committed("gemma3_text")
     folder = goldens.write_checkpoint(tmp_path / "m", "gemma3_text", reference)

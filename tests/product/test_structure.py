@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from rooflax.models.registry import FAMILIES
 from tests.product.snippets import ROOT
 
 pytestmark = pytest.mark.oldest_jax
@@ -29,6 +31,24 @@ def test_no_pickle_and_no_code_from_checkpoints() -> None:
     for path in SOURCES:
         for line in path.read_text(encoding="utf-8").splitlines():
             assert not forbidden.search(line), f"{path}: {line}"
+
+
+def test_families_are_named_in_tables_alone() -> None:
+    """Outside rooflax.models, no function asks for a family by its name.
+
+    GGUF files name kinds of tokenizers "gpt2" and "llama", which are no families there.
+    """
+    for path in SOURCES:
+        inside = path.relative_to(ROOT / "src" / "rooflax")
+        tokenizers = inside.name in ("gguf_tokenizer.py", "gguf_vocabulary.py")
+        if inside.parts[0] not in ("ops", "nn", "engine", "loading"):
+            continue
+        names = set(FAMILIES) - ({"gpt2", "llama"} if tokenizers else set())
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                texts = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]
+                found = names.intersection(text for text in texts if isinstance(text, str))
+                assert not found, f"{inside}, {function.name}: {found}"
 
 
 def test_torch_and_transformers_are_imported_by_verify_alone() -> None:

@@ -195,7 +195,7 @@ def test_a_client_uses_its_connections_again(live):
 
 
 FLAGS = {
-    "--model-name": (["nobody"], "no the model 'nobody'"),
+    "--model-name": (["nobody"], "names no model 'nobody'"),
     "--serve-flags": (["-q int8"], "exclude each other"),
     "MODEL": (["x"], "exclude each other"),
     "--request-rate": (["50"], "exclude each other"),
@@ -231,7 +231,7 @@ def test_every_flag_has_its_effect_or_is_rejected(live, scripted, capfd, monkeyp
         sizes = sorted((len(ids), params.max_tokens) for ids, params, _ in scripted.asked)
         prompts = sorted(list(ids) for ids, _, _ in scripted.asked)
         good = [line.split(": ")[1] for line in told.out.splitlines() if "goodput" in line]
-        head = told.out.partition(" tokens): ")[0]
+        head = told.out.partition(" tokens in all): ")[0]
         return code, told.err, (sizes, prompts, good, head, list(keys))
 
     base = run(SMALL)

@@ -9,8 +9,9 @@ as the numbers that it was made from.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,10 +45,36 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
 }  # fmt: skip
-_NO_BIAS_KEY = (
-    "gpt2", "qwen2", "qwen2_moe", "mixtral", "gemma3_text", "phi3", "exaone4", "ministral3",
-    "mistral", "lfm2", "gemma4_text",
-)  # fmt: skip
+TOLD_BY: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+    "llama": ("mixtral", "expert_count", bool),
+    "ministral3": ("mistral", "attention.temperature_scale", operator.not_),
+    "olmo2": ("olmo3", "attention.sliding_window", bool),
+    "granite": ("granitemoehybrid", "rope.scaling.finetuned", lambda value: value is False),
+}
+"""Families whose architecture another's files have, too; the other, and the key that tells it."""
+_BOTH = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+BIAS_KEYS: dict[str, dict[str, str]] = {
+    "gpt2": {}, "qwen2": {}, "mixtral": {}, "gemma3_text": {}, "phi3": {}, "exaone4": {},
+    "ministral3": {}, "mistral": {}, "lfm2": {}, "gemma4_text": {}, "llama": _BOTH,
+    "smollm3": _BOTH, "granite": _BOTH, "seed_oss": _BOTH | {"attention_out_bias": "attn_output"},
+    "qwen2_moe": {"qkv_bias": "attn_q"}, "ernie4_5": {"use_bias": "attn_q"},
+}  # fmt: skip
+"""Keys that say whether there are biases, and of which tensor; of others, attention's alone."""
+HEADS_PER_KIND = ("gemma4_text",)
+"""Families whose layers with a window have other heads than those without."""
+QUERY_SCALE = ("gemma3_text",)
+ALL_ATTENTION = ("granitemoehybrid",)
+"""Families that may have Mamba layers, which their files here have not."""
+WAIVED: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("granite", "granitemoehybrid"), ("ssm.*", "expert_shared_feed_forward_length")
+)
+"""Metadata that changes nothing, of layers that are not there."""
+WITHOUT_ROPE = ("gpt2",)
+UNTRUNCATED = ("gpt_oss",)
+"""Families whose every checkpoint says so; the metadata cannot."""
+SCALED_THETA = ("hunyuan_v1_dense",)
+"""Families whose scaling of RoPE is in theta."""
+SCALES_QUERIES = ("ministral3",)
 PARTIAL = ("phi3", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
@@ -170,6 +197,7 @@ _AS_COMPUTED = {
     "qwen3_next": {"norm_topk_prob": True},
 }
 """What files cannot say, and llama.cpp computes."""
+_IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}}
 YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -230,14 +258,9 @@ class _Metadata:
             )
         self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
         self._read: set[str] = set()
-        if self.family == "llama" and self.get("expert_count"):
-            self.family = "mixtral"
-        if self.family == "ministral3" and not self.get("attention.temperature_scale"):
-            self.family = "mistral"
-        if self.family == "olmo2" and self.get("attention.sliding_window"):
-            self.family = "olmo3"
-        if self.family == "granite" and self.get("rope.scaling.finetuned") is False:
-            self.family = "granitemoehybrid"  # whose layers may all be without RoPE
+        if self.family in TOLD_BY:
+            other, key, is_other = TOLD_BY[self.family]
+            self.family = other if is_other(self.get(key)) else self.family
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(self._prefix + key)
@@ -267,8 +290,8 @@ class _Metadata:
             )
 
     def config(self) -> dict[str, Any]:
-        is_gemma4 = self.family == "gemma4_text"
-        per_layer = self._gemma4() if is_gemma4 else self._heads_per_layer()
+        has_kinds = self.family in HEADS_PER_KIND
+        per_layer = self._kinds() if has_kinds else self._heads_per_layer()
         keys = ((key, hf) for key, hf in KEYS[self.family].items() if hf not in per_layer)
         found = {hf: self.get(key) for key, hf in keys} | per_layer
         raw = {key: value for key, value in found.items() if value is not None}
@@ -278,33 +301,24 @@ class _Metadata:
         if "token_embd.weight" in names:
             raw.setdefault("vocab_size", self.file.info("token_embd.weight").shape[0])
         biased = {name.split(".")[2] for name in names if re.fullmatch(r"blk\.\d+\..*\.bias", name)}
-        if self.family not in _NO_BIAS_KEY:
-            key = "use_bias" if self.family == "ernie4_5" else "attention_bias"
-            raw[key] = "attn_q" in biased
-        if self.family in ("llama", "smollm3", "seed_oss", "granite"):
-            raw["mlp_bias"] = "ffn_gate" in biased
-        if self.family == "seed_oss":
-            raw["attention_out_bias"] = "attn_output" in biased
-        if self.family == "qwen2_moe":
-            raw["qkv_bias"] = "attn_q" in biased
+        biases = BIAS_KEYS.get(self.family, {"attention_bias": "attn_q"})
+        raw |= {key: part in biased for key, part in biases.items()}
         raw |= _AS_COMPUTED.get(self.family, {})
-        if self.family == "granitemoehybrid":
+        raw = _IF_ABSENT.get(self.family, {}) | raw
+        if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
-        if self.family in ("granite", "granitemoehybrid"):
-            self._waive("ssm.*", "expert_shared_feed_forward_length")
+        self._waive(*WAIVED.get(self.family, ()))
         if "ssm.state_size" in KEYS[self.family]:
             raw |= self._delta(raw)
-        if self.family == "glm4_moe":
-            raw |= self._glm4_moe(raw, names)
-        if self.family == "exaone4":
-            raw.setdefault("sliding_window", None)
+        if "leading_dense_block_count" in KEYS[self.family]:
+            raw |= self._sigmoid_experts(raw, names)
         if "attention.sliding_window" in KEYS[self.family]:
             raw |= self._window_layers()
-        if self.family == "gemma3_text":
+        if self.family in QUERY_SCALE:
             raw |= _query_scale(raw)
-        if is_gemma4:
-            raw |= self._gemma4_whole(raw)
-        elif self.family != "gpt2":
+        if has_kinds:
+            raw |= self._kinds_whole(raw)
+        elif self.family not in WITHOUT_ROPE:
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
             raw["torch_dtype"] = "bfloat16"
@@ -321,7 +335,8 @@ class _Metadata:
         found = self.per_layer("attention.head_count_kv")
         if found is None:
             return {}
-        counts = sorted(set(found) - ({0} if self.family == "lfm2" else set()))
+        has_convolutions = "shortconv.l_cache" in KEYS[self.family]
+        counts = sorted(set(found) - ({0} if has_convolutions else set()))
         if len(counts) != 1:
             raise UnsupportedModelError(
                 f"{self.file.path} has layers with {' and with '.join(map(str, counts)) or 'no'} "
@@ -329,7 +344,7 @@ class _Metadata:
             )
         types = ["full_attention" if heads else "conv" for heads in found]
         return {"num_key_value_heads": counts[0]} | (
-            {"layer_types": types} if self.family == "lfm2" else {}
+            {"layer_types": types} if has_convolutions else {}
         )
 
     def _delta(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +365,7 @@ class _Metadata:
             found["full_attention_interval"] = interval
         return found
 
-    def _glm4_moe(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    def _sigmoid_experts(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
         """Without the layers that predict further tokens, which files count too."""
         self.expect("expert_gating_func", 2)  # sigmoids
         for key in ("expert_group_count", "expert_group_used_count"):
@@ -359,7 +374,7 @@ class _Metadata:
         count = layers - more if type(layers) is int and type(more) is int else layers
         return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
 
-    def _gemma4(self) -> dict[str, Any]:
+    def _kinds(self) -> dict[str, Any]:
         """What differs by layer."""
         flags = self.per_layer("attention.sliding_window_pattern")
         heads = self.per_layer("attention.head_count_kv")
@@ -392,7 +407,7 @@ class _Metadata:
                 f"a kind of layers."
             )
 
-    def _gemma4_whole(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def _kinds_whole(self, raw: dict[str, Any]) -> dict[str, Any]:
         """RoPE of layers without a window and with one, and the rows of their embeddings."""
         for end, key in (("", "global_head_dim"), ("_swa", "head_dim")):
             self.expect(f"attention.value_length{end}", raw.get(key))
@@ -436,8 +451,8 @@ class _Metadata:
         if "rope.freq_base_swa" not in KEYS[self.family]:
             self.expect("rope.freq_base_swa", theta)
         scaling = self._rope_scaling(head_dim, theta)
-        if self.family == "gpt_oss" and scaling["rope_type"] == "yarn":
-            scaling["truncate"] = False  # as every checkpoint of it says; the metadata cannot
+        if self.family in UNTRUNCATED and scaling["rope_type"] == "yarn":
+            scaling["truncate"] = False
         return {"rope_theta": theta, "rope_scaling": scaling} | partial
 
     def _rope_scaling(self, head_dim: Any, theta: Any) -> dict[str, Any]:
@@ -455,8 +470,8 @@ class _Metadata:
                     f"{self.file.path} scales RoPE both by {ROPE_FACTORS} and by its metadata."
                 )
             return self._recovered(head_dim, theta, "llama3")
-        if self.family == "hunyuan_v1_dense":
-            self.get("rope.scaling.original_context_length")  # its scaling is in theta already
+        if self.family in SCALED_THETA:
+            self.get("rope.scaling.original_context_length")
         if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
             return {"rope_type": "default"}
         if kind == "linear":
@@ -468,7 +483,7 @@ class _Metadata:
                 scaling["attention_factor"] = times * (1 + 0.1 * math.log(factor))
             found = {hf: self.get(f"rope.scaling.{key}") for key, hf in YARN.items()}
             scaling |= {hf: value for hf, value in found.items() if value is not None}
-        if self.family == "ministral3":
+        if self.family in SCALES_QUERIES:
             scaling["llama_4_scaling_beta"] = self.get("attention.temperature_scale")
             scaling |= {"mscale_all_dim": self.get("rope.scaling.yarn_log_multiplier")}
             scaling |= {"mscale": 1.0} if scaling["mscale_all_dim"] else {}

@@ -21,10 +21,12 @@ from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.gguf_config import (
     ALIASES,
     FAMILIES,
+    HEADS_PER_KIND,
     KEYS,
     LONGROPE_FACTORS,
     ROPE_FACTORS,
     SAMPLING,
+    SCALES_QUERIES,
     STILL,
     YARN,
     read_gguf_config,
@@ -50,6 +52,15 @@ SQUARE = (
 """Families of which llama.cpp wants heads as wide as the hidden states together."""
 UNTIED = ("gpt_oss", "olmo2", "olmo3", "qwen2_moe")
 """Families of which llama.cpp wants a head of its own."""
+TIED = ("cohere2",)
+"""Families of which it takes the embedding for the head."""
+ONE_WINDOW = ("phi3",)
+"""Families whose window, of all layers, it reads and does not apply."""
+LOCAL_THETA = ("gemma3_text", "gemma4_text")
+"""Families of which it wants the theta of layers with a window."""
+PLAIN_ROPE = ("qwen3_next",)
+"""Families with the gated delta rule that have no positions of images."""
+WINDOWED_BY_DEPTH = ("exaone4",)
 OUTPUT_BIASES = (
     "gpt2", "llama", "mistral", "mixtral", "gpt_oss", "granite", "granitemoehybrid", "ernie4_5",
     "ministral3",
@@ -152,7 +163,7 @@ def _positions(name: str, config: Decoder) -> Metadata:
         return found
     hf = scaling.to_hf()
     found |= {f"rope.scaling.{key}": hf[name] for key, name in YARN.items()}
-    if name == "ministral3":  # its logarithm's factor cancels llama.cpp's own
+    if name in SCALES_QUERIES:  # its logarithm's factor cancels llama.cpp's own
         return found | {
             "rope.scaling.yarn_log_multiplier": 1.0,
             "attention.temperature_scale": rope.query_beta,
@@ -183,18 +194,18 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
     found: Metadata = {}
     windows = [layer.attention.window for layer in config.layers]
     is_mixed = len(set(windows)) > 1
-    if "attention.sliding_window" in KEYS[name] and name != "phi3" and is_mixed:
-        found["attention.sliding_window_pattern"] = [window is not None for window in windows]
-    if name == "phi3":
+    if name in ONE_WINDOW:
         found["attention.sliding_window"] = windows[0] or 0
+    elif "attention.sliding_window" in KEYS[name] and is_mixed:
+        found["attention.sliding_window_pattern"] = [window is not None for window in windows]
     local = next((x.rope for x in config.attentions if x.window and x.rope), None)
-    if name in ("gemma3_text", "gemma4_text") and local:
+    if name in LOCAL_THETA and local:
         found["rope.freq_base_swa"] = local.theta
-    if name == "gemma4_text":
-        found |= _gemma4(raw, windows)
-    if name == "glm4_moe":
+    if name in HEADS_PER_KIND:
+        found |= _kinds(raw, windows)
+    if config.moe and config.moe.biased:
         found["expert_gating_func"] = 2
-    if name == "lfm2":
+    if "shortconv.l_cache" in KEYS[name]:
         heads = config.num_kv_heads
         types = raw["layer_types"]
         found["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in types]
@@ -204,7 +215,7 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
     return found
 
 
-def _gemma4(raw: Mapping[str, Any], windows: Sequence[int | None]) -> Metadata:
+def _kinds(raw: Mapping[str, Any], windows: Sequence[int | None]) -> Metadata:
     """Heads of layers with a window, and wider networks of layers without keys of their own."""
     size, width = raw["head_dim"], raw["intermediate_size"]
     found: Metadata = {"attention.value_length_swa": size, "rope.dimension_count_swa": size}
@@ -233,7 +244,7 @@ def _delta(name: str, config: Decoder, part: GatedDelta) -> Metadata:
             isinstance(layer.attention, GatedDelta) for layer in config.layers
         ],
     }
-    if name != "qwen3_next":  # of RoPE's frequencies, how many turn by time, height and width
+    if name not in PLAIN_ROPE:  # of RoPE's frequencies, how many turn by time, height and width
         half = (_rope(config).dim or config.head_dim) // 2
         found["rope.dimension_sections"] = [-(-(half - i) // 3) for i in range(3)] + [0]
     return found
@@ -302,17 +313,15 @@ def _not_computed(name: str, config: Decoder, tensors: Sequence[str]) -> str | N
         )
     if name in UNTIED and config.tied_embeddings:
         return "whose head is the embedding"
-    if name == "cohere2" and not config.tied_embeddings:
+    if name in TIED and not config.tied_embeddings:
         return "whose head is not the embedding"
     if "attn_output.bias" in ends and name not in OUTPUT_BIASES:
         return "with a bias on attention's result"
     if biases & ends and name not in MLP_BIASES:
         return "with biases in feed-forward networks"
-    if name == "exaone4" and windows != {None} and config.num_layers != EXAONE4_WINDOWED:
+    if name in WINDOWED_BY_DEPTH and windows != {None} and config.num_layers != EXAONE4_WINDOWED:
         return f"with windows in {config.num_layers} layers (only {EXAONE4_WINDOWED})"
-    if name == "gemma4_text":
-        return _sharing(config)
-    return None
+    return _sharing(config) if name in HEADS_PER_KIND else None
 
 
 def _sharing(config: Decoder) -> str | None:
@@ -333,7 +342,7 @@ def otherwise(name: str, config: Decoder) -> list[str]:
     """A sentence for each thing that llama.cpp computes otherwise in every file of a family."""
     found, rope = [], _rope(config) if config.ropes else None
     window = config.attention.window
-    if name == "phi3" and window is not None:
+    if name in ONE_WINDOW and window is not None:
         found.append(f"llama.cpp attends to all tokens, and the model to the last {window}")
     if rope and rope.scaling and rope.scaling.kind == "yarn" and not rope.scaling.truncate:
         found.append(

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ def _name(info: ModelInfo) -> str:
 def _header(
     info: ModelInfo, path: Path, kind: str
 ) -> tuple[Metadata, dict[str, TensorInfo], list[str]]:
-    """Metadata and tensors, checked to be the model's."""
-    config = info.config
+    """Metadata and tensors, checked to be the model's, without layers for further tokens."""
+    config = replace(info.config, names=replace(info.config.names, further=0))
     if not (config.has_head and config.is_causal) or info.pooling is not None:
         raise UnsupportedModelError(
             f"{info.name} is a model that embeds or scores, of which no GGUF files are written."
@@ -208,7 +209,9 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
     name = family(info.family).config_to_hf(config)["model_type"]
     entries = tensor_entries(name, config)
     reader = info.reader(STORAGE, check=check)
-    for slot, array in reader.leaves(reader.slots):
+    own = {slot.name: slot for slot in config.slots()}  # the checkpoint may have it elsewhere
+    for placed, array in reader.leaves(reader.slots):
+        slot = own[placed.name]
         tensors = slot.weight.split(np.asarray(array), config.axis_sizes)
         yield from _stored(slot, tensors, entries).items()
 

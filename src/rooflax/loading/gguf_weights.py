@@ -43,7 +43,7 @@ from rooflax.loading.gguf_changes import (
     Transposed,
     moves_groups,
 )
-from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS
+from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.recurrent import GatedDelta
@@ -85,7 +85,7 @@ class GGUFWeights:
         present = set(file.names())
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
-        if name != "gpt2":
+        if name not in WITHOUT_ROPE:
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
         further = self._further_blocks()
         self._unknown = [n for n in file.names() if n not in used and not n.startswith(further)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,8 @@ from rooflax.ops.host_arrays import aligned_empty
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Buffers that old checkpoints carry: causal masks and RoPE frequencies; we compute both."""
 
+NUMBERED = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\..*")
+"""Tensors of a layer."""
 NAMED_IN_ERRORS = 10
 
 
@@ -36,9 +39,19 @@ class TensorPlan:
         self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
     ):
         self.source, self.sizes, self.own = source, config.axis_sizes, own
-        self.slots = list(config.slots())
         self.names = _NameMap(set(source.names()), family(name))
+        self.slots = [self._placed(slot) for slot in config.slots()]
         self._check(config)
+
+    def _placed(self, slot: Slot) -> Slot:
+        """The slot with the tensors that the checkpoint has of it, or most of."""
+        if slot.weight.other is None or slot.name in self.own:
+            return slot
+
+        def share(slot: Slot) -> float:
+            return sum(self.names.find(hf) is not None for hf in slot.hf_names) / len(slot.hf_names)
+
+        return max((replace(slot, weight=weight) for weight in slot.weight.places), key=share)
 
     def read(
         self,
@@ -160,6 +173,9 @@ class TensorPlan:
 
     def _waived(self, name: str, config: Decoder) -> bool:
         if WAIVED_BUFFERS.fullmatch(name) or self.names.skipped.fullmatch(name):
+            return True
+        count, numbered = config.num_layers, NUMBERED.fullmatch(name)
+        if numbered and int(numbered[1]) in range(count, count + config.names.further):
             return True
         if name != self.names.find("lm_head.weight") or not config.tied_embeddings:
             return False

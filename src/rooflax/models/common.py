@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -224,7 +224,18 @@ def read_kinds(reader: ConfigReader, full: Layer, local: Layer, period: int) -> 
     count = num_layers(reader)
     default = layer_types(tuple(1 if (i + 1) % period else None for i in range(count)))
     kinds = {"full_attention": full, "sliding_attention": local}
-    return [kinds[kind] for kind in reader.layer_types(count, default)]
+    return [kinds[kind] for kind in windowed_types(reader, default)]
+
+
+def windowed_types(reader: ConfigReader, default: Sequence[str]) -> list[str]:
+    """`layer_types` of a family whose layers with a window need its size."""
+    types = reader.layer_types(len(default), default)
+    if "sliding_attention" in types and reader.is_null("sliding_window"):
+        raise CheckpointError(
+            "config.json has sliding_window = null and layers of type sliding_attention; such "
+            "layers need a number."
+        )
+    return types
 
 
 def write_kinds(decoder: Decoder) -> dict[str, Any]:

@@ -107,6 +107,10 @@ class ConfigReader:
         """Whether the key is there, null or not: some families take an absent one for another."""
         return key in self._raw
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there, with a null."""
+        return key in self._raw and self._raw[key] is None
+
     def size(
         self, key: str, default: Any = MISSING, *, least: int = 1, most: int = 2**31 - 1
     ) -> int:

@@ -9,15 +9,16 @@ Report, 2024.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.models import latent
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.glm4_moe import read_further
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 
-SKIPPED = r"model\.layers\.61\..*"
 DEFAULTS = {
     "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
     "num_hidden_layers": 61, "num_attention_heads": 128, "first_k_dense_replace": 3,
@@ -27,15 +28,17 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
+    if not reader.given("num_key_value_heads"):
+        reader.assume(num_key_value_heads=128)
     reader.assume(**DEFAULTS)
-    reader.waive("num_nextn_predict_layers", "num_mtp_layers")
     reader.expect("scoring_func", "sigmoid")
     reader.expect("topk_method", "noaux_tc")
-    routing = {"biased": True, "renormalise": reader.flag("norm_topk_prob", True)}
+    renormalise = reader.flag("norm_topk_prob", not reader.is_null("norm_topk_prob"))
+    routing = {"biased": True, "renormalise": renormalise}
     routing |= latent.read_groups(reader)
-    interleaved = reader.flag("rope_interleave", True)
+    interleaved = reader.flag("rope_interleave", not reader.is_null("rope_interleave"))
     decoder = latent.read_model(reader, routing, max_position=4096, interleaved=interleaved)
-    moe = decoder.moe
+    decoder, moe = replace(decoder, names=read_further(reader)), decoder.moe
     if moe is not None and moe.groups > 1 and moe.num_experts == moe.groups:
         raise CheckpointError(
             f"config.json has n_group = {moe.groups} of as many experts; a group needs two."
@@ -46,4 +49,5 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     assert isinstance(decoder.attention, LatentAttention)
     written = latent.write_model(decoder, "deepseek_v3", "DeepseekV3ForCausalLM")
-    return written | {"rope_interleave": decoder.attention.interleaved}
+    further = {"num_nextn_predict_layers": decoder.names.further}
+    return written | further | {"rope_interleave": decoder.attention.interleaved}

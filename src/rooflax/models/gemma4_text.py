@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
@@ -116,7 +116,7 @@ def _read_full_heads(
     count = reader.size("num_global_key_value_heads", local.num_kv_heads)
     dim = reader.size("global_head_dim", 512)
     each = reader.get("per_layer_config", None)
-    if each is not None:
+    if each is not None or reader.is_null("per_layer_config"):  # null is no heads of their own
         full = [str(index) for index, kind in enumerate(kinds) if kind == "full_attention"]
         only = {"head_dim"} | ({"num_key_value_heads"} if same else set())
         stated = each.get(full[0]) if isinstance(each, dict) else None
@@ -161,7 +161,10 @@ def _read_per_layer(
     width = reader.size("hidden_size_per_layer_input", 256, least=0)
     rows = reader.get("vocab_size_per_layer_input", 262_144)
     if width and rows != reader.size("vocab_size"):
-        reader.expect("vocab_size_per_layer_input", reader.size("vocab_size"))
+        raise UnsupportedModelError(
+            f"config.json has vocab_size_per_layer_input = {rows!r:.80}, which rooflax does not "
+            f"compute (only vocab_size, {reader.size('vocab_size')})."
+        )
     return PerLayer(width, count, norm, activation) if width else None
 
 

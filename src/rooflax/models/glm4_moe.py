@@ -17,7 +17,6 @@ from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
 from rooflax.nn.weights import Stored
 
-SKIPPED = r"(model\.layers|blk)\.(46|92)\..*"
 SHARED, KEY = f"{MLP}.shared_experts", "layers.{i}.mlp.shared_"
 BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
 NAMES = Names(
@@ -26,7 +25,6 @@ NAMES = Names(
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    reader.waive("num_nextn_predict_layers", "num_mtp_layers")
     for key in ("n_group", "topk_group"):
         reader.expect(key, 1)
     how = {"norm_eps": 1e-5, "kv_heads": 8, "partial": 0.5}
@@ -45,7 +43,15 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     first = reader.size("first_k_dense_replace", 1, least=0)
     mlps = (dense if i < first else sparse for i in range(common.num_layers(reader)))
     layers = [Layer(attention, mlp) for mlp in mlps]
-    return replace(common.read_decoder(reader, layers, max_position=131_072), names=NAMES)
+    names = read_further(reader)
+    return replace(common.read_decoder(reader, layers, max_position=131_072), names=names)
+
+
+def read_further(reader: ConfigReader) -> Names:
+    """Of the layers that predict further tokens, how many there are."""
+    old, new = "num_nextn_predict_layers", "num_mtp_layers"
+    count = reader.size(new, reader.size(old, 1, least=0, most=64), least=0, most=64)
+    return replace(NAMES, further=count)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
@@ -56,5 +62,6 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "moe_intermediate_size": moe.width, "n_shared_experts": moe.shared // moe.width,
         "norm_topk_prob": moe.renormalise, "routed_scaling_factor": moe.scale,
         "first_k_dense_replace": sum(isinstance(layer.mlp, Mlp) for layer in decoder.layers),
+        "num_nextn_predict_layers": decoder.names.further,
         "attention_bias": attention.qkv_bias, "use_qk_norm": attention.qk_norm is not None,
     } | common.rotary_share(decoder)  # fmt: skip

@@ -18,6 +18,7 @@ from rooflax.models.common import (
     read_decoder,
     read_experts,
     read_rope,
+    windowed_types,
     windows_of,
     write_decoder,
 )
@@ -49,12 +50,12 @@ NAMES = Names(
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     parts = read_biases(reader, True) | {"sinks": True, "theta": None}
-    attention = read_attention(reader, norm_eps=1e-5, **parts)
+    attention = read_attention(reader, norm_eps=1e-5, kv_heads=8, **parts)
     attention = replace(attention, rope=_read_rope(reader, attention.head_dim))
     window = reader.size("sliding_window", 128)
     count = num_layers(reader)
     alternating = layer_types(tuple(None if i % 2 else window for i in range(count)))
-    types = reader.layer_types(count, alternating)
+    types = windowed_types(reader, alternating)
     windows = (window if kind == "sliding_attention" else None for kind in types)
     moe = _read_moe(reader, attention.norm)
     layers = (Layer(replace(attention, window=w), moe) for w in windows)

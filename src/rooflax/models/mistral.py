@@ -22,9 +22,9 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def read_window(reader: ConfigReader, absent: int | None) -> int | None:
     """The window of all layers; null is none, and `absent` stands for no key at all."""
-    if reader.get("sliding_window", None) is None:
-        return None if reader.given("sliding_window") else absent
-    return reader.size("sliding_window")
+    if reader.get("sliding_window", absent) is None or reader.is_null("sliding_window"):
+        return None
+    return reader.size("sliding_window", absent)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

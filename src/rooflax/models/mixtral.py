@@ -37,7 +37,7 @@ def _names(moe: Moe) -> Names:
         (f"{mlp}.gate_up", Stored(moe.stored("w1", "w3", prefix=experts), PerExpert(GateUp()))),
         (f"{mlp}.down", Stored(moe.stored("w2", prefix=experts), PerExpert(Linear()))),
     )
-    return Names(places)
+    return Names(places, either=(f"{mlp}.router",))  # of transformers 5
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rooflax.nn.decoder import Decoder
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    attention = common.read_attention(reader, norm_eps=1e-6, qkv_bias=True)
+    attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=32, qkv_bias=True)
     windows = read_windows(reader)
     return common.read_dense(reader, attention, windows=windows, max_position=32_768)
 

@@ -37,9 +37,10 @@ def _read_windows(reader: ConfigReader, count: int) -> common.Windows:
     reader.get("sliding_window", None)
     is_used = reader.flag("use_sliding_window", False)
     local = tuple(1 if is_used and i % 2 == 0 and i < first else None for i in range(count))
-    types = reader.layer_types(count, common.layer_types(local))
     if not is_used:
+        reader.layer_types(count, common.layer_types(local))
         return (None,) * count
+    types = common.windowed_types(reader, common.layer_types(local))
     window = reader.size("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -40,20 +40,25 @@ class Names:
     Attributes:
         stored: pairs of a table's key and its place; one tensor in place of several has their
             rows, unless a layout says otherwise.
+        either: keys whose weights lie where LLaMA's do in some of these checkpoints.
+        further: layers behind the model's own, which predict further tokens and are skipped.
     """
 
     stored: tuple[tuple[str, Stored], ...] = ()
+    either: tuple[str, ...] = ()
+    further: int = 0
 
     def apply(self, table: Table) -> Table:
         places = dict(self.stored)
 
         def renamed(key: str, line: Weight) -> Weight:
-            place = places.get(key, Stored(line.hf))
+            place = places[key]
             fused = isinstance(place.hf, str) and not isinstance(line.hf, str)
             layout = place.layout or (Rows(line.layout) if fused else line.layout)
-            return replace(line, hf=place.hf, layout=layout)
+            other = Stored(line.hf, line.layout) if key in self.either else line.other
+            return replace(line, hf=place.hf, layout=layout, other=other)
 
-        return {key: renamed(key, line) for key, line in table.items()}
+        return table | {key: renamed(key, table[key]) for key in table if key in places}
 
 
 @dataclass(frozen=True)

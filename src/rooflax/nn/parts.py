@@ -24,11 +24,13 @@ from rooflax.nn.weights import (
     Float32,
     GateUp,
     InterleavedGateUp,
+    Layout,
     Linear,
     PerExpert,
     Reordered,
     Rows,
     Stacked,
+    Stored,
     Weight,
 )
 from rooflax.nn.wiring import (
@@ -356,7 +358,7 @@ class Moe:
         scale: of the shares.
         groups: of as many experts each; a token's experts are of the best `chosen_groups` of them,
             by their largest share, or, where shares are sigmoids, by the sum of two.
-        stacked: one tensor of a checkpoint holds all experts.
+        stacked: one tensor of a checkpoint holds all experts; those of others are read, too.
         beside: a network that all tokens pass, with a norm before it of its own. Then its result
             and that of the experts have a norm each, and the sum is wired as `beside` is.
         router_norm: the router reads what a norm of its own gives, times hidden^-1/2.
@@ -391,13 +393,17 @@ class Moe:
     def table(self) -> Table:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
         lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
-        first, last = self.stored("gate_proj", "up_proj"), self.stored("down_proj")
-        layouts = PerExpert(GateUp()), PerExpert(Linear())
-        if self.stacked:
-            first, last = f"{MLP}.experts.gate_up_proj", f"{MLP}.experts.down_proj"
-            layouts = Stacked(Rows(GateUp())), Stacked(Linear())
-        lines["mlp.gate_up"] = Weight("experts | hidden -> gate_up mlp", first, layouts[0])
-        lines["mlp.down"] = Weight("experts | mlp -> hidden", last, layouts[1], "residual")
+        each, axes = self.stored("gate_proj", "up_proj"), "experts | hidden -> gate_up mlp"
+        places = (
+            Stored(each, PerExpert(GateUp())),
+            Stored(f"{MLP}.experts.gate_up_proj", Stacked(Rows(GateUp()))),
+        )
+        lines["mlp.gate_up"] = self._line(axes, places)
+        places = (
+            Stored(self.stored("down_proj"), PerExpert(Linear())),
+            Stored(f"{MLP}.experts.down_proj", Stacked(Linear())),
+        )
+        lines["mlp.down"] = self._line("experts | mlp -> hidden", places, "residual")
         if self.shared:
             both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
             down = f"{MLP}.shared_expert.down_proj.weight"
@@ -426,6 +432,11 @@ class Moe:
             stored = f"{MLP}.experts.down_proj_bias"
             lines["mlp.down_bias"] = Weight("experts hidden", stored, init="zeros")
         return lines
+
+    def _line(self, axes: str, places: tuple[Stored, Stored], init: str = "normal") -> Weight:
+        """Of experts, which lie one by one or in one tensor."""
+        first, other = reversed(places) if self.stacked else places
+        return Weight(axes, first.hf, first.layout or Layout(), init, other)
 
     def stored(self, *parts: str, prefix: str = f"{MLP}.experts") -> tuple[str, ...]:
         """The tensors of a checkpoint that has some for each expert."""

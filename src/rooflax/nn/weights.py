@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -533,16 +533,26 @@ class Weight:
         hf: the tensor's name in a Hugging Face checkpoint, or several if the layout fuses them.
         layout: how the checkpoint's tensors become ours.
         init: "normal", "residual" (normal, shrunk by the depth), "ones" or "zeros".
+        other: where some checkpoints keep it instead.
     """
 
     axes: str
     hf: str | tuple[str, ...]
     layout: Layout = Layout()
     init: str = "normal"
+    other: Stored | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def places(self) -> tuple[Weight, ...]:
+        """This line, and the same with its tensors where some checkpoints keep them."""
+        if self.other is None:
+            return (self,)
+        layout = self.other.layout or self.layout
+        return self, replace(self, hf=self.other.hf, layout=layout, other=None)
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -1,0 +1,109 @@
+"""Keys of config.json that are absent or null: what transformers computes then, or a rejection."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from rooflax import load
+from rooflax.errors import RooflaxError
+from rooflax.models.config_reader import ConfigReader
+from rooflax.models.registry import family, read_config
+from tests import goldens
+from tests.models.test_parity import TOLERANCE, full_logits
+from tests.models.test_text_parts import GEMMA4, MINISTRAL3, MISTRAL3, QWEN3_5, QWEN3_5_MOE, WHOLE
+
+pytestmark = pytest.mark.skipif(
+    not goldens.HAVE_TORCH, reason="asks transformers, which is not installed"
+)
+
+WRAPPERS = (WHOLE, MISTRAL3, MINISTRAL3, QWEN3_5, QWEN3_5_MOE, GEMMA4)
+
+
+def changes(raw):
+    """The object without each of the keys that are asked for, and with a null in its place."""
+    reader = ConfigReader(raw)
+    family(raw["model_type"]).config_from_hf(reader)
+    for key in sorted(set(raw) | set(reader._read)):
+        if key not in ("model_type", "architectures"):
+            yield key, "absent", {k: v for k, v in raw.items() if k != key}
+            yield key, "null", raw | {key: None}
+
+
+def read_as_here(raw):
+    """The model; None where the object is rejected, in one sentence."""
+    try:
+        return read_config(raw)
+    except RooflaxError as error:
+        reason = str(error)
+    assert "\n" not in reason and reason.endswith(".")
+    return None
+
+
+def read_as_transformers(raw):
+    """The object with all the defaults of transformers' class; None where that rejects it."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.AutoConfig.for_model(**copy.deepcopy(raw)).to_dict()
+    except Exception:  # of many types, some from a library that checks the fields
+        return None
+
+
+def check(raw, key, how, other):
+    """Whether the defaults were compared.
+
+    Null stands for several things, and transformers leaves it to the model: those are below.
+    """
+    ours, theirs = read_as_here(other), read_as_transformers(other)
+    if ours is None or theirs is None:
+        return False
+    assert read_as_here(theirs) == ours, f"{key} {how}"
+    return True
+
+
+@pytest.mark.parametrize("variant", goldens.VARIANTS)
+def test_keys_that_are_absent_or_null_have_the_defaults_of_transformers(variant):
+    raw = goldens.VARIANTS[variant]
+    assert sum(check(raw, *change) for change in changes(raw)) > 5
+
+
+@pytest.mark.parametrize("raw", WRAPPERS, ids=lambda raw: raw["text_config"]["model_type"])
+def test_so_have_keys_of_text_parts(raw):
+    tied = raw["text_config"]["tie_word_embeddings"]  # both state it, else some are contradictions
+    found, raw = 0, raw | {"tie_word_embeddings": tied}
+    for key, how, text in changes(raw["text_config"]):
+        found += check(raw, key, how, raw | {"text_config": text})
+    for key, *change in changes(raw):
+        if key != "tie_word_embeddings":  # the checkpoint says it, by the head that it has
+            check(raw, key, *change)
+    assert found > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", goldens.VARIANTS)
+def test_a_null_that_transformers_keeps_means_what_its_model_computes(
+    variant, tmp_path, monkeypatch
+):
+    import torch
+
+    raw = goldens.VARIANTS[variant]
+    for key, how, other in changes(raw):
+        ours, theirs = read_as_here(other), read_as_transformers(other)
+        if not ours or not theirs or theirs.get(key, 0) is not None or ours == read_config(raw):
+            continue
+        monkeypatch.setitem(goldens.VARIANTS, variant, other)
+        try:
+            model = goldens.reference_model(variant)
+            with torch.no_grad():
+                wanted = model(torch.tensor(goldens.tokens())).logits.numpy()
+        except (TypeError, UnboundLocalError):  # it computes with the null
+            continue
+        folder = tmp_path / f"{key}-{how}"
+        model.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(other))
+        loaded = load(folder, max_model_len=goldens.MAX_MODEL_LEN.get(variant))
+        logits = np.asarray(full_logits(loaded, goldens.tokens()))
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE, err_msg=f"{key} {how}")

@@ -235,7 +235,9 @@ class AsyncLLM:
             ids = processor.prompt_ids(prompt)
         while not processor.grammars.has(params):
             with processor.grammars.compiling(self._compiler, params) as compiled:
-                await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
+                found = asyncio.wrap_future(compiled)
+                found.add_done_callback(_seen)  # even where nobody waits any more
+                await asyncio.shield(found)  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt)
 
     async def embed(
@@ -403,6 +405,12 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown(drain=False)
+
+
+def _seen(done: asyncio.Future[Any]) -> None:
+    """An error that nobody takes is not logged."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _put(pairs: list[tuple[_Inbox, StepOutput]]) -> None:

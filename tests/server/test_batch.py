@@ -87,6 +87,7 @@ def test_failures_are_answers_too_and_asked_again(asked, scripted):
     assert found["r0"]["response"]["body"]["error"]["code"] == "engine_error"
     code, _, found = asked(GOOD[:2], url="http://127.0.0.1:9")
     assert code == 1 and {row["error"]["code"] for row in found.values()} == {"connection_error"}
+    scripted.error = None
     code, said, found = asked(GOOD[:3])
     assert (code, said) == (0, "3 answered, 0 failed\n")
     assert [row["response"]["status_code"] for row in found.values()] == [200] * 3

@@ -25,6 +25,8 @@ from rooflax import EngineError, RequestError
 from rooflax.engine.thread import Health
 from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import answers, wire
+from rooflax.server.errors import ApiError
+from rooflax.server.service import MAX_WAITING_CONTEXTS
 from rooflax.server.settings import Settings, host_is_allowed, host_name
 from tests.server.live import ScriptedLLM, serving, wait_for
 
@@ -348,6 +350,63 @@ def test_h11_nothing_is_smuggled_in_behind_a_request(live, headers):
     outer = request("POST", "/v1/completions", "Content-Type: application/json", *headers)
     said = raw(live, outer.replace(b"Connection: close\r\n", b"") + b"0\r\n\r\n" + inner)
     assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 4"), said
+
+
+def test_h11_an_upgrade_that_is_not_known_is_ignored(live):
+    """As Java's client asks with every request."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    one = b"\r\n".join([
+        b"POST /v1/completions HTTP/1.1", b"Host: localhost", b"Upgrade: h2c",
+        b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABk",
+        b"Content-Type: application/json", b"Content-Length: %d" % len(body), b"", body,
+    ])  # fmt: skip
+    assert raw(live, one + request("GET", "/version")).count(b"HTTP/1.1 200") == 2
+    said = raw(live, one + one)  # of the second one the parser drops the body
+    assert said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1 4") == 1
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nX: ", b"1;x="])
+def test_h9_trailers_and_chunk_extensions_have_an_end(live, begin):
+    head = request("POST", "/v1/completions", "Content-Type: application/json",
+                   "Transfer-Encoding: chunked")  # fmt: skip
+    said = raw(live, head + begin + b"a" * 400_000)
+    assert said.startswith(b"HTTP/1.1 431") or not said
+    head = request("GET", "/health", "Transfer-Encoding: chunked").replace(
+        b"Connection: close\r\n", b""
+    )
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(head + begin)
+        sent = 0
+        with contextlib.suppress(OSError):  # it is closed before it takes much
+            for sent in range(1000):  # noqa: B007
+                connection.sendall(b"a" * 65536)
+        assert sent < 999
+
+
+def test_h9_a_trailer_is_no_header(live):
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    head = request("POST", "/v1/completions", "Content-Type: application/json",
+                   "Transfer-Encoding: chunked")  # fmt: skip
+    trailer = b"%x\r\n%s\r\n0\r\nHost: evil.com\r\nx-request-id: mine\r\n\r\n" % (len(body), body)
+    said = raw(live, head + trailer)
+    assert said.startswith(b"HTTP/1.1 200") and b"x-request-id: mine" not in said
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"POST /nope HTTP/1.1\r\nContent-Length: 90000\r\n\r\n"])
+def test_h10_bytes_between_requests_keep_no_connection(live, monkeypatch, more):
+    monkeypatch.setattr(wire, "HEADER_S", 0.5)
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.recv(65536)
+        connection.sendall(more)
+        started, alive = time.monotonic(), True
+        connection.settimeout(0.1)
+        while alive and time.monotonic() - started < 10:
+            with contextlib.suppress(TimeoutError):
+                alive = bool(connection.recv(65536))
+            with contextlib.suppress(OSError):
+                connection.sendall(b"\r\n")
+        assert not alive and time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -695,8 +754,25 @@ def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
     live.settle()
     wait_for(lambda: scripted.num_open == 0)
     assert set(statuses) <= {200, 400, 429} and statuses.count(200) > 20
-    assert live.service._open_tokens == 0 and not +live.service._open_by_owner
+    assert not +live.service._tokens_by_owner and not +live.service._open_by_owner
     wait_for(lambda: num_files() <= files + 2)
+
+
+def test_a10_a_key_leaves_room_for_others(llm):
+    """Of answers and of prompt tokens; what is over a key's share for ever is no 429."""
+    with serving(lambda _: ScriptedLLM(llm), api_keys=("one", "two")) as server:
+        service = server.service
+        most = service._most_open // 2
+        body = {"prompt": ["x"] * (most + 1), "max_tokens": 2}
+        found = server.post("/v1/completions", body, headers={"authorization": "Bearer one"})
+        assert (found.status_code, error_of(found)["param"]) == (400, "n")
+        tokens = llm.max_model_len * (service.slots + MAX_WAITING_CONTEXTS) // 2
+        with service.prompt_tokens(tokens, "a"):
+            with pytest.raises(ApiError) as caught, service.prompt_tokens(1, "a"):
+                pass
+            assert caught.value.status == 429
+            with service.prompt_tokens(tokens, "b"):
+                pass
 
 
 def test_texts_that_wait_are_bounded(live, monkeypatch):

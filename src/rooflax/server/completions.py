@@ -123,7 +123,11 @@ class _Answer:
                 call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
                 call.usage.prompt_tokens += len(ids)
             stream = call.service.stream(
-                self.ids, self.params, cache_salt=call.cache_salt, form_field=form_field(found)
+                self.ids,
+                self.params,
+                owner=call.owner,
+                cache_salt=call.cache_salt,
+                form_field=form_field(found),
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:

@@ -97,7 +97,7 @@ async def _pooled(call: Call, encode: Encode, count: int) -> Any:
     with service.reserved(min(count, service.slots), call.owner):
         ids = await service.in_thread(encode, engine.llm.embedder)
         call.usage.prompt_tokens = sum(map(len, ids))
-        with service.prompt_tokens(call.usage.prompt_tokens):
+        with service.prompt_tokens(call.usage.prompt_tokens, call.owner):
             done = await engine.pool(ids, cache_salt=call.cache_salt)
     if any(sequence.finish_reason == "abort" for sequence in done):
         raise ApiError("The server stopped before the answer ended.", status=503, code="draining")

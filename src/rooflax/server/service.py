@@ -56,7 +56,7 @@ class Service:
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
         self._state: State = "loading"
-        self._open_by_owner, self._open_tokens = Counter[str](), 0
+        self._open_by_owner, self._tokens_by_owner = Counter[str](), Counter[str]()
         self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
@@ -162,11 +162,11 @@ class Service:
             ApiError: 429, too many are open; or more than may ever be.
         """
         self.ready()
-        most = self._most_open
+        most = min(self._most_open, self._share)
         if num_sequences > most:
             raise ApiError(
-                f"The request has {num_sequences} answers and at most {most} may run and wait; "
-                f"lower n, or send fewer prompts.",
+                f"The request has {num_sequences} answers and at most {most} may be open; lower "
+                f"n, or send fewer prompts.",
                 param="n",
             )
         if self._is_over(num_sequences, owner):
@@ -188,11 +188,18 @@ class Service:
         return None
 
     def _is_over(self, num_sequences: int, owner: str) -> bool:
+        mine = self._open_by_owner[owner] + num_sequences
+        return self.open + num_sequences > self._most_open or mine > self._share
+
+    @property
+    def _share(self) -> int:
+        """The most answers that one key may have open."""
         most = self._most_open
-        several = len(self.settings.api_keys) > 1
-        share = self.settings.max_per_key or max(1, most // 2) if several else most
-        mine = self._open_by_owner[owner]
-        return self.open + num_sequences > most or mine + num_sequences > share
+        return (self.settings.max_per_key or max(1, most // 2)) if self._has_keys else most
+
+    @property
+    def _has_keys(self) -> bool:
+        return len(self.settings.api_keys) > 1
 
     def _no_place(self) -> ApiError:
         return self.queue_full(f"{self.open} answers are open and {self._most_open} may be")
@@ -213,20 +220,22 @@ class Service:
         )
 
     @contextlib.contextmanager
-    def prompt_tokens(self, num_tokens: int) -> Iterator[None]:
-        """Room for a request's prompts.
+    def prompt_tokens(self, num_tokens: int, owner: str) -> Iterator[None]:
+        """Room for a request's prompts; one of several keys has half of it.
 
         Raises:
             ApiError: 429, the open ones have too many tokens already.
         """
         most = self.ready().llm.max_model_len * (self.slots + MAX_WAITING_CONTEXTS)
-        if self._open_tokens and self._open_tokens + num_tokens > most:
-            raise self.queue_full(f"the open prompts have {self._open_tokens} tokens")
-        self._open_tokens += num_tokens
+        all_open, mine = self._tokens_by_owner.total(), self._tokens_by_owner[owner]
+        share = most // 2 if self._has_keys else most
+        if (all_open and all_open + num_tokens > most) or (mine and mine + num_tokens > share):
+            raise self.queue_full(f"the open prompts have {all_open} tokens")
+        self._tokens_by_owner[owner] += num_tokens
         try:
             yield
         finally:
-            self._open_tokens -= num_tokens
+            self._tokens_by_owner[owner] -= num_tokens
 
     @property
     def slots(self) -> int:
@@ -311,6 +320,7 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
+        owner: str,
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
         form_field: str | None = None,
@@ -324,7 +334,7 @@ class Service:
             RooflaxError: the request cannot be done, or failed.
         """
         engine = self.ready()
-        with self.prompt_tokens(sum(map(len, prompts))):
+        with self.prompt_tokens(sum(map(len, prompts)), owner):
             streams = [
                 engine.stream(ids, params, cache_salt=cache_salt, decoders=decoders)
                 for ids in prompts

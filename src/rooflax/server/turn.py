@@ -129,6 +129,7 @@ class Turn:
             stream = service.stream(
                 [prompt.ids],
                 params,
+                owner=call.owner,
                 cache_salt=call.cache_salt,
                 decoders=reader,
                 form_field=form_field(self.found) if self._form else "tools",

@@ -6,6 +6,7 @@ What is rejected here never becomes a request, so its answer is written by hand.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from typing import Any
 
@@ -16,6 +17,9 @@ from rooflax.server.errors import ApiError, openai_body
 
 MAX_URL_BYTES, MAX_HEADER_BYTES, MAX_HEADERS = 8 * 1024, 64 * 1024, 128
 MAX_CONNECTIONS = 1024
+MAX_FRAMING = 16
+"""Bytes of chunk sizes and extensions for each byte of a body."""
+_UPGRADE = re.compile(rb"(?i)(?<=\r\n)upgrade(?=[ \t]*:)")
 HEADER_S, READ_S = 10.0, 30.0
 _PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields Too Large",
             503: "Service Unavailable"}  # fmt: skip
@@ -33,7 +37,7 @@ class Protocol(HttpToolsProtocol):
         self._rejection: ApiError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
-        self._is_in_head, self._num_head_bytes = False, 0
+        self._is_in_head, self._num_bytes, self._num_body_bytes = False, 0, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,7 +53,7 @@ class Protocol(HttpToolsProtocol):
         self._expect_head()
 
     def _expect_head(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head, self._num_bytes, self._num_body_bytes = True, 0, 0
         self._head_timer = self.loop.call_later(HEADER_S, self.transport.close)
 
     def _head_came(self) -> None:
@@ -66,10 +70,15 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
             return
-        self._num_head_bytes += len(data)
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_head()  # nothing is being answered, and these bytes end no other timer
+        if self._is_in_head:
+            data = _without_upgrade(data)
+        self._num_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > MAX_URL_BYTES + MAX_HEADER_BYTES:
-            self._over(431, "The headers are too large.")
+        most = MAX_URL_BYTES + MAX_HEADER_BYTES + MAX_FRAMING * self._num_body_bytes
+        if self._num_bytes - self._num_body_bytes > most:
+            self._over(431, "The headers, trailers or chunk extensions are too large.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -83,6 +92,8 @@ class Protocol(HttpToolsProtocol):
             self._reject(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            return  # of a trailer
         super().on_header(name, value)
         self._num_header_bytes += len(name) + len(value)
         if len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
@@ -94,6 +105,19 @@ class Protocol(HttpToolsProtocol):
         self._head_came()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head = True
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser has given up: of a head that `_without_upgrade` did not see whole."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -142,3 +166,9 @@ class Protocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {found.status} {_PHRASES[found.status]}\r\n{lines}\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A head that asks for no other protocol, such as h2c: the parser would lose the body."""
+    head, mark, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"x-upgrade", head) + mark + rest

@@ -14,8 +14,9 @@ from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
-from rooflax.ops.linear import gpu_plain
+from rooflax.ops.linear import gpu_plain, gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
+from rooflax.ops.linear.gpu_rows import Rows
 from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
@@ -48,7 +49,7 @@ FORMATS = ("w8a16", "w8a8", "w8a16-g32", "w4a16", "w4a8", "mxfp4-a16", "fp8-a16"
 
 def products() -> Iterator[Case]:
     """A LLaMA 3.1 8B's largest weight, plain and in every code, for one row and eight; for more,
-    what the tensor cores take."""
+    what the tensor cores take. Where either would do, also by the one that is not taken."""
     inner, outer = 4096, 14336
     for rows in (1, linear.FEW_ROWS):
         x, w = (Struct(shape, jnp.bfloat16) for shape in ((rows, inner), (inner, outer)))
@@ -57,29 +58,39 @@ def products() -> Iterator[Case]:
     for format in FORMATS:
         kind = class_of(format)
         w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
-        code = linear.CODES[kind.code]
-        parts = 1 if w.quantizes_activations else 2
-        is_float = kind.code == "fp8"  # which takes one for unpacking, too
-        of_row = 4 * code.slots if is_float else code.slots * parts
-        for rows in (1, 4, 8) if w.quantizes_activations else (1, 4, 8, 16, 64, 512):
-            x = Struct((rows, inner), jnp.bfloat16)
-            weights, products, result = 4 * code.slots, of_row * (rows + is_float), jnp.float32
-            few = linear.FEWER_ROWS.get(kind.code, linear.FEW_ROWS)
-            if (
-                rows > few and not w.quantizes_activations
-            ):  # a group of 32 inputs is two products of 64 x 16 weights
-                weights, products, result = 64 * 32 // THREADS, 2, jnp.bfloat16
-            yield Case(
-                f"linear {format}, rows {rows}",
-                lambda x, w, dtype=result: linear.matmul(LinearArgs(x, w, dtype=dtype)),
-                (x, w),
-                weights,
-                products,
-            )
+        few = linear.FEWER_ROWS.get(w.code, linear.FEW_ROWS)
+        tiled = not w.quantizes_activations
+        for rows in (1, 4, 8, 16, 64, 512) if tiled else (1, 4, 8):
+            x, taken = Struct((rows, inner), jnp.bfloat16), rows > few and tiled
+            ways = (taken, not taken) if rows == 8 and tiled else (taken,)
+            for tiles in (False,) if rows == 4 else ways:  # a tile of four would be one of eight
+                name = f"linear {format}, rows {rows}"
+                name += "" if tiles == taken else " by tiles" if tiles else " by few rows"
+                run = by_tiles if tiles else by_few_rows
+                yield Case(name, run, (x, w), *turn_of(w, rows, tiles))
+
+
+def turn_of(w: Any, rows: int, tiles: bool) -> tuple[int, int]:
+    """Weights of a thread, and instructions that multiply, in one turn of the kernel's loop."""
+    if tiles:  # a group of 32 inputs is two products of 64 x 16 weights
+        return 64 * 32 // THREADS, 2
+    slots = linear.CODES[w.code].slots
+    if w.code == "fp8":  # which takes one for unpacking, too
+        return 4 * slots, 4 * slots * (rows + 1)
+    return 4 * slots, slots * (1 if w.quantizes_activations else 2) * rows
 
 
 def multiply(x: Any, w: Any) -> Any:
     return linear.matmul(LinearArgs(x, as_weight(w).in_stack()[0]))
+
+
+def by_few_rows(x: Any, w: Any) -> Any:
+    one = jnp.ones(1, jnp.int32)
+    return linear.few_matmuls(Rows(x[None], x.dtype), w, one - 1, one)[0]
+
+
+def by_tiles(x: Any, w: Any) -> Any:
+    return gpu_tiles.matmul(x, w, jnp.zeros(1, jnp.int32), None, jnp.bfloat16)
 
 
 def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a step of one row should take on an H200, from the table of `gpu_compile.py`.
+"""What a step should take on an H200, from the table of `gpu_compile.py`.
 
     python tools/gpu_estimate.py
 
@@ -13,12 +13,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TABLES = Path(__file__).resolve().parent / "gpu_tables"
 BYTES_PER_S = 4.3e12
 LANES_PER_S = 132 * 128 * 1.98e9
 """Instructions of threads: each multiprocessor issues four a cycle, for 32 threads each."""
 LAUNCH_S = 2.1e-6
+Table = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,26 @@ MODELS = (
 )
 
 
-def main() -> int:
-    newest = max(TABLES.glob("jax-*.json"))
-    table = json.loads(newest.read_text())
+WAYS = {
+    "few rows": "llama-3.1-8b w4a16, decode, rows 4",
+    "tiles": "llama-3.1-8b w4a16, decode, rows 8",
+}
+"""Kernels of several rows, and the step that has so many launches."""
+FORMATS = {
+    "int4": ("w4a16", 4.5), "int8": ("w8a16-g32", 8), "MXFP4": ("mxfp4-a16", 4.25),
+    "fp8": ("fp8-a16", 8),
+}  # fmt: skip
+"""What a weight of each is called in the table, and its bits."""
+CYCLES_OF_DP4A = 2
+
+
+def of_one_row(table: Table) -> list[str]:
     lines = ["| step | reads | multiplies | launches | step | share | wanted | launches for it |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for model in MODELS:
-        step = table["steps"][model.step]
-        launches = model.layers * step["launches"] + step["besides"]
+        launches = launched(table, model.step, model.layers)
         reads = model.weights * model.bits / 8 / BYTES_PER_S
-        each = table["kernels"][model.kernel]["per_weight"]
-        multiplies = model.weights * each / LANES_PER_S
+        multiplies = model.weights * table["kernels"][model.kernel]["per_weight"] / LANES_PER_S
         total = max(reads, multiplies) + launches * LAUNCH_S
         room = reads / model.wanted - max(reads, multiplies)
         cells = [
@@ -70,6 +81,45 @@ def main() -> int:
             f"{room / LAUNCH_S:.0f}",
         ]  # fmt: skip
         lines.append(f"| {model.step} | {' | '.join(cells)} |")
+    return lines
+
+
+def launched(table: Table, step: str, layers: int) -> float:
+    return layers * table["steps"][step]["launches"] + table["steps"][step]["besides"]
+
+
+def of_several_rows(table: Table) -> list[str]:
+    """Of LLaMA 8B, by both kernels, in ms."""
+    lines = [f"| rows | {' | '.join(FORMATS)} |", "| --- " * (1 + len(FORMATS)) + "|"]
+    for rows in (4, 8):
+        cells = []
+        for format, bits in FORMATS.values():
+            reads = LLAMA * bits / 8 / BYTES_PER_S
+            steps = [
+                max(reads, LLAMA * cycles(table, format, rows, way) / LANES_PER_S)
+                + launched(table, step, 32) * LAUNCH_S
+                for way, step in WAYS.items()
+            ]
+            cells.append(" / ".join(f"{step * 1e3:.2f}" for step in steps))
+        lines.append(f"| {rows} | {' | '.join(cells)} |")
+    return lines
+
+
+def cycles(table: Table, format: str, rows: int, way: str) -> float:
+    """Of a lane, for a weight. The table has the kernel that rows take under their own name."""
+    name = f"linear {format}, rows {8 if way == 'tiles' else rows}"  # a tile has 8 at least
+    row = table["kernels"].get(f"{name} by {way}") or table["kernels"][name]
+    if way == "tiles" or format == "fp8-a16":
+        return row["per_weight"]
+    return max(
+        row["per_weight"], CYCLES_OF_DP4A * rows * 2 / 4
+    )  # two bytes a row, four weights each
+
+
+def main() -> int:
+    newest = max(TABLES.glob("jax-*.json"))
+    table = json.loads(newest.read_text())
+    lines = [*of_one_row(table), "", f"{' / '.join(WAYS)}, ms", "", *of_several_rows(table)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

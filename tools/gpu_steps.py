@@ -54,6 +54,7 @@ class Step:
     kind: str
     layers: tuple[int, ...]
     greedy: bool = True
+    rows: int = 1
 
 
 def every() -> Iterator[Step]:
@@ -63,17 +64,22 @@ def every() -> Iterator[Step]:
         yield Step(f"{label}, prefill", model, format, "prefill", (2, 4))
     for model, format in (("llama-3.1-8b", "w4a16"), ("gpt-oss-20b", "mxfp4-a16")):
         yield Step(f"{model} {format}, decode, sampler", model, format, "decode", (2, 4), False)
+    for rows in (4, 8):  # by either kernel: for `gpu_estimate.py`
+        name = f"llama-3.1-8b w4a16, decode, rows {rows}"
+        yield Step(name, "llama-3.1-8b", "w4a16", "decode", (2, 4), rows=rows)
 
 
 def program(
-    step: Step, layers: int | None, rows: int = 1, tokens: int | None = None
+    step: Step, layers: int | None, rows: int | None = None, tokens: int | None = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step as a function, and shapes of its arguments.
 
     Args:
         layers: None is all.
+        rows: None is the step's own.
         tokens: of all rows; None is one each, or a chunk.
     """
+    rows = rows or step.rows
     layers = layers or MODELS[step.model]["num_hidden_layers"]
     family, config = read_config({**MODELS[step.model], "num_hidden_layers": layers})
     storage = Storage("bfloat16", step.format, keeps_bfloat16=True)

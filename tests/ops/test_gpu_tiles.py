@@ -69,6 +69,22 @@ def test_products(format, size, interpreted):
     close(found, wanted)
 
 
+FEW_ROWS = {"w8a16": 8, "w8a16-g32": 8, "w4a16": 6, "mxfp4-a16": 8, "fp8-a16": 2}
+"""The most that the kernel for few rows has of each format."""
+
+
+@pytest.mark.parametrize("format", cases(FEW_ROWS, every_jax=["w8a16", "w4a16", "fp8-a16"]))
+def test_from_how_many_rows_on_tensor_cores_multiply(format, interpreted):
+    """And either kernel gives what the reference does. Few rows are rounded to 16 bits."""
+    w, most = weights(format, 160, 200), FEW_ROWS[format]
+    for rows in (most, most + 1):
+        x = rows_of(rows, 160)
+        args = LinearArgs(x, *as_weight(w).in_stack(), dtype=jnp.float32)
+        taken = str(jax.make_jaxpr(lambda args=args: linear_gpu.matmul(args))())
+        assert ("multiply_tiles" in taken) == (rows > most)
+        close(linear_gpu.matmul(args), reference(x, w), 2e-6 if rows > most else 2**-15)
+
+
 @pytest.mark.parametrize("format", cases(["w4a16", "w8a16"], every_jax=["w8a16"]))
 def test_programs_that_share_the_inputs(format, interpreted, monkeypatch):
     """19 stages: ten or five a program, of the last fewer."""

@@ -193,9 +193,8 @@ class Connection(asyncio.Protocol):
             if self._head is None:
                 return False
         status = self._head[0]
-        most = most_of(status)
-        if max(self._count, self._left or 0) > most:
-            raise BadAnswer(f"the server's answer (status {status}) is over {most >> 10} KiB long")
+        if max(self._count, self._left or 0) > most_of(status):
+            raise too_long(status)
         is_whole = False
         if self._chunks is not None:
             data, is_whole = self._chunks.take(data), self._chunks.is_whole
@@ -354,6 +353,13 @@ class Chunks:
 def most_of(status: int) -> int:
     """Bytes that an answer may have."""
     return MOST_BODY if status < 300 else MOST_ERROR
+
+
+def too_long(status: int) -> BadAnswer:
+    """That an answer has more."""
+    most = most_of(status)
+    shown = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+    return BadAnswer(f"the server's answer (status {status}) is over {shown} long")
 
 
 def _head(text: bytes) -> tuple[int, dict[str, str]]:

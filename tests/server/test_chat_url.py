@@ -184,7 +184,7 @@ def test_a_stream_that_was_cut_is_no_success(chat):
     ("said", "why"),
     [
         (b"HTTP/1.1 200 OK\r\n\r\ndata: x", "a line of more than 1 MiB"),
-        (b"HTTP/1.1 200 OK\r\n\r\n\n", "is over 4096 KiB"),
+        (b"HTTP/1.1 200 OK\r\n\r\n\n", "is over 4 MiB"),
         (b"HTTP/1.1 400 No\r\n\r\nx", "is over 64 KiB"),
         (b"HTTP/1.1 200 OK\r\nA: x", "does not answer"),
     ],

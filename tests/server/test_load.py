@@ -316,7 +316,7 @@ def test_a_chunk_that_looks_like_the_end_is_none():
         (whole(b"").replace(b": 0", b": abc"), "Content-Length"),
         (whole(b"").replace(b": 0", b": -5"), "Content-Length"),
         (whole(b"").replace(b": 0", b": " + b"9" * 5000), "Content-Length"),
-        (whole(b"").replace(b": 0", b": 1" + b"0" * 12), "is over 262144 KiB"),
+        (whole(b"").replace(b": 0", b": 1" + b"0" * 12), "is over 256 MiB"),
         (whole(b"", b"abc"), "not HTTP"),
         (b"HTTP/1.1\r\n\r\n", "not HTTP"),
         (b"SSH-2.0-x\r\n", "not HTTP"),
@@ -334,7 +334,7 @@ def test_what_is_no_http_is_said(said, why):
     ("said", "why"),
     [
         (b"HTTP/1.1 200 OK\r\nA: x", "64 KiB of headers"),
-        (b"HTTP/1.1 200 OK\r\n\r\nx", "is over 4096 KiB"),
+        (b"HTTP/1.1 200 OK\r\n\r\nx", "is over 4 MiB"),
         (b"HTTP/1.1 400 No\r\n\r\nx", "is over 64 KiB"),
         (CHUNKED + b"0\r\nx", "without its size"),
         (CHUNKED + b"0;x", "without its size"),

@@ -180,7 +180,7 @@ def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
     Raises:
         BadAnswer: it is too long, or has no length that can be read.
     """
-    from rooflax.http_client import BadAnswer, Chunks, most_of
+    from rooflax.http_client import BadAnswer, Chunks, most_of, too_long
 
     if not reply.chunked and reply.length is None and reply.headers["content-length"] is not None:
         raise BadAnswer("the server's answer has a Content-Length that is not a number")
@@ -190,7 +190,7 @@ def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
     while data := read(READ_BYTES):
         count += len(data)
         if count > most:
-            raise BadAnswer(f"the server's answer (status {reply.status}) is over {most >> 10} KiB")
+            raise too_long(reply.status)
         yield data if chunks is None else chunks.take(data)
         if chunks is not None and chunks.is_whole:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,17 @@ from urllib.parse import urlsplit
 from rooflax.errors import RequestError
 
 CONNECT_S = 10.0
+MOST_HEAD, MOST_LINE, MOST_ERROR = 1 << 16, 1 << 20, 1 << 16
+"""Bytes of headers, of an event's line, and of an answer that is an error."""
+MOST_BODY = 1 << 28
+"""Bytes of any other answer: 2048 embeddings of 4096 numbers, or a stream of a million tokens."""
+MOST_SIZE_LINE = 4096
+"""Bytes of the line before a chunk."""
+TOO_LONG = f"the server's answer has a line of more than {MOST_LINE >> 20} MiB"
+
+
+class BadAnswer(OSError):
+    """A server's answer that cannot be read; its text says why."""
 
 
 class Server(NamedTuple):
@@ -90,15 +102,22 @@ class Reply(NamedTuple):
             return None
 
     def events(self) -> Iterator[tuple[float, str]]:
-        """The data of server-sent events, each with the time at which it was complete."""
-        text = b""
+        """The data of server-sent events, each with the time at which it was complete.
+
+        Raises:
+            BadAnswer: a line is too long.
+        """
+        rest, data = b"", []
         for at_s, piece in self.pieces:
-            text += piece.replace(b"\r\n", b"\n")
-            *whole, text = text.split(b"\n\n")
-            for event in whole:
-                lines = [line[5:].strip() for line in event.split(b"\n") if line[:5] == b"data:"]
-                if lines:
-                    yield at_s, b"\n".join(lines).decode("utf-8", "replace")
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > MOST_LINE:
+                raise BadAnswer(TOO_LONG)
+            for line in lines:
+                if line[:5] == b"data:":
+                    data.append(line[5:].strip())
+                elif data and line in (b"", b"\r"):
+                    yield at_s, b"\n".join(data).decode("utf-8", "replace")
+                    data = []
 
 
 class Connection(asyncio.Protocol):
@@ -111,14 +130,17 @@ class Connection(asyncio.Protocol):
 
     def _expect(self) -> None:
         """Nothing of the next answer has come."""
-        self._received: list[tuple[float, bytes]] = []
-        self._head: tuple[int, dict[str, str], int] | None = None  # status, headers, its bytes
-        self._count, self._tail = 0, b""
+        self._pieces: list[tuple[float, bytes]] = []
+        self._start = bytearray()  # of a head that is not complete
+        self._head: tuple[int, dict[str, str]] | None = None  # status, headers
+        self._chunks: Chunks | None = None
+        self._left: int | None = None  # of a body whose length is stated
+        self._count = 0  # bytes of the head, then of the body
 
     @property
-    def num_received(self) -> int:
-        """Bytes of the answer so far."""
-        return self._count
+    def has_begun(self) -> bool:
+        """Whether something of the answer has come."""
+        return self._head is not None or self._count > 0
 
     @staticmethod
     async def to(server: Server) -> Connection:
@@ -139,40 +161,87 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if self._done is not None and not self._done.done():
-            whole = self._head is not None and self._length() is None and not self._is_chunked()
+            whole = self._head is not None and self._left is None and self._chunks is None
             if whole:
                 self._done.set_result(None)
             else:
                 self._done.set_exception(exc or ConnectionResetError("the connection was closed"))
 
     def data_received(self, data: bytes) -> None:
-        self._received.append((time.perf_counter(), data))
-        self._count += len(data)
-        self._tail = (self._tail + data)[-7:]
-        if self._head is None:
-            self._head = _head(b"".join(piece for _, piece in self._received))
-        if self._head is None or self._done is None or self._done.done():
+        at_s = time.perf_counter()
+        if self._done is None or self._done.done():
+            self.close()  # nothing was asked
             return
-        length = self._length()
-        if length is None:
-            is_whole = self._is_chunked() and self._tail == b"\r\n0\r\n\r\n"
-        else:
-            is_whole = self._count >= self._head[2] + length
+        try:
+            is_whole = self._take(at_s, data)
+        except BadAnswer as error:
+            self._done.set_exception(error)
+            self.close()
+            return
         if is_whole:
             self._done.set_result(None)
 
-    def _length(self) -> int | None:
-        assert self._head is not None
-        stated = self._head[1].get("content-length")
-        return None if stated is None else int(stated)
+    def _take(self, at_s: float, data: bytes) -> bool:
+        """Whether the answer is complete with this.
 
-    def _is_chunked(self) -> bool:
-        assert self._head is not None
-        return self._head[1].get("transfer-encoding") == "chunked"
+        Raises:
+            BadAnswer: it is none, or too long.
+        """
+        self._count += len(data)
+        if self._head is None:
+            data = self._take_head(data)
+            if self._head is None:
+                return False
+        status = self._head[0]
+        if max(self._count, self._left or 0) > most_of(status):
+            raise too_long(status)
+        is_whole = False
+        if self._chunks is not None:
+            data, is_whole = self._chunks.take(data), self._chunks.is_whole
+        elif self._left is not None:
+            if len(data) > self._left:
+                self.is_open = False  # what follows belongs to no answer
+                data = data[: self._left]
+            self._left -= len(data)
+            is_whole = self._left == 0
+        if data:
+            self._pieces.append((at_s, data))
+        return is_whole
+
+    def _take_head(self, data: bytes) -> bytes:
+        """What comes behind the head, once that is complete."""
+        start = self._start
+        looked = max(0, len(start) - 3)
+        start += data
+        while True:
+            if not b"HTTP/".startswith(start[:5]):
+                raise BadAnswer("the server's answer is not HTTP")
+            end = start.find(b"\r\n\r\n", looked)
+            if (self._count if end < 0 else end) > MOST_HEAD:
+                raise BadAnswer(f"the server's answer has over {MOST_HEAD >> 10} KiB of headers")
+            if end < 0:
+                return b""
+            status, headers = _head(bytes(start[:end]))
+            del start[: end + 4]
+            if status >= 200:
+                break
+            looked = 0  # it says that an answer will come
+        self._head = status, headers
+        self._count = len(start)
+        if headers.get("transfer-encoding", "").lower().endswith("chunked"):
+            self._chunks = Chunks()
+        elif status in (204, 304):
+            self._left = 0
+        elif (stated := headers.get("content-length")) is not None:
+            if re.fullmatch("[0-9]{1,18}", stated) is None:
+                raise BadAnswer("the server's answer has a Content-Length that is not a number")
+            self._left = int(stated)
+        return bytes(start)
 
     async def ask(self, request: bytes) -> Reply:
         """
         Raises:
+            BadAnswer: what comes is no answer of HTTP, or too long.
             OSError: the connection ended before the answer.
         """
         self._expect()
@@ -181,13 +250,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         await self._done
         assert self._head is not None
-        status, headers, size = self._head
-        pieces = list(_behind(self._received, size))
-        if self._is_chunked():
-            pieces = list(_dechunked(pieces))
-        if headers.get("connection", "").lower() == "close":
+        status, headers = self._head
+        if headers.get("connection", "").lower() == "close" or not self.is_open:
             self.close()
-        return Reply(status, headers, started, pieces)
+        return Reply(status, headers, started, self._pieces)
 
     def close(self) -> None:
         self.is_open = False
@@ -214,7 +280,7 @@ class Client:
             try:
                 return await self._ask_on(connection, request)
             except ConnectionError:
-                if connection.num_received:
+                if connection.has_begun:
                     raise  # else the server had closed it meanwhile, as it may
         return await self._ask_on(await Connection.to(self.server), request)
 
@@ -238,40 +304,119 @@ class Client:
             connection.close()
 
 
-def _head(received: bytes) -> tuple[int, dict[str, str], int] | None:
-    """Status, headers and size of an answer's head; None while it is not complete."""
-    text, end, _ = received.partition(b"\r\n\r\n")
-    if not end:
-        return None
-    first, *lines = text.decode("latin-1").split("\r\n")
-    pairs = (line.partition(":") for line in lines)
-    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    return int(first.split()[1]), headers, len(text) + len(end)
+class Chunks:
+    """Takes a body out of its chunks, wherever they are cut.
 
+    Attributes:
+        is_whole: the last one has come, and the headers behind it.
+    """
 
-def _behind(received: list[tuple[float, bytes]], size: int) -> Iterator[tuple[float, bytes]]:
-    """What came behind the first `size` bytes."""
-    for at_s, piece in received:
-        if len(piece) > size:
-            yield at_s, piece[size:]
-        size = max(0, size - len(piece))
+    def __init__(self) -> None:
+        self.is_whole = self._is_last = False
+        self._line, self._left = b"", 0  # before a chunk; of the chunk and its line end
 
+    def take(self, data: bytes) -> bytes:
+        """The body's part of these bytes.
 
-def _dechunked(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """A body without the sizes of its chunks."""
-    line, left = b"", 0  # of the size that is being read; of the chunk and its line end
-    for at_s, piece in pieces:
-        found: list[bytes] = []
-        while piece:
-            if left:
-                found.append(piece[: max(0, min(left - 2, len(piece)))])
-                taken = min(left, len(piece))
-                left, piece = left - taken, piece[taken:]
+        Raises:
+            BadAnswer: a chunk's size is none.
+        """
+        found, at = [], 0
+        while at < len(data) and not self.is_whole:
+            if self._left:
+                taken = min(self._left, len(data) - at)
+                found.append(data[at : at + max(0, min(self._left - 2, taken))])
+                self._left, at = self._left - taken, at + taken
                 continue
-            before, end, piece = piece.partition(b"\n")
-            line += before
+            end = data.find(b"\n", at) + 1
+            self._line += data[at : end or None]
+            at = end or len(data)
+            if len(self._line) > MOST_SIZE_LINE:
+                raise BadAnswer("the server's answer has a chunk without its size")
             if end:
-                size = int(line.split(b";")[0].strip() or b"0", 16)
-                line, left = b"", size + 2 if size else 0
-        if any(found):
-            yield at_s, b"".join(found)
+                self._begin(self._line.strip())
+                self._line = b""
+        return b"".join(found)
+
+    def _begin(self, line: bytes) -> None:
+        if self._is_last:
+            self.is_whole = not line
+            return
+        size = line.partition(b";")[0].strip()
+        if re.fullmatch(b"[0-9a-fA-F]{1,15}", size) is None:
+            raise BadAnswer("the server's answer has a chunk without its size")
+        self._left = int(size, 16)
+        self._is_last = self._left == 0
+        self._left += 0 if self._is_last else 2
+
+
+def most_of(status: int) -> int:
+    """Bytes that an answer may have."""
+    return MOST_BODY if status < 300 else MOST_ERROR
+
+
+def too_long(status: int) -> BadAnswer:
+    """That an answer has more."""
+    most = most_of(status)
+    shown = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+    return BadAnswer(f"the server's answer (status {status}) is over {shown} long")
+
+
+def _head(text: bytes) -> tuple[int, dict[str, str]]:
+    """Status and headers of an answer."""
+    first, *lines = text.decode("latin-1").split("\r\n")
+    found = re.match("HTTP/[0-9.]+ ([0-9]{3})(?![0-9])", first)
+    if found is None:
+        raise BadAnswer("the server's answer is not HTTP")
+    pairs = (line.partition(":") for line in lines)
+    return int(found[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def event(data: str | bytes) -> dict[str, Any]:
+    """The document of an event of a stream.
+
+    Raises:
+        BadAnswer: it is no JSON object.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = ""
+    return _checked(found, dict, "a JSON object")
+
+
+def choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of an event; none where it has none.
+
+    Raises:
+        BadAnswer: they are no objects.
+    """
+    found = _checked(event.get("choices", []), list, "a list of choices")
+    return [_checked(one, dict, "a list of choices") for one in found]
+
+
+def part(fields: Mapping[str, Any], name: str, kind: type[Any] = str) -> Any:
+    """A field of text, or of an object; an empty one where there is none.
+
+    Raises:
+        BadAnswer: it is something else.
+    """
+    return _checked(fields.get(name), kind, f"one with {name} that is {KINDS[kind]}")
+
+
+KINDS = {str: "text", dict: "an object"}
+
+
+def _checked(value: Any, kind: type[Any], wanted: str) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise BadAnswer(f"the server's answer is not {wanted}")
+    return value
+
+
+def reason(document: Any) -> str | None:
+    """Why a request failed, as the answer says it."""
+    error = document.get("error") if isinstance(document, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    return said[:300] if isinstance(said, str) and said else None

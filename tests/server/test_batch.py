@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rooflax.cli import batch, bench_serve
 from rooflax.cli.main import main
 from rooflax.errors import EngineError
+from rooflax.server.errors import ENGINE_FAILED
 from tests.cli.test_cli_flags import flags_of
+from tests.server.hostile import answering, whole
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -83,7 +88,7 @@ def test_a_busy_server_is_asked_again(asked, scripted, live, monkeypatch):
 def test_failures_are_answers_too_and_asked_again(asked, scripted):
     scripted.error = (0, EngineError("broken"))
     code, said, found = asked(GOOD[:1])
-    assert code == 1 and said.startswith("0 answered, 1 failed\n1 x The engine failed")
+    assert (code, said) == (1, f"0 answered, 1 failed\n1 x {ENGINE_FAILED}\n")
     assert found["r0"]["response"]["body"]["error"]["code"] == "engine_error"
     code, _, found = asked(GOOD[:2], url="http://127.0.0.1:9")
     assert code == 1 and {row["error"]["code"] for row in found.values()} == {"connection_error"}
@@ -131,3 +136,66 @@ def test_flags(asked, monkeypatch, capfd):
     monkeypatch.setattr(batch, "server_at", lambda url, key: keys.append(key) or at(url, key))
     assert asked(GOOD[:1], "--api-key", "k", "--quiet")[:2] == (0, "")
     assert keys == ["k"]
+
+
+def test_text_that_is_no_unicode_aborts_nothing(asked):
+    odd = '{"custom_id": "\\ud800", ' + GOOD[0].partition(", ")[2]
+    with answering(whole(b'{"a": "\\ud800", "\xc3\xa9": 1}')) as url:
+        code, _, found = asked([odd, GOOD[1]], url=url)
+        assert code == 0 and set(found) == {"\ud800", "r1"}
+        assert found["r1"]["response"]["body"] == {"a": "\ud800", "\xe9": 1}
+        assert "2 were answered already" in asked([odd, GOOD[1]], url=url)[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (whole(b"[1]"), "not a JSON object"),
+        (whole(b"[" * 100_000), "not a JSON object"),
+        (whole(b"x").replace(b": 1", b": abc"), "Content-Length that is not a number"),
+        (whole(b"", b"abc"), "is not HTTP"),
+        (whole(b"x" * 70_000, b"400 No"), "is over 64 KiB"),
+    ],
+)
+def test_what_is_no_answer_is_a_failure(asked, said, why):
+    with answering(said) as url:
+        code, err, found = asked(GOOD[:1], url=url)
+    assert code == 1 and why in err and why in found["r0"]["error"]["message"]
+
+
+def test_a_body_that_is_nested_too_deeply_is_a_failure(asked):
+    depth = sys.getrecursionlimit() - 20
+    deep = line("deep", {"prompt": 0}).replace("0", "[" * depth + "]" * depth)
+    code, err, found = asked([deep, *GOOD])
+    assert code in (1, 2) and "fault" not in err and (code == 2 or len(found) == 6)
+
+
+@pytest.mark.parametrize("wait", [b"nan", b"inf", b"-inf", b"-1", b"soon"])
+def test_a_wait_that_is_none_is_not_kept(asked, monkeypatch, wait):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(batch, "MOST_TRIES", 3)
+    own = SimpleNamespace(run=asyncio.run, gather=asyncio.gather, sleep=sleep)
+    monkeypatch.setattr(batch, "asyncio", own)
+    with answering(whole(b"{}", b"429 No", b"Retry-After: %s\r\n" % wait)) as url:
+        assert asked(GOOD[:1], url=url)[0] == 1
+    assert waits == [1.0, 1.0]
+
+
+def test_an_output_that_cannot_be_one(tmp_path, capfd):
+    (tmp_path / "in").write_text(GOOD[0])
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    words = ["batch", "--url", "http://127.0.0.1:9", "-i", str(tmp_path / "in"), "-o"]
+    for path, why in (("/dev/full", "regular"), (tmp_path, "regular"), (tmp_path / "in", "input"),
+                      (tmp_path / "link", "input")):  # fmt: skip
+        for more in ([], ["--force"]):
+            assert main([*words, str(path), *more]) == 2
+            assert why in capfd.readouterr().err
+    assert (tmp_path / "in").read_text() == GOOD[0]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(asked):
+    assert asked(["\ufeff" + GOOD[0]])[0] == 0

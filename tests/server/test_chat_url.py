@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from rooflax import http_client
 from rooflax.cli import terminal
 from rooflax.cli.chat_url import MEANT, body_of
 from rooflax.cli.main import main, parser_of
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, QueueFull
+from tests.server.hostile import CHUNKED, answering, events, whole
 from tests.server.live import wait_for
 
 pytestmark = pytest.mark.oldest_jax
@@ -71,9 +73,11 @@ def test_a_question_that_is_rejected_is_no_end(chat, scripted):
     assert code == 1 and "There is no model 'nobody'" in err
 
 
-def test_what_a_server_says_moves_no_cursor(chat, capfd):
-    terminal.say("a\x1b[2Jb\r")
-    assert capfd.readouterr().err == "a?[2Jb?\n"
+def test_what_a_server_says_moves_no_cursor(chat):
+    said = whole(b'{"error": {"message": "a\\u001b[2Jb"}}', b"500 No")
+    with answering(said) as url:
+        err = chat("Hi\n", url=url)[2]
+    assert "a?[2Jb" in err and "\x1b" not in err
 
 
 def test_failures_end_it(chat, scripted):
@@ -111,3 +115,82 @@ def test_flags_of_a_model_that_is_loaded_here_are_rejected(chat):
         code, out, err = chat("Hi\n", action.option_strings[-1], *values)
         assert (code, out) == (2, ""), action.dest
         assert "loaded here" in err, err
+
+
+GOOD = b'{"choices": [{"delta": {"content": "Yes"}, "finish_reason": "stop"}]}'
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (events(b"x"), "is not a JSON object"),
+        (events(b"[1]"), "is not a JSON object"),
+        (events(b"\xff"), "is not a JSON object"),
+        (events(b"[" * 100_000), "is not a JSON object"),
+        (events(b'{"a": %s}' % (b"9" * 5000)), "is not a JSON object"),
+        (events(b'{"choices": 5}'), "is not a list of choices"),
+        (events(b'{"choices": [5]}'), "is not a list of choices"),
+        (events(b'{"choices": [{"delta": 5}]}'), "delta that is an object"),
+        (events(b'{"choices": [{"delta": {"content": 5}}]}'), "content that is text"),
+        (events(b'{"error": "broken"}'), "rooflax: broken"),
+        (events(b'{"error": 5}'), "gives no reason"),
+        (CHUNKED + b"x\r\n", "chunk without its size"),
+        (CHUNKED + b"-1\r\n", "chunk without its size"),
+        (CHUNKED + b"f" * 40 + b"\r\n", "chunk without its size"),
+        (whole(b"").replace(b": 0", b": abc"), "Content-Length that is not a number"),
+        (whole(b"", b"abc"), "does not answer"),
+        (whole(b"[1]"), "is no stream"),
+        (whole(b"[" * 100_000, b"400 No"), "status 400"),
+        (whole(b"x" * 70_000, b"400 No"), "64 KiB"),
+    ],
+)
+def test_what_is_no_answer_is_a_sentence(chat, said, why):
+    with answering(said) as url:
+        code, out, err = chat("Hi\n", url=url)
+    assert (code, out, err.count("\n")) == (1, "", 1) and why in err and "fault" not in err
+
+
+@pytest.mark.parametrize("name", ["choices", "error"])
+def test_null_is_nothing(chat, name):
+    nothing = b'{"%s": null}' % name.encode()
+    delta = b'{"choices": [{"delta": null, "finish_reason": null}]}'
+    with answering(events(nothing, delta, b"null", GOOD, b"[DONE]")) as url:
+        assert chat("Hi\n", url=url) == (0, "Yes\n", "")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n" + events(GOOD),
+        events(GOOD).replace(b"chunked", b"Chunked"),
+        events(GOOD)[:-2] + b"X-Trailer: 1\r\n\r\n",
+        CHUNKED + b"%x;a=b\r\ndata: %s\n\n\r\n0;c\r\n\r\n" % (len(GOOD) + 8, GOOD),
+    ],
+)
+def test_every_framing_is_read(chat, said):
+    with answering(said) as url:
+        assert chat("Hi\n", url=url) == (0, "Yes\n", "")
+
+
+def test_a_stream_that_was_cut_is_no_success(chat):
+    begun = b'{"choices": [{"delta": {"content": "Ye"}}]}'
+    for said, closes in ((events(begun), False), (events(begun)[:-5], True)):
+        with answering(said, closes=closes) as url:
+            code, out, err = chat("Hi\n", url=url)
+        assert (code, out, err) == (1, "Ye\n", "rooflax: The server's answer was cut.\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: x", "a line of more than 1 MiB"),
+        (b"HTTP/1.1 200 OK\r\n\r\n\n", "is over 4 MiB"),
+        (b"HTTP/1.1 400 No\r\n\r\nx", "is over 64 KiB"),
+        (b"HTTP/1.1 200 OK\r\nA: x", "does not answer"),
+    ],
+)
+def test_an_answer_without_end_ends(chat, monkeypatch, said, why):
+    monkeypatch.setattr(http_client, "MOST_BODY", 1 << 22)
+    with answering(said, is_endless=True) as url:
+        code, _, err = chat("Hi\n", url=url)
+    assert code == 1 and why in err and len(err) < 500

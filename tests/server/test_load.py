@@ -11,11 +11,13 @@ import threading
 import numpy as np
 import pytest
 
+from rooflax import http_client
 from rooflax.bench.load import MIXES, Load, Target, answered, run_load
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
-from rooflax.http_client import Client, Reply, Server, _dechunked
+from rooflax.http_client import BadAnswer, Chunks, Client, Reply, Server
 from tests.cli.test_cli_flags import flags_of
+from tests.server.hostile import CHUNKED, answering, chunked, events, whole
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -75,14 +77,13 @@ def test_chunks_are_read_wherever_they_are_cut():
     body = [b"data: a\n\n", b"x" * 300, b"\r\n0\r\n\r\n", b"data: [DONE]\n\n"]
     sent = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in body) + b"0\r\n\r\n"
     for size in (1, 2, 3, 7, 50, len(sent)):
-        pieces = [(float(at), sent[at : at + size]) for at in range(0, len(sent), size)]
-        found = list(_dechunked(pieces))
-        assert b"".join(piece for _, piece in found) == b"".join(body)
-        assert [at for at, _ in found] == sorted(at for at, _ in found)
+        chunks = Chunks()
+        found = [chunks.take(sent[at : at + size]) for at in range(0, len(sent), size)]
+        assert b"".join(found) == b"".join(body) and chunks.is_whole
 
 
 def test_events_have_the_time_of_their_last_byte():
-    pieces = [(1.0, b'data: {"a"'), (2.0, b": 1}\n\n: ping\n\ndata: x"), (3.0, b"\r\n\r\n")]
+    pieces = [(1.0, b'data: {"a"'), (2.0, b": 1}\n\n: ping\n\ndata: x\r"), (3.0, b"\n\r\n")]
     assert list(Reply(200, {}, 0.0, pieces).events()) == [(2.0, '{"a": 1}'), (3.0, "x")]
 
 
@@ -271,3 +272,120 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_opened_again():
 
     asyncio.run(twice())
     assert len(asked) == 3
+
+
+def ask(said, **how):
+    """Asks a server that says this."""
+
+    async def once(url):
+        client = Client(Server.of(url))
+        try:
+            async with asyncio.timeout(20):
+                return await client.post("/", {})
+        finally:
+            client.close()
+
+    with answering(said, **how) as url:
+        return asyncio.run(once(url))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 2 + chunked(b"abc"),
+        chunked(b"abc").replace(b"chunked", b"Chunked"),
+        chunked(b"a", b"bc")[:-2] + b"X-Trailer: 1\r\n\r\n",
+        CHUNKED + b"3;a=b\r\nabc\r\n0;c\r\n\r\n",
+        whole(b"abc") + b"and more",
+    ],
+)
+def test_every_framing_is_read(said):
+    assert ask(said).body == b"abc"
+
+
+def test_a_chunk_that_looks_like_the_end_is_none():
+    body = b"a\r\n0\r\n\r\n"
+    assert ask(chunked(body, b"b")).body == body + b"b"
+    with pytest.raises(ConnectionResetError):
+        ask(chunked(body)[:-5], closes=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (whole(b"").replace(b": 0", b": abc"), "Content-Length"),
+        (whole(b"").replace(b": 0", b": -5"), "Content-Length"),
+        (whole(b"").replace(b": 0", b": " + b"9" * 5000), "Content-Length"),
+        (whole(b"").replace(b": 0", b": 1" + b"0" * 12), "is over 256 MiB"),
+        (whole(b"", b"abc"), "not HTTP"),
+        (b"HTTP/1.1\r\n\r\n", "not HTTP"),
+        (b"SSH-2.0-x\r\n", "not HTTP"),
+        (CHUNKED + b"x\r\n", "without its size"),
+        (CHUNKED + b"-5\r\n", "without its size"),
+        (CHUNKED + b"\r\n", "without its size"),
+    ],
+)
+def test_what_is_no_http_is_said(said, why):
+    with pytest.raises(BadAnswer, match=why):
+        ask(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"HTTP/1.1 200 OK\r\nA: x", "64 KiB of headers"),
+        (b"HTTP/1.1 200 OK\r\n\r\nx", "is over 4 MiB"),
+        (b"HTTP/1.1 400 No\r\n\r\nx", "is over 64 KiB"),
+        (CHUNKED + b"0\r\nx", "without its size"),
+        (CHUNKED + b"0;x", "without its size"),
+    ],
+)
+def test_an_answer_without_end_ends(monkeypatch, said, why):
+    monkeypatch.setattr(http_client, "MOST_BODY", 1 << 22)
+    with pytest.raises(BadAnswer, match=why):
+        ask(said, is_endless=True)
+
+
+def test_an_event_without_end_is_said():
+    reply = Reply(200, {}, 0.0, [(0.0, b"data: "), *[(1.0, b"x" * (1 << 18))] * 5])
+    assert "1 MiB" in (answered(0.0, reply).error or "")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ("x", "is not a JSON object"),
+        ("[1]", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
+        ('{"usage": {"prompt_tokens": %s}}' % ("9" * 5000), "is not a JSON object"),
+        ('{"choices": 5}', "is not a list of choices"),
+        ('{"choices": [{"text": 5}]}', "text that is text"),
+        ('{"usage": "x"}', "usage that is an object"),
+        ('{"usage": {"completion_tokens": "x"}}', "usage that is numbers"),
+        ('{"usage": {"completion_tokens": %s}}' % ("9" * 400), "usage that is numbers"),
+        ('{"error": "broken"}', "broken"),
+        ('{"error": {"message": 5}}', "gives no reason"),
+        ('{"error": null, "choices": null, "usage": null}', None),
+        ('{"usage": {"prompt_tokens": null, "completion_tokens": null}}', None),
+    ],
+)
+def test_what_a_server_should_not_say_fails_a_request(data, why):
+    events = ('{"choices": [{"text": "a"}]}', data, "[DONE]")
+    sent = "".join(f"data: {each}\n\n" for each in events)
+    error = answered(0.0, Reply(200, {}, 0.0, [(1.0, sent.encode())])).error
+    assert error is None if why is None else why in (error or "")
+
+
+def test_names_and_vocabularies_that_are_none(capfd):
+    said = events(b'{"choices": [{"text": "a"}]}', b"[DONE]")
+    words = ["bench", "serve", "--requests", "1", "--json", "--url"]
+    for size in (b'"x"', b"-5", b"1e400", b"true", b"null"):
+        models = whole(b'{"data": [{"id": "\\ud800", "meta": {"n_vocab": %s}}]}' % size)
+        with answering(said, models) as url:
+            assert main([*words, url]) == 0
+        found = json.loads(capfd.readouterr().out)
+        assert (found["model"], found["prompts"]) == ("\ud800", "random words")
+    for name in (b"null", b"5", b"[]"):
+        with answering(said, whole(b'{"data": [{"id": %s}]}' % name)) as url:
+            assert main([*words, url]) == 2
+        assert "names no model" in capfd.readouterr().err

@@ -7,7 +7,6 @@ that was asked before answers from its prefix cache; a further run takes another
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from rooflax.bench.statistics import PERCENTILES, percentiles
 from rooflax.errors import EngineError, RequestError
-from rooflax.http_client import Client, Reply, Server
+from rooflax.http_client import BadAnswer, Client, Reply, Server, choices, event, part, reason
 
 MIXES = {
     "fixed": "every request has --prompt-tokens and --output-tokens",
@@ -163,8 +162,9 @@ class Target:
             if not isinstance(error, OSError):
                 raise
             server = self.client.server
+            why = error.strerror or str(error) or type(error).__name__
             raise RequestError(
-                f"url {server.host}:{server.port} does not answer ({error.strerror or error}).",
+                f"url {server.host}:{server.port} does not answer ({why}).",
                 param="url",
             ) from None
         return self
@@ -176,7 +176,8 @@ class Target:
         reply = await self.client.get("/v1/models")
         listed = reply.json()
         try:
-            first = next(m for m in listed["data"] if self.model in (None, m["id"]))
+            named = (m for m in listed["data"] if isinstance(m["id"], str))
+            first = next(m for m in named if self.model in (None, m["id"]))
         except (TypeError, KeyError, StopIteration):
             wanted = "model" if self.model is None else f"model {self.model!r}"
             why = f"names no {wanted}" if reply.status == 200 else "does not name its models"
@@ -187,7 +188,8 @@ class Target:
             ) from None
         self.model = first["id"]
         meta = first.get("meta")
-        self.vocab_size = meta.get("n_vocab") if isinstance(meta, dict) else None
+        stated = meta.get("n_vocab") if isinstance(meta, dict) else None
+        self.vocab_size = (_is_count(stated) and stated) or None
         reply = await self.client.ask(self.request("Hello", 2))
         if reply.status == 400:
             self._more = {}
@@ -207,23 +209,33 @@ class Target:
 
 def answered(due_s: float, reply: Reply) -> Answered:
     """What a streamed reply says."""
-    if reply.status != 200:
-        return Answered(due_s, reply.started_s, (), 0, 0, _reason(reply))
+    try:
+        if reply.status != 200:
+            raise BadAnswer(_reason(reply))
+        return _read(due_s, reply)
+    except BadAnswer as error:
+        return Answered(due_s, reply.started_s, (), 0, 0, str(error))
+
+
+def _read(due_s: float, reply: Reply) -> Answered:
     times, usage, error = [], {}, None
     for at_s, data in reply.events():
         if data == "[DONE]":
             break
-        chunk = json.loads(data)
-        usage = chunk.get("usage") or usage
-        if "error" in chunk:
-            error = str(chunk["error"].get("message"))[:100]
-        if any(choice.get("text") for choice in chunk.get("choices", ())):
+        chunk = event(data)
+        usage = part(chunk, "usage", dict) or usage
+        if chunk.get("error") is not None:
+            error = (reason(chunk) or "the server gives no reason")[:100]
+        if "".join(part(choice, "text") for choice in choices(chunk)):
             times.append(at_s)
     else:
         error = error or "the stream was cut"
     if not times:
         error = error or "no text"
-    tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times))
+    stated = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if not all(number is None or _is_count(number) for number in stated):
+        raise BadAnswer("the server's answer is not one with usage that is numbers of tokens")
+    tokens = stated[0] or 0, len(times) if stated[1] is None else stated[1]
     return Answered(due_s, reply.started_s, tuple(times), *tokens, error)
 
 
@@ -254,10 +266,12 @@ async def run_load(target: Target, load: Load) -> dict[str, Any]:
 
 
 def _reason(reply: Reply) -> str:
-    found = reply.json()
-    error = found.get("error") if isinstance(found, dict) else None
-    said = error.get("message") if isinstance(error, dict) else None
-    return f"status {reply.status}" + (f": {str(said)[:200].rstrip('.')}" if said else "")
+    said = reason(reply.json())
+    return f"status {reply.status}" + (f": {said[:200].rstrip('.')}" if said else "")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 Sent = tuple[float, Reply | str]
@@ -267,6 +281,8 @@ Sent = tuple[float, Reply | str]
 async def _send(client: Client, request: bytes) -> Reply | str:
     try:
         return await client.ask(request)
+    except BadAnswer as error:
+        return str(error)
     except (OSError, TimeoutError) as error:
         return type(error).__name__
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             shown = "MODEL" if name == "model" else "--serve-flags"
             raise RequestError(f"--url and {shown} exclude each other; drop one of them")
     requests = read_requests(args.input)
+    _check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]
     try:
@@ -98,6 +100,19 @@ def run(args: argparse.Namespace) -> int:
         for reason, count in failed.most_common(MOST_REASONS):
             terminal.say(f"{count} x {reason}")
     return 1 if failed else 0
+
+
+def _check_output(source: str, path: str) -> None:
+    """
+    Raises:
+        RequestError: it is the input, or no file.
+    """
+    if not os.path.exists(path):
+        return
+    if os.path.samefile(source, path):
+        raise RequestError(f"{path} is the input; choose another output.", param="output")
+    if not os.path.isfile(path):
+        raise RequestError(f"{path} is not a regular file; choose another.", param="output")
 
 
 def read_requests(path: str) -> list[Request]:
@@ -142,7 +157,7 @@ def _request(raw: Any) -> Request:
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text(encoding="utf-8").split("\n")
+        return Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
@@ -164,6 +179,7 @@ def answered(path: str) -> set[str]:
         try:
             raw = json.loads(line)
             name, has_failed = raw["custom_id"], _has_failed(raw)
+            hash(name)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise RequestError(
                 f"{path} holds something else than a batch's answers; choose another file, or "
@@ -195,7 +211,7 @@ async def _ask_all(
         nonlocal num_done
         for request in coming:
             answer = await _ask(client, request)
-            file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+            file.write(terminal.json_text(answer).encode() + b"\n")
             file.flush()
             if _has_failed(answer):
                 failed[_reason(answer)] += 1
@@ -212,24 +228,36 @@ async def _ask_all(
 def _reason(answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return str(answer["error"]["message"])[:MOST_SAID]
-    body = answer["response"]["body"]
-    error = body.get("error") if isinstance(body, dict) else None
-    said = error.get("message") if isinstance(error, dict) else None
-    return str(said or f"status {answer['response']['status_code']}")[:MOST_SAID]
+    from rooflax.http_client import reason
+
+    said = reason(answer["response"]["body"])
+    return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 
 
 async def _ask(client: Client, request: Request) -> dict[str, Any]:
     """A line of the output."""
     head = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.name}
+
+    def failure(code: str, message: str) -> dict[str, Any]:
+        return {**head, "response": None, "error": {"code": code, "message": message}}
+
     try:
         reply = await _patient(client, request)
-    except (OSError, TimeoutError) as error:
-        failure = {"code": "connection_error", "message": str(error) or type(error).__name__}
-        return {**head, "response": None, "error": failure}
+    except OSError as error:
+        return failure("connection_error", str(error) or type(error).__name__)
+    except RecursionError:
+        return failure("bad_request", "the body is nested too deeply")
+    body = reply.json()
+    if reply.status == 200 and not isinstance(body, dict):
+        return failure("bad_answer", "the server's answer is not a JSON object")
+    try:
+        json.dumps(body)
+    except RecursionError:
+        return failure("bad_answer", "the server's answer is nested too deeply")
     response = {
         "status_code": reply.status,
         "request_id": reply.headers.get("x-request-id", ""),
-        "body": reply.json(),
+        "body": body,
     }
     return {**head, "response": response, "error": None}
 
@@ -242,6 +270,7 @@ async def _patient(client: Client, request: Request) -> Reply:
         if reply.status not in BUSY:
             return reply
         with contextlib.suppress(ValueError):
-            wait_s = float(reply.headers.get("retry-after", wait_s))
+            stated = float(reply.headers.get("retry-after", wait_s))
+            wait_s = stated if 0 <= stated < float("inf") else wait_s
         await asyncio.sleep(min(max(wait_s, 0.05), LONGEST_WAIT_S))
     return await client.post(request.path, request.body)

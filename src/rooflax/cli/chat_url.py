@@ -25,6 +25,7 @@ MEANT = (
 )  # fmt: skip
 """Flags that mean something to a server."""
 SILENCE_S = 600.0
+READ_BYTES = 1 << 16
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -95,6 +96,8 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
         RequestError: the server rejects the question.
         EngineError: it does not answer, or fails.
     """
+    from rooflax.http_client import BadAnswer
+
     kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
     connection = kind(server.host, server.port, timeout=SILENCE_S)
     answer, is_thinking = "", False
@@ -103,52 +106,110 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
         connection.request("POST", path, json.dumps(body).encode(), server.headers())
         reply = connection.getresponse()
         if reply.status != 200:
-            _reject(reply.status, reply.read())
-        for chunk in _chunks(reply):
-            if "error" in chunk:
-                raise EngineError(_message(chunk))
-            for choice in chunk.get("choices", ()):
-                delta = choice.get("delta", {})
-                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                if thought and shows_thinking:
-                    shown = terminal.dim(terminal.harmless(thought), sys.stderr)
-                    print(shown, end="", file=sys.stderr, flush=True)
-                    is_thinking = True
-                text = delta.get("content") or ""
-                if text and is_thinking:
-                    terminal.say()
-                    is_thinking = False
-                answer += text
-                if text:
-                    terminal.write(text)
+            _reject(reply)
+        for thought, text in _pieces(reply):
+            if thought and shows_thinking:
+                shown = terminal.dim(terminal.harmless(thought), sys.stderr)
+                print(shown, end="", file=sys.stderr, flush=True)
+                is_thinking = True
+            if text and is_thinking:
+                terminal.say()
+                is_thinking = False
+            answer += text
+            if text:
+                terminal.write(text)
     except KeyboardInterrupt:
         pass  # the server ends its answer when the connection closes
-    except (OSError, http.client.HTTPException) as error:
+    except (EngineError, OSError, http.client.HTTPException) as error:
+        if answer:
+            terminal.write("\n")
+        if isinstance(error, EngineError):
+            raise
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise EngineError(
-            f"The server {server.host}:{server.port} does not answer: {why}."
-        ) from None
+        if not isinstance(error, BadAnswer):
+            why = f"The server {server.host}:{server.port} does not answer: {why}"
+        raise EngineError(f"{why[0].upper()}{why[1:300]}.") from None
     finally:
         connection.close()
     return answer
 
 
-def _chunks(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in reply:
-        data = line.strip().removeprefix(b"data:").strip()
-        if line.startswith(b"data:") and data != b"[DONE]":
-            yield json.loads(data)
+def _pieces(reply: http.client.HTTPResponse) -> Iterator[tuple[str, str]]:
+    """Thoughts and text, as they come.
+
+    Raises:
+        EngineError: the server fails while answering.
+        BadAnswer: it is no such answer, or ends before its end.
+    """
+    from rooflax.http_client import BadAnswer, choices, event, part
+
+    is_whole = has_begun = False
+    for data in _events(reply):
+        has_begun = True
+        if data == b"[DONE]":
+            return
+        chunk = event(data)
+        if chunk.get("error") is not None:
+            _fail(chunk)
+        for choice in choices(chunk):
+            is_whole |= choice.get("finish_reason") is not None
+            delta = part(choice, "delta", dict)
+            thought = part(delta, "reasoning_content") or part(delta, "reasoning")
+            yield thought, part(delta, "content")
+    if not is_whole:
+        raise BadAnswer(f"the server's answer {'was cut' if has_begun else 'is no stream'}")
 
 
-def _reject(status: int, body: bytes) -> None:
+def _events(reply: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The data of server-sent events; each is one line."""
+    from rooflax.http_client import MOST_LINE, TOO_LONG, BadAnswer
+
+    rest = b""
+    for data in _body(reply):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > MOST_LINE:
+            raise BadAnswer(TOO_LONG)
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
+    """As it comes. http.client's own reading takes sizes of chunks below 0.
+
+    Raises:
+        BadAnswer: it is too long, or has no length that can be read.
+    """
+    from rooflax.http_client import BadAnswer, Chunks, most_of, too_long
+
+    if not reply.chunked and reply.length is None and reply.headers["content-length"] is not None:
+        raise BadAnswer("the server's answer has a Content-Length that is not a number")
+    chunks = Chunks() if reply.chunked else None
+    read = reply.read1 if chunks is None else reply.fp.read1
+    count, most = 0, most_of(reply.status)
+    while data := read(READ_BYTES):
+        count += len(data)
+        if count > most:
+            raise too_long(reply.status)
+        yield data if chunks is None else chunks.take(data)
+        if chunks is not None and chunks.is_whole:
+            return
+
+
+def _reject(reply: http.client.HTTPResponse) -> None:
+    from rooflax.http_client import reason
+
+    body = b"".join(_body(reply))
     try:
-        said = _message(json.loads(body))
-    except ValueError:
-        said = f"status {status}"
-    raise (EngineError if status >= 500 and status != 503 else RequestError)(said)
+        said = reason(json.loads(body))
+    except (ValueError, RecursionError):
+        said = None
+    status = reply.status
+    kind = EngineError if status >= 500 and status != 503 else RequestError
+    raise kind(said or f"status {status}")
 
 
-def _message(document: Any) -> str:
-    error = document.get("error") if isinstance(document, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    return str(said or "the server gives no reason")[:300]
+def _fail(chunk: dict[str, Any]) -> None:
+    from rooflax.http_client import reason
+
+    raise EngineError(reason(chunk) or "the server gives no reason")

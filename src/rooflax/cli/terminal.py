@@ -12,7 +12,8 @@ from typing import Any
 from rooflax.errors import RequestError
 
 DIM, PLAIN, CLEAR_LINE = "\033[2m", "\033[0m", "\r\033[K"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def say(line: str = "", *, is_faint: bool = False) -> None:
@@ -39,7 +40,7 @@ def write(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text without what could move a cursor or recolour a terminal."""
+    """Text without what could move a cursor or recolour a terminal, or is no Unicode."""
     return _CONTROL.sub("?", text)
 
 
@@ -50,7 +51,13 @@ def dim(text: str, stream: Any) -> str:
 
 def print_json(document: Any) -> None:
     """The one JSON document of a command."""
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json_text(document, indent=2, allow_nan=False))
+
+
+def json_text(document: Any, **how: Any) -> str:
+    """JSON in which only lone surrogates, which UTF-8 does not have, are escaped."""
+    text = json.dumps(document, ensure_ascii=False, **how)
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from rooflax.errors import RequestError
 
-CONNECT_S = 10.0
+CONNECT_S, ANSWER_S = 10.0, 3600.0
 MOST_HEAD, MOST_LINE, MOST_ERROR = 1 << 16, 1 << 20, 1 << 16
 """Bytes of headers, of an event's line, and of an answer that is an error."""
 MOST_BODY = 1 << 28
@@ -242,13 +242,14 @@ class Connection(asyncio.Protocol):
         """
         Raises:
             BadAnswer: what comes is no answer of HTTP, or too long.
-            OSError: the connection ended before the answer.
+            OSError: the connection ended before the answer, or it took over ANSWER_S.
         """
         self._expect()
         self._done = asyncio.get_running_loop().create_future()
         started = time.perf_counter()
         self._transport.write(request)
-        await self._done
+        async with asyncio.timeout(ANSWER_S):
+            await self._done
         assert self._head is not None
         status, headers = self._head
         if headers.get("connection", "").lower() == "close" or not self.is_open:

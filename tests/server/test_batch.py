@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -199,3 +200,11 @@ def test_an_output_that_cannot_be_one(tmp_path, capfd):
 
 def test_a_byte_order_mark_is_no_part_of_a_line(asked):
     assert asked(["\ufeff" + GOOD[0]])[0] == 0
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_without_end(asked, monkeypatch):
+    monkeypatch.setattr("rooflax.http_client.ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, said, found = asked(GOOD[:1], url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert code == 1 and found["r0"]["error"]["code"] == "connection_error"
+    assert said == "0 answered, 1 failed\n1 x TimeoutError\n"

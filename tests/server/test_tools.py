@@ -167,6 +167,7 @@ def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_pa
         ({"tools": [tool(), tool()]}, "tools", "invalid_value"),
         ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
         ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [tool("x\n")]}, "tools[0].function.name", "invalid_value"),
         ({"tools": [tool(str(i)) for i in range(129)]}, "tools", "invalid_value"),
         ({"tools": [tool(description="x" * 70_000)]}, "tools", "invalid_schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
@@ -331,7 +332,8 @@ def test_g3_schemas_that_cannot_be(live, schema):
     ("form", "fits"),
     [
         ({"regex": "(a+)+b"}, True), ({"regex": "["}, False), ({"regex": "(?<=a)b"}, False),
-        ({"regex": "x" * 100_000}, False), ({"grammar": 'start: start "a"'}, False),
+        ({"regex": "x" * 100_000}, False), ({"regex": "a\\"}, False), ({"regex": "a\\\\"}, True),
+        ({"grammar": 'start: start "a"'}, False),
         ({"grammar": "("}, False), ({"grammar": "start: nowhere"}, False), ({"grammar": ""}, False),
     ],
     ids=lambda form: str(form)[:40],
@@ -341,6 +343,27 @@ def test_g1_g2_regexes_and_grammars(live, form, fits):
     assert found.status_code == (200 if fits else 400), found.text
     if not fits:
         assert found.json()["error"]["param"] == "structured_outputs"
+
+
+SLASHES = [
+    ("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), (r"a\\\/b", r"a\/b"), ("//[/]", "///"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("regex", "text"), SLASHES)
+@pytest.mark.parametrize("tools", [{}, {"tools": [tool(strict=True)]}])
+def test_slashes_of_a_regex_may_be_escaped(live, scripted, regex, text, tools):
+    whole(live, structured_outputs={"regex": regex}, **tools)
+    params = scripted.asked[-1][1]
+    assert lets_through(scripted.llm, params, text)
+    assert not lets_through(scripted.llm, params, "b")
+
+
+def test_a_backslash_at_the_end_of_a_regex_escapes_nothing(live):
+    fields = {"tools": [tool()], "structured_outputs": {"regex": "a\\"}}
+    error = live.post(CHAT, {"messages": MESSAGES} | fields).json()["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs", "invalid_schema")
+    assert "backslash" in error["message"]
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rooflax.engine.sampling_params import check_regex
+from rooflax.errors import RequestError
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
 from rooflax.server.notation import Notation
@@ -17,6 +19,8 @@ from rooflax.server.notation import Notation
 Thinks = Literal["opened", "may", "not"]
 """The prompt's end has opened the reasoning; the answer may begin with it, or does not."""
 ANY_TEXT = "/(?s:.*)/"
+_BARE_SLASH = re.compile(r"(?P<escaped>(?<!\\)(?:\\\\)*)/")
+"""One that no backslash stands before, or that those before it do not escape."""
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SCALARS = ("integer", "number")
 _OF_TEXT = {"type", "minLength", "maxLength"}
@@ -221,7 +225,12 @@ def _form(form: Mapping[str, Any], beside: str) -> str:
     if kind == "json_schema":
         return f"%json {value if isinstance(value, str) else json.dumps(value)}"
     if kind == "regex":
-        return "/" + value.replace("/", r"\/") + "/"
+        try:
+            check_regex(value)
+        except RequestError as error:
+            said = str(error)
+            raise ApiError(said, code="invalid_schema", param="structured_outputs") from None
+        return "/" + _BARE_SLASH.sub(r"\g<escaped>\/", value) + "/"
     raise ApiError(
         f"A grammar or a choice does not go with {beside}; ask for a JSON schema or a regex, or "
         f"leave the {beside} out.",

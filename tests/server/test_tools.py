@@ -177,6 +177,12 @@ def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_pa
          "tool_choice", "invalid_value"),
         ({"tools": [tool()], "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
          "unsupported_value"),
+        *(
+            ({"tools": [tool(parameters=schema)], "tool_choice": "required"},
+             "tools[0].function.parameters", "invalid_schema")
+            for schema in ({"type": "integer"}, {"type": ["string", "null"]}, {"const": 1},
+                           {"enum": ["x"]})
+        ),
         ({"functions": []}, "functions", "unsupported_value"),
     ],
 )  # fmt: skip
@@ -345,6 +351,29 @@ def test_g1_g2_regexes_and_grammars(live, form, fits):
         assert found.json()["error"]["param"] == "structured_outputs"
 
 
+def test_g3_a_schema_may_have_a_thousand_properties_that_need_not_be_there(llm):
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(1000)}}
+    assert lets_through(llm, SamplingParams(json_schema=schema), '{"k500":1,"k501":2}')
+
+
+CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tools": [tool(parameters=CYCLE, strict=True)]}]
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_g3_parameters_that_refer_to_themselves_alone(live, path, fields):
+    fields = {"tools": [tool(parameters=CYCLE)], "messages": MESSAGES} | fields
+    if path != CHAT:
+        given = [{"type": "function", **each["function"]} for each in fields["tools"]]
+        fields = {"input": "x", **fields, "tools": given}
+        del fields["messages"]
+    found = live.post(path, fields)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"], error["code"]) == (400, "tools", "invalid_schema")
+
+
 SLASHES = [
     ("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), (r"a\\\/b", r"a\/b"), ("//[/]", "///"),
 ]  # fmt: skip
@@ -510,6 +539,21 @@ def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
     choice = tool_choice({"tools": [tool(strict=True)]}, HERMES)
     params = SamplingParams(grammar=choice.grammar({}, "not"))
     assert lets_through(llm, params, text) == fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {"type": "integer"}}}, {"anyOf": [{"type": "integer"}, {}]},
+     {"enum": ["x", {"a": 1}]}, {"$ref": "#/$defs/b", "$defs": {"b": {}}}],
+)  # fmt: skip
+def test_forced_arguments_are_an_object_whatever_the_schema_says(llm, schema):
+    tools = [tool(parameters=schema)]
+    for form in (None, {"json_schema": SCHEMA}):
+        choice = tool_choice({"tools": tools, "tool_choice": "required"}, HERMES)
+        params = SamplingParams(grammar=choice.grammar({}, "not", form))
+        assert lets_through(llm, params, written("look", arguments='{"a": 1}'))
+        for wrong in ("3", '"x"', "null"):
+            assert not lets_through(llm, params, written("look", arguments=wrong))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Grammar:
 
     def json(self, schema: Any) -> str:
         """JSON of a schema."""
-        return f"%json {json.dumps(schema or {'type': 'object'})}"
+        return f"%json {json.dumps(schema)}"
 
     def choice(self, several: Sequence[str]) -> str:
         return self.rule(" | ".join(several))
@@ -174,6 +174,11 @@ def _with_text(
     return f"({text} | {lead} {grammar.choice(heads)}{behind})"
 
 
+def _object(schema: Any) -> dict[str, Any]:
+    """A function's parameters, which are an object whatever else their schema allows."""
+    return {**(schema or {}), "type": "object"}
+
+
 def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
@@ -250,7 +255,7 @@ def _call(
         length = calls.id_length
         opened += f" /[A-Za-z0-9]{{{length}}}/ {grammar.text(calls.name_close)}"
     if calls.style == "json":
-        return f"{opened} {grammar.json(schema)} {grammar.text('}' + after)}"
+        return f"{opened} {grammar.json(_object(schema))} {grammar.text('}' + after)}"
     if calls.tags is not None:
         body = _any_tagged(grammar, calls.tags) if schema is None else (
             _tagged(grammar, calls, schema)
@@ -261,13 +266,13 @@ def _call(
         values = _Values(grammar, notation, schema or {})
         body = values.any_arguments() if schema is None else values.arguments()
         return f"{opened} {body} {grammar.text(after)}"
-    return f"{opened} {grammar.json(schema)} {grammar.text(after)}"
+    return f"{opened} {grammar.json(_object(schema))} {grammar.text(after)}"
 
 
 def _json_call(grammar: Grammar, calls: Calls, name: str, schema: Any) -> str:
     """One call as JSON of a schema."""
     key = calls.arguments_key
-    arguments = _moved(schema or {"type": "object"}, f"#/properties/{key}")
+    arguments = _moved(_object(schema), f"#/properties/{key}")
     pairs = {"name": {"const": name}, key: arguments}
     return grammar.json(
         {"type": "object", "properties": pairs, "required": ["name", key],

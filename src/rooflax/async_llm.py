@@ -20,7 +20,7 @@ from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import STEP_S, Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import Sequence, StepOutput
+from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.inputs import Prompt, as_params, as_prompts
@@ -328,7 +328,9 @@ class AsyncLLM:
     def _take(self, sample: Sample, output: StepOutput) -> Delta:
         delta = sample.take(output, self.llm.load_s, CompileCounts())
         if delta.completion is not None and delta.completion.error is not None:
-            raise EngineError(delta.completion.error)
+            said = delta.completion.error
+            is_forms = said.startswith((NO_CONTINUATION, ENDS_EARLY))
+            raise (RequestError if is_forms else EngineError)(said)
         if delta.completion is not None and output.finish_reason is None:
             self._thread.abort([output.sequence], "stop")  # a stop string ended it
         return delta

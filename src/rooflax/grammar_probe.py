@@ -30,6 +30,8 @@ WHITESPACE = " "
 own "x-guidance": {"whitespace_pattern": ...} wins."""
 MAX_LEXER_STATES = 25_000
 """About 2 kB each."""
+MAX_ITEMS_IN_ROW = 6_000
+"""Of the parser: four for each property that need not be there. A mask of so many takes 30 ms."""
 MOST_KEPT_BYTES = 32 << 20
 """What a compiled grammar may take, its first mask included; most take 2 MB."""
 
@@ -46,7 +48,9 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
         kind: a field of SamplingParams: "json_schema", "regex" or "grammar".
     """
     matcher = llguidance.LLMatcher
-    limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = llguidance.LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
+    )
     if kind == "json_schema":
         options: Any = {"whitespace_pattern": WHITESPACE}
         source = matcher.grammar_from_json_schema(text, defaults=options)

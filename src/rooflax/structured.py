@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import NO_CONTINUATION
 from rooflax.errors import QueueFull, RequestError, first_line
 from rooflax.loading.incremental import spelled_bytes
 
@@ -99,7 +100,7 @@ class GrammarConstraint:
             self._matcher.consume_token(token)
             place = self._look()
         except BaseException as fault:  # a library's panic is no Exception
-            why = f"The grammar has no valid continuation: {first_line(fault)}"
+            why = f"{NO_CONTINUATION}: {first_line(fault)}"
             place = _Place(np.zeros_like(self.mask), False, why)
         self._ahead.append((token, place))
         return place.mask
@@ -120,12 +121,12 @@ class GrammarConstraint:
         if is_complete or matcher.is_error():
             self._words[:] = 0
         if matcher.is_error():
-            error = f"The grammar has no valid continuation: {reason(matcher)}."
+            error = f"{NO_CONTINUATION}: {reason(matcher)}."
         words = self._words & grammars.known
         if error is None and words.tobytes() == grammars.no_words:  # faster than any()
             is_complete = may_end
             if not may_end:
-                error = "The grammar has no valid continuation: no token fits."
+                error = f"{NO_CONTINUATION}: no token fits."
         if may_end and error is None:
             np.bitwise_or.at(words.view(np.uint32), self._ends // 32, _bit(self._ends))
         return _Place(words[: grammars.num_mask_words], is_complete, error)

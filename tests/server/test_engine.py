@@ -242,6 +242,31 @@ def test_g5_a_schema_that_does_not_fit_is_cut(served):
     )  # fmt: skip
 
 
+def beyond_limits(end):
+    """A grammar that compiles; what is kept of it after it has failed lets nothing begin."""
+    names = [f"T{number}" for number in range(60)]
+    terminals = [rf"{name}: /(.*[a-f]).{{{name[1:]}}}{end}/" for name in names]
+    return {"grammar": "\n".join([f"start: ({'|'.join(names)})+", *terminals])}
+
+
+@both_apis
+@pytest.mark.parametrize("stream", [False, True])
+def test_g5_a_limit_that_a_form_exceeds_at_work_is_its_own_fault(served, caplog, path, stream):
+    form = beyond_limits(f"x{len(path)}{int(stream)}")
+    wanted = BODIES[path] | {"structured_outputs": form, "stream": stream}
+    with ThreadPoolExecutor(1) as other:
+        neighbour = other.submit(ask, served, COMPLETIONS, ignore_eos=True, max_tokens=60)
+        found = served.post(path, wanted | {"max_tokens": 60})
+        assert neighbour.result()["usage"]["completion_tokens"] == 60
+    if found.status_code == 200:
+        assert stream and "invalid_schema" in found.text.split("data: ", 1)[1], found.text
+    else:
+        error = found.json()["error"]
+        assert (found.status_code, error["code"]) == (400, "invalid_schema"), error
+        assert error["param"] == "structured_outputs"
+    assert "a request failed" not in caplog.text
+
+
 NEIGHBOURS = [{"prompt": PROMPT * k, "max_tokens": 20} for k in (1, 2, 3)]
 BAD_IDS = [(7 * k) % 900 + 100 for k in range(20)]
 

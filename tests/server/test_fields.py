@@ -184,7 +184,8 @@ def effect_salt(live, scripted, path):
 
 def effect_id(live, scripted, path):
     assert ask(live, path, request_id="abc")["id"].endswith("-abc")
-    assert live.post(path, PATHS[path][1] | {"request_id": "a b"}).status_code == 400
+    for wrong in ("a b", "abc\n"):
+        assert live.post(path, PATHS[path][1] | {"request_id": wrong}).status_code == 400
 
 
 def effect_max_tokens(name):
@@ -979,6 +980,8 @@ def test_tables_describe_themselves():
             field.name for field in table.fields.values() if field.policy != "rejected"
         }
         assert all(found["description"] for found in schema["properties"].values())
+        patterns = [found.get("pattern", "^$") for found in schema["properties"].values()]
+        assert all(each[0] == "^" and each[-1] == "$" for each in patterns)
 
 
 def test_the_page_of_the_docs_is_that_of_the_tables():

@@ -126,6 +126,8 @@ def deep_r1(name, arguments):
     return f"{DEEP}function{DEEP_SEP}{name}\n```json\n{arguments}\n```{DEEP_END}"
 
 
+MARKED = json.dumps({"x": 'a</tool_call>b"</tool_call>[TOOL_CALLS]<|end|>\\', "</tool_call>": "<"})
+CALL_F = '<tool_call>{"name": "f", "arguments": '
 GEMMA = "{city:QOslo {1}, 日本Q,deep:{a:null,b:true,c:[QxQ,-2.5]},n:3}"
 GEMMA_ARGUMENTS = json.dumps(
     {"city": "Oslo {1}, 日本", "deep": {"a": None, "b": True, "c": ["x", -2.5]}, "n": 3},
@@ -194,6 +196,8 @@ CASES = {
         (f"[TOOL_CALLS]look[ARGS]{HEAD}[TOOL_CALLS]see[ARGS]{{}}", "",
          call("look") + call("see", "{}")),
         (f"[TOOL_CALLS][{BODY}, {BODY}]", "", call("look") * 2),
+        (f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]see[ARGS]{{}}", "",
+         call("f", MARKED) + call("see", "{}")),
         ("[THINK]Hm.[/THINK]Yes.", "Yes.", thought("Hm.")),
     ],
     "mistral_list": [
@@ -254,10 +258,24 @@ CASES = {
         (f"{CHANNEL}analysis{MESSAGE}Hm.{NEXT}{TO_LOOK}", "", thought("Hm.") + call("look")),
         (f" to=functions.look{CHANNEL}commentary <|constrain|>json{MESSAGE}{HEAD}<|call|>", "",
          call("look")),
+        (f"{CHANNEL}commentary to=functions.f{MESSAGE}{MARKED}<|call|>", "", call("f", MARKED)),
         (f"{CHANNEL}commentary{MESSAGE}First.{NEXT}final{MESSAGE}Then.", "First.Then.", []),
     ],
 }  # fmt: skip
+IN_STRINGS = [
+    (f"{CALL_F}{MARKED}}}</tool_call> <tool_call>{BODY}</tool_call>.", ".",
+     call("f", MARKED) + call("look")),
+    (f'{CALL_F}{{"x": "a</tool_call>b', "b", call("f", '{"x": "a')),
+    (f'{CALL_F}{{"x": "a</tool_call>b" ', 'b" ', call("f", '{"x": "a')),
+    (f'{CALL_F}{{"x": "a</tool_call>\n<tool_call>{BODY}</tool_call> "b"', ' "b"',
+     call("f", '{"x": "a') + call("look")),
+    (f'{CALL_F}{{"x": 5</tool_call>"b", ', '"b", ', call("f", '{"x": 5')),
+    (f'{CALL_F}{{\\"x": "a</tool_call>b"}}', 'b"}', call("f", '{\\"x": "a')),
+]  # fmt: skip
+"""Marks in strings: one ends the call where the string does not end as one of JSON. The oracle
+takes all of them for marks."""
 ALL = [(name, *case) for name, cases in CASES.items() for case in cases]
+ALL += [("hermes", *case) for case in IN_STRINGS]
 
 
 @pytest.mark.parametrize(("name", "text", "content", "events"), ALL)
@@ -351,6 +369,25 @@ def test_g7_a_million_characters_take_linear_time(of_kind):
         for token in ids[half:]:
             reader.push(token)
         assert time.perf_counter() - started < 4 * first + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "unit"),
+    [
+        ("hermes", CALL_F + '{"x": "', "</tool_call>xyz"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"', '[TOOL_CALLS]f[ARGS]{\\"'),
+        ("mistral", "", '[TOOL_CALLS]f[ARGS]{",":":",":"'),
+        ("hermes", "", CALL_F + '{"x": "</tool_call>'),
+    ],
+)
+def test_g7_marks_in_strings_that_never_end_take_linear_time(of_kind, name, begun, unit):
+    tokenizer, took_s = of_kind("embedded"), []
+    for count in (4000, 16_000):
+        ids = tokenizer.encode(begun) + tokenizer.encode(unit) * count
+        started = time.perf_counter()
+        read(tokenizer, FORMATS[name], ids)
+        took_s.append(time.perf_counter() - started)
+    assert took_s[1] < 8 * took_s[0] + 1
 
 
 RUNS = "__import__('os').system('touch PATH')"

@@ -167,6 +167,7 @@ def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_pa
         ({"tools": [tool(), tool()]}, "tools", "invalid_value"),
         ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
         ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [tool("x\n")]}, "tools[0].function.name", "invalid_value"),
         ({"tools": [tool(str(i)) for i in range(129)]}, "tools", "invalid_value"),
         ({"tools": [tool(description="x" * 70_000)]}, "tools", "invalid_schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
@@ -176,6 +177,12 @@ def test_g7_code_and_quotes_in_arguments_stay_text(live, scripted, value, tmp_pa
          "tool_choice", "invalid_value"),
         ({"tools": [tool()], "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
          "unsupported_value"),
+        *(
+            ({"tools": [tool(parameters=schema)], "tool_choice": "required"},
+             "tools[0].function.parameters", "invalid_schema")
+            for schema in ({"type": "integer"}, {"type": ["string", "null"]}, {"const": 1},
+                           {"enum": ["x"]})
+        ),
         ({"functions": []}, "functions", "unsupported_value"),
     ],
 )  # fmt: skip
@@ -331,7 +338,8 @@ def test_g3_schemas_that_cannot_be(live, schema):
     ("form", "fits"),
     [
         ({"regex": "(a+)+b"}, True), ({"regex": "["}, False), ({"regex": "(?<=a)b"}, False),
-        ({"regex": "x" * 100_000}, False), ({"grammar": 'start: start "a"'}, False),
+        ({"regex": "x" * 100_000}, False), ({"regex": "a\\"}, False), ({"regex": "a\\\\"}, True),
+        ({"grammar": 'start: start "a"'}, False),
         ({"grammar": "("}, False), ({"grammar": "start: nowhere"}, False), ({"grammar": ""}, False),
     ],
     ids=lambda form: str(form)[:40],
@@ -341,6 +349,50 @@ def test_g1_g2_regexes_and_grammars(live, form, fits):
     assert found.status_code == (200 if fits else 400), found.text
     if not fits:
         assert found.json()["error"]["param"] == "structured_outputs"
+
+
+def test_g3_a_schema_may_have_a_thousand_properties_that_need_not_be_there(llm):
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(1000)}}
+    assert lets_through(llm, SamplingParams(json_schema=schema), '{"k500":1,"k501":2}')
+
+
+CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tools": [tool(parameters=CYCLE, strict=True)]}]
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_g3_parameters_that_refer_to_themselves_alone(live, path, fields):
+    fields = {"tools": [tool(parameters=CYCLE)], "messages": MESSAGES} | fields
+    if path != CHAT:
+        given = [{"type": "function", **each["function"]} for each in fields["tools"]]
+        fields = {"input": "x", **fields, "tools": given}
+        del fields["messages"]
+    found = live.post(path, fields)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"], error["code"]) == (400, "tools", "invalid_schema")
+
+
+SLASHES = [
+    ("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), (r"a\\\/b", r"a\/b"), ("//[/]", "///"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("regex", "text"), SLASHES)
+@pytest.mark.parametrize("tools", [{}, {"tools": [tool(strict=True)]}])
+def test_slashes_of_a_regex_may_be_escaped(live, scripted, regex, text, tools):
+    whole(live, structured_outputs={"regex": regex}, **tools)
+    params = scripted.asked[-1][1]
+    assert lets_through(scripted.llm, params, text)
+    assert not lets_through(scripted.llm, params, "b")
+
+
+def test_a_backslash_at_the_end_of_a_regex_escapes_nothing(live):
+    fields = {"tools": [tool()], "structured_outputs": {"regex": "a\\"}}
+    error = live.post(CHAT, {"messages": MESSAGES} | fields).json()["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs", "invalid_schema")
+    assert "backslash" in error["message"]
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -487,6 +539,21 @@ def test_what_the_grammar_of_strict_tools_lets_through(llm, text, fits):
     choice = tool_choice({"tools": [tool(strict=True)]}, HERMES)
     params = SamplingParams(grammar=choice.grammar({}, "not"))
     assert lets_through(llm, params, text) == fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {"type": "integer"}}}, {"anyOf": [{"type": "integer"}, {}]},
+     {"enum": ["x", {"a": 1}]}, {"$ref": "#/$defs/b", "$defs": {"b": {}}}],
+)  # fmt: skip
+def test_forced_arguments_are_an_object_whatever_the_schema_says(llm, schema):
+    tools = [tool(parameters=schema)]
+    for form in (None, {"json_schema": SCHEMA}):
+        choice = tool_choice({"tools": tools, "tool_choice": "required"}, HERMES)
+        params = SamplingParams(grammar=choice.grammar({}, "not", form))
+        assert lets_through(llm, params, written("look", arguments='{"a": 1}'))
+        for wrong in ("3", '"x"', "null"):
+            assert not lets_through(llm, params, written("look", arguments=wrong))
 
 
 @pytest.mark.parametrize(

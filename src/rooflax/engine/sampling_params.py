@@ -326,6 +326,20 @@ def _check_grammars(grammars: Mapping[str, Any]) -> None:
                 f"{name} has {size} bytes and may have {MAX_FORM_BYTES}; make it smaller.",
                 param=name,
             )
+        if name == "regex":
+            check_regex(text)
+
+
+def check_regex(regex: str) -> None:
+    """
+    Raises:
+        RequestError: its last sign escapes nothing, which a compiler may pass over.
+    """
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise RequestError(
+            "regex ends with a backslash that escapes nothing; drop it, or write two.",
+            param="regex",
+        )
 
 
 def _start(value: Any) -> str:

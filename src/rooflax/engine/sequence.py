@@ -20,6 +20,9 @@ NOT_FINITE = (
     "with `check`."
 )
 
+NO_CONTINUATION, ENDS_EARLY = "The grammar has no valid continuation", "The grammar is complete"
+"""How the errors begin that the caller's own schema, regex or grammar has caused."""
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -296,7 +299,7 @@ class Sequence:
         elif constraint.is_complete and self.num_output_tokens < self.params.min_tokens:
             self.finish(
                 "error",
-                f"The grammar is complete after {self.num_output_tokens} tokens "
+                f"{ENDS_EARLY} after {self.num_output_tokens} tokens "
                 f"and min_tokens is {self.params.min_tokens}; lower it.",
             )
         elif constraint.is_complete:

@@ -31,6 +31,7 @@ _HEAD = re.compile(
 )
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SAYS_TYPE = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _NOTABLE = re.compile(r'["\\{}\[\]]')
 
 
@@ -38,8 +39,8 @@ class ArgumentStream:
     """Follows one JSON object: gives its text as it is written, and nothing of what comes after."""
 
     def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped = 0, False, False
-        self.is_complete = False
+        self._depth, self._in_string, self.is_escaped = 0, False, False
+        self.is_complete = self._is_malformed = False
 
     @staticmethod
     def head(body: str) -> tuple[str, str] | None:
@@ -47,6 +48,11 @@ class ArgumentStream:
         this is not what is written, or not yet."""
         found = _HEAD.match(body)
         return (found["name"], found["rest"]) if found else None
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether what comes next stands in a string; no longer known behind what is no JSON."""
+        return self._in_string and not self._is_malformed
 
     def push(self, text: str) -> str:
         """The part of the text that belongs to the object."""
@@ -56,10 +62,10 @@ class ArgumentStream:
             text = text.lstrip()
         at = 0
         while True:
-            if self._is_escaped:
+            if self.is_escaped:
                 if at >= len(text):
                     return text
-                self._is_escaped = False
+                self.is_escaped = False
                 at += 1
             found = _NOTABLE.search(text, at)
             if found is None:
@@ -72,17 +78,65 @@ class ArgumentStream:
         """What a sign changes; whether it was the last."""
         if self._in_string:
             if sign == "\\":
-                self._is_escaped = True
+                self.is_escaped = True
             elif sign == '"':
                 self._in_string = False
         elif sign == '"':
             self._in_string = True
+        elif sign == "\\":
+            self._is_malformed = True
         elif sign in "{[":
             self._depth += 1
         elif sign in "}]":
             self._depth -= 1
             self.is_complete = self._depth <= 0
         return self.is_complete
+
+
+class StringEnd:
+    """Looks for the end of a string of JSON in what has been held back since within it.
+
+    Args:
+        mark: a text that has been read within the string, which may be a mark and no part of it.
+        is_escaped: its first sign is.
+    """
+
+    def __init__(self, mark: str, is_escaped: bool):
+        self.mark, self._parts, self._size = mark, list[str](), 0
+        self._is_escaped = is_escaped
+        self._end = 0
+        self.is_decided = False
+
+    @property
+    def text(self) -> str:
+        """All that was pushed."""
+        return "".join(self._parts)
+
+    @property
+    def size(self) -> int:
+        """How much of it belongs to the string; 0 if that does not end as one of JSON does."""
+        return self._end if self.is_decided else 0
+
+    def push(self, text: str) -> None:
+        at, begun = 0, self._size
+        self._parts.append(text)
+        self._size += len(text)
+        while not self._end and at < len(text):
+            if self._is_escaped:
+                self._is_escaped, at = False, at + 1
+                continue
+            found = _QUOTE_OR_ESCAPE.search(text, at)
+            if found is None:
+                return
+            at = found.end()
+            self._is_escaped = found[0] == "\\"
+            if not self._is_escaped:
+                self._end = begun + at
+        behind = text[at:].lstrip(" \t\r\n") if self._end else ""
+        if behind and not self.is_decided:
+            self.is_decided = True
+            if behind[0] not in ",:]}":
+                self._end = 0
 
 
 def may_be_call(body: str) -> bool:

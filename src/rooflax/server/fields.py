@@ -159,4 +159,6 @@ def _schema(field: Field) -> dict[str, Any]:
         found = {"type": "array", "items": field.type[0].schema()}
     else:
         found = msgspec.json.schema(field.type)
+    if "pattern" in found:  # in JSON Schema's regexes $ is the very end, and \Z is not known
+        found["pattern"] = found["pattern"].replace(r"\Z", "$")
     return {**found, "description": field.text}

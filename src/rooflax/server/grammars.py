@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rooflax.engine.sampling_params import check_regex
+from rooflax.errors import RequestError
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
 from rooflax.server.notation import Notation
@@ -17,6 +19,8 @@ from rooflax.server.notation import Notation
 Thinks = Literal["opened", "may", "not"]
 """The prompt's end has opened the reasoning; the answer may begin with it, or does not."""
 ANY_TEXT = "/(?s:.*)/"
+_BARE_SLASH = re.compile(r"(?P<escaped>(?<!\\)(?:\\\\)*)/")
+"""One that no backslash stands before, or that those before it do not escape."""
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SCALARS = ("integer", "number")
 _OF_TEXT = {"type", "minLength", "maxLength"}
@@ -81,7 +85,7 @@ class Grammar:
 
     def json(self, schema: Any) -> str:
         """JSON of a schema."""
-        return f"%json {json.dumps(schema or {'type': 'object'})}"
+        return f"%json {json.dumps(schema)}"
 
     def choice(self, several: Sequence[str]) -> str:
         return self.rule(" | ".join(several))
@@ -170,6 +174,11 @@ def _with_text(
     return f"({text} | {lead} {grammar.choice(heads)}{behind})"
 
 
+def _object(schema: Any) -> dict[str, Any]:
+    """A function's parameters, which are an object whatever else their schema allows."""
+    return {**(schema or {}), "type": "object"}
+
+
 def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
@@ -221,7 +230,12 @@ def _form(form: Mapping[str, Any], beside: str) -> str:
     if kind == "json_schema":
         return f"%json {value if isinstance(value, str) else json.dumps(value)}"
     if kind == "regex":
-        return "/" + value.replace("/", r"\/") + "/"
+        try:
+            check_regex(value)
+        except RequestError as error:
+            said = str(error)
+            raise ApiError(said, code="invalid_schema", param="structured_outputs") from None
+        return "/" + _BARE_SLASH.sub(r"\g<escaped>\/", value) + "/"
     raise ApiError(
         f"A grammar or a choice does not go with {beside}; ask for a JSON schema or a regex, or "
         f"leave the {beside} out.",
@@ -241,7 +255,7 @@ def _call(
         length = calls.id_length
         opened += f" /[A-Za-z0-9]{{{length}}}/ {grammar.text(calls.name_close)}"
     if calls.style == "json":
-        return f"{opened} {grammar.json(schema)} {grammar.text('}' + after)}"
+        return f"{opened} {grammar.json(_object(schema))} {grammar.text('}' + after)}"
     if calls.tags is not None:
         body = _any_tagged(grammar, calls.tags) if schema is None else (
             _tagged(grammar, calls, schema)
@@ -252,13 +266,13 @@ def _call(
         values = _Values(grammar, notation, schema or {})
         body = values.any_arguments() if schema is None else values.arguments()
         return f"{opened} {body} {grammar.text(after)}"
-    return f"{opened} {grammar.json(schema)} {grammar.text(after)}"
+    return f"{opened} {grammar.json(_object(schema))} {grammar.text(after)}"
 
 
 def _json_call(grammar: Grammar, calls: Calls, name: str, schema: Any) -> str:
     """One call as JSON of a schema."""
     key = calls.arguments_key
-    arguments = _moved(schema or {"type": "object"}, f"#/properties/{key}")
+    arguments = _moved(_object(schema), f"#/properties/{key}")
     pairs = {"name": {"const": name}, key: arguments}
     return grammar.json(
         {"type": "object", "properties": pairs, "required": ["name", key],

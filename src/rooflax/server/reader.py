@@ -15,6 +15,7 @@ from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import (
     ArgumentStream,
     Call,
+    StringEnd,
     calls_of,
     may_be_call,
     notation_calls,
@@ -29,6 +30,8 @@ Kind = Literal["content", "reasoning", "call", "arguments", "call_end"]
 _TAIL_TOKENS = 32
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
                   "<|call|>", "<|return|>")  # fmt: skip
+_AGAIN = 64
+"""Characters that are read at once where some are read a second time."""
 _LONGEST_HEAD = 512
 """Characters within which a call must have said its name to be streamed."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -85,6 +88,7 @@ class Reader:
         self._longest = max(map(len, self._marks), default=0)
         self._firsts = frozenset(mark[0] for mark in self._marks)
         self._pending = ""  # text that may be the beginning of a mark
+        self._doubt: StringEnd | None = None  # text from a mark on that may be a part of a string
         self._region = "content"
         self._has_content = self._trims = False
         self._space, self._space_at = "", 0  # white space that may turn out to stand before a call
@@ -185,6 +189,11 @@ class Reader:
 
     def _read(self, text: str, *, is_last: bool) -> None:
         """Goes from mark to mark."""
+        if self._doubt is not None:
+            self._doubt.push(text)
+            if self._doubt.is_decided or is_last:
+                self._resolve(self._doubt, is_last=is_last)
+            return
         if not self._pending and self._firsts.isdisjoint(text):
             self._take(text)  # as most tokens: no mark begins in it
             return
@@ -197,8 +206,27 @@ class Reader:
                 self._take(text[:size])
                 return
             self._take(text[:at])
+            stream = self._call.stream if self._call is not None else None
+            if stream is not None and stream.is_in_string:
+                self._doubt = StringEnd(mark, stream.is_escaped)
+                self._read(text[at:], is_last=is_last)
+                return
             text = text[at + len(mark) :]
             self._turn(mark)
+
+    def _resolve(self, doubt: StringEnd, *, is_last: bool) -> None:
+        """Reads on where a mark may stand in a string of a call's arguments: it does where the
+        string ends behind it as one of JSON, else the mark is one and the call is no JSON."""
+        self._doubt = None
+        text, begun = doubt.text, doubt.size or len(doubt.mark)
+        if doubt.size:
+            self._take(text[:begun])
+        else:
+            self._turn(doubt.mark)
+        for at in range(begun, len(text), _AGAIN):
+            self._read(text[at : at + _AGAIN], is_last=False)
+        if is_last:
+            self._read("", is_last=True)
 
     def _watched(self) -> tuple[str, ...]:
         """The marks that mean something here."""
@@ -359,6 +387,7 @@ class _OpenCall:
         close: ends it; without one the message does.
         has_close: that is a part of it.
         is_none: what was pushed cannot be a call.
+        stream: the arguments that are being streamed, once there are some.
     """
 
     def __init__(self, calls: Calls, mark: str, before: str, at: int, name: str | None = None):
@@ -373,12 +402,12 @@ class _OpenCall:
         self.is_none = False
         self._num_before = len(self._parts)
         self._name, self._seeks = name, calls.style in ("json", "named")
-        self._stream: ArgumentStream | None = None
+        self.stream: ArgumentStream | None = None
 
     @property
     def is_certain(self) -> bool:
         """It cannot turn out to be content."""
-        return self._stream is not None
+        return self.stream is not None
 
     @property
     def _body(self) -> str:
@@ -386,7 +415,7 @@ class _OpenCall:
 
     def push(self, text: str) -> list[Event]:
         found: list[Event] = []
-        if self._stream is None:
+        if self.stream is None:
             self._parts.append(text)
             if not self._seeks:
                 return []
@@ -397,9 +426,9 @@ class _OpenCall:
                 self.is_none = self._is_bare and not may_be_call(body)
                 return []
             name, text, identity = begun
-            self._stream = ArgumentStream()
+            self.stream = ArgumentStream()
             found.append(Event("call", name, id=identity))
-        piece = self._stream.push(text)
+        piece = self.stream.push(text)
         if piece:
             found.append(Event("arguments", piece))
         return found
@@ -423,8 +452,8 @@ class _OpenCall:
         self, is_cut: bool, schemas: Mapping[str, object]
     ) -> tuple[list[Event], int, str | None]:
         """Its last events, how many calls are complete, and the raw text if it is no call."""
-        if self._stream is not None:
-            return [Event("call_end", "")], int(self._stream.is_complete), None
+        if self.stream is not None:
+            return [Event("call_end", "")], int(self.stream.is_complete), None
         found: list[Call] = []
         if not is_cut and self._name is not None:  # of harmony, without a body
             found = [Call(self._name, "{}")]

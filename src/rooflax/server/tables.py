@@ -17,7 +17,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# \Z: before a last line break there is a match of $ as well.
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 TokenIds = list[Whole]
 JsonObject = dict[str, Any]
 
@@ -88,7 +89,7 @@ SAMPLING = (
     Field("timings_per_token", bool, "timings so far, named as llama.cpp's, in every object"),
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     Field(
-        "request_id", Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")],
+        "request_id", Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")],
         "the end of the answer's id",
     ),
     Field("structured_outputs", STRUCTURED, "what the text must look like"),

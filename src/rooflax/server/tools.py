@@ -140,6 +140,14 @@ def _check(tools: Sequence[Mapping[str, Any]]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ApiError(f"Two tools are named {twice!r}; name each once.", param="tools")
+    for number, tool in enumerate(tools):
+        if not _may_be_object(tool["function"].get("parameters", {})):
+            param = f"tools[{number}].function.parameters"
+            raise ApiError(
+                f"{param} allows no object, and a function's arguments are one; say type: object.",
+                code="invalid_schema",
+                param=param,
+            )
     size = len(json.dumps(tools).encode())
     if size > MAX_SCHEMA_BYTES:
         raise ApiError(
@@ -147,6 +155,17 @@ def _check(tools: Sequence[Mapping[str, Any]]) -> None:
             code="invalid_schema",
             param="tools",
         )
+
+
+def _may_be_object(schema: Mapping[str, Any]) -> bool:
+    """Whether the schema itself, without what it refers to, has room for an object."""
+    kind = schema.get("type")
+    if isinstance(kind, str | list) and kind != "object" and "object" not in kind:
+        return False
+    if "const" in schema and not isinstance(schema["const"], dict):
+        return False
+    values = schema.get("enum")
+    return not isinstance(values, list) or any(isinstance(value, dict) for value in values)
 
 
 def _named(choice: Mapping[str, Any], known: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ class GrammarConstraint:
             self._matcher.consume_token(token)
             place = self._look()
         except BaseException as fault:  # a library's panic is no Exception
-            why = f"{NO_CONTINUATION}: {first_line(fault)}"
+            why = f"The grammar failed: {first_line(fault)}"
             place = _Place(np.zeros_like(self.mask), False, why)
         self._ahead.append((token, place))
         return place.mask

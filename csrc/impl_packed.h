@@ -186,9 +186,10 @@ struct Int8Tile {
 // A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
 // its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large. Of
 // codes of four bits, the products with int8 over `kTogether` of these parts of a group add up in 16 bits.
+// Sixteen outputs' scales take `kScaleBytes`.
 
 struct Int8Group {
-  static constexpr int64_t kLines = 8, kParts = 1;
+  static constexpr int64_t kLines = 8, kParts = 1, kScaleBytes = 32;
   static I16 Unsigned(U16 codes, int64_t) { return As<I16>(codes ^ 0x80808080u); }
   static F16 Scale(const void* scales, int64_t block) {
     return LoadWide(static_cast<const Half*>(scales) + block * kPanel);
@@ -196,7 +197,7 @@ struct Int8Group {
 };
 
 struct Int4Group {
-  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 2;
+  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 2, kScaleBytes = 32;
   static I16 Unsigned(U16 codes, int64_t part) {
     return As<I16>((part == 0 ? codes : codes >> 4) & 0x0f0f0f0fu);
   }
@@ -204,7 +205,7 @@ struct Int4Group {
 };
 
 struct Mxfp4Group {
-  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 1;
+  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 1, kScaleBytes = 16;
   // Twice the value of e2m1, which is whole, plus 12.
   static I16 Unsigned(U16 codes, int64_t part) {
     alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -223,7 +224,8 @@ struct Mxfp4Group {
 
 template <typename Group>
 struct GroupTile {
-  static int64_t PanelBytes(int64_t stride) { return stride / kGroup * Group::kLines * 64; }
+  static constexpr int64_t kGroupBytes = Group::kLines * 64;
+  static int64_t PanelBytes(int64_t stride) { return stride / kGroup * kGroupBytes; }
 
   static constexpr int64_t Panels(int64_t rows) {
     return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
@@ -317,6 +319,16 @@ struct GroupTile {
   }
 #endif
 
+  // Scales of the groups whose codes are fetched; as further places that memory is read from, they come
+  // late otherwise.
+  template <int64_t P>
+  ROOFLAX_INLINE static void FetchScales(const void* scales, int64_t block, int64_t apart) {
+    for (int64_t p = 0; p < P; ++p) {
+      const int64_t further = block + p * apart + kStreamAhead / kGroupBytes;
+      __builtin_prefetch(static_cast<const uint8_t*>(scales) + further * Group::kScaleBytes);
+    }
+  }
+
   template <int64_t M, int64_t P, typename Fetch>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Fetch fetch) {
     const int64_t groups = a.stride / kGroup, panel_bytes = PanelBytes(a.stride);
@@ -332,9 +344,10 @@ struct GroupTile {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t block = panel * groups + g;
       I16 sums[P][M];
-      Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * Group::kLines * 64,
-                 apart * panel_bytes, fetch.template Ahead<P>(g * Group::kLines * 64, panel_bytes, apart),
-                 sums);
+      if constexpr (kFarApart && M == 1) FetchScales<P>(a.w_scale, block, apart * groups);
+      const int64_t ahead = fetch.template Ahead<P>(g * kGroupBytes, panel_bytes, apart);
+      Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * kGroupBytes, apart * panel_bytes,
+                 ahead, sums);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const F16 scale = Group::Scale(a.w_scale, block + p * apart * groups);

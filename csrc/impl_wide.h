@@ -12,7 +12,7 @@ constexpr int64_t kRegisters = 4, kStreams = 1;
 #endif
 constexpr bool kFarApart = kStreams > 1;
 // Bytes ahead that are fetched in each of several places: the processor itself fetches further.
-constexpr int64_t kStreamAhead = 512;
+constexpr int64_t kStreamAhead = 1024;
 
 typedef uint16_t H16 __attribute__((vector_size(32)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));

@@ -1,5 +1,5 @@
 """How long models of full depth compile for an H200 that is not there: generate's two programs, and
-all that a server warms up but the scoring of prompts.
+all that a server warms up.
 
     PYTHONPATH=src .venv-gpu/bin/python tools/gpu_start.py [--only NAME ...]
 
@@ -29,10 +29,11 @@ def programs(model: str, format: str | None) -> dict[str, list[tuple[str, tuple]
         return (gpu_steps.Step("", model, format, kind, (), greedy), None, *how)
 
     server = Buckets.of_server(
-        SLOTS, gpu_steps.CONTEXT, gpu_steps.CHUNK, reads_in_place=True, pads=False
+        SLOTS, gpu_steps.CONTEXT, gpu_steps.CHUNK, reads_in_place=True, pads=True
     )
     kinds = {"step": "prefill", "decode": "decode"}
-    every = [
+    every = [("scored", one("scored", 1, greedy=False))]
+    every += [
         (str(s), one(kinds[s.kind], s.sequences, s.tokens, greedy=False)) for s in server.shapes()
     ]
     return {"generate": [(kind, one(kind)) for kind in ("prefill", "decode")], "server": every}

@@ -20,7 +20,7 @@ from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.rope import RopeTable
 from rooflax.nn.storage import Storage, matmul_shape
 from rooflax.nn.weights import assemble
-from rooflax.ops import sampling_columns
+from rooflax.ops import sampling_columns, tiles
 from rooflax.ops.sampling import TokenCounts
 from rooflax.ops.weights import class_of
 
@@ -37,7 +37,8 @@ ROWS = (
     ("llama-3.1-8b", None), ("llama-3.1-8b", "w8a16"), ("llama-3.1-8b", "w4a16"),
     ("qwen2.5-0.5b", None), ("qwen3-8b", "w4a16"), ("gpt-oss-20b", "mxfp4-a16"),
 )  # fmt: skip
-MAX_STEPS, CONTEXT, CHUNK, BLOCK = 32, 4096, 512, 16
+MAX_STEPS, CONTEXT, BLOCK = 32, 4096, tiles.block_size("gpu")
+CHUNK = tiles.prefill_chunk("gpu")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def program(
     )
     how: dict[str, Any] = {"options": ExecutionOptions(), "shards": None}
     run = steps.run_step
+    if step.kind == "scored":
+        run = steps.scored
     if step.kind == "decode":
         run, how = steps.decode, {**how, "max_steps": MAX_STEPS}
     return partial(run, **how), (model, (cache, TokenCounts(*seen)), given)  # type: ignore[arg-type]

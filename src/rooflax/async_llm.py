@@ -78,7 +78,7 @@ class AsyncLLM:
         max_num_seqs: sequences that run at once; None is 16.
         max_waiting: sequences that may wait beyond those; more are rejected with QueueFull.
         max_tokens_per_step: prompt tokens and decoding sequences of one step; None is what takes at
-            most 0.3 s, up to 512.
+            most 0.3 s, up to 512, on a GPU up to 2,048.
         kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.
         report: is told of each program as warm-up has it.
         max_pieces_per_s: of all streams together; what comes faster is merged. None is no limit.

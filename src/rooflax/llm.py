@@ -416,6 +416,7 @@ class LLM:
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_dtype=self.plan.kv_dtype,
+            prefill_chunk=self.plan.prefill_chunk,
             prefix_caching=self.prefix_caching,
             speculation=speculation,
             mesh=self.mesh,

@@ -484,7 +484,7 @@ def test_beams_that_cannot_run_together_are_known_before():
 @pytest.mark.parametrize("max_tokens", [100, 1024, 5000, 131072])
 @pytest.mark.parametrize("slots", [1, 3, 16, 64])
 def test_buckets_of_a_server_are_few_and_hold_everything(pads, in_place, max_tokens, slots):
-    budget = max(slots, min(512, max_tokens))
+    budget = max(slots, min(2048 if pads and in_place else 512, max_tokens))
     buckets = Buckets.of_server(slots, max_tokens, budget, reads_in_place=in_place, pads=pads)
     assert len(set(buckets.shapes())) == len(buckets.shapes()) <= 9
     for rows in range(1, slots + 1):
@@ -507,12 +507,13 @@ def test_prompts_are_cut_so_that_padded_buckets_are_full():
     assert Buckets((16,), **how).worth_running(10, 70) == 70  # padding costs little here
 
 
-def test_computed_over_requested_tokens_where_buckets_pad():
+@pytest.mark.parametrize("budget", [512, 2048])
+def test_computed_over_requested_tokens_where_buckets_pad(budget):
     """A serving run as on a GPU: decode rows, and prompts of 1 to 200 tokens that keep coming."""
-    buckets = Buckets.of_server(16, 1024, 512, reads_in_place=True, pads=True)
+    buckets = Buckets.of_server(16, 1024, budget, reads_in_place=True, pads=True)
     blocks = BlockManager((None,), (1 + 16 * 64,), 16, prefix_caching=False)
     scheduler = Scheduler(
-        blocks, num_slots=16, token_budget=512, prefill_chunk=512, decode_steps=1,
+        blocks, num_slots=16, token_budget=budget, prefill_chunk=budget, decode_steps=1,
         worth_running=buckets.worth_running,
     )  # fmt: skip
     state = np.random.RandomState(0)

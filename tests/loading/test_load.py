@@ -152,6 +152,16 @@ def test_the_workspace_grows_by_no_less_than_the_compiled_step(variant, key, sma
     assert 0 < more_real - real <= more_planned - planned
 
 
+@pytest.mark.parametrize("model", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_workspace_holds_every_program_of_a_server(model, rows):
+    plan = make_plan(f"preset:{model}", max_num_seqs=rows)
+    how = {"num_slots": rows, "max_tokens": plan.max_model_len}
+    engine = Engine(load_plan(plan), plan.options, **how)
+    engine.warm_up_all()
+    assert 0 < engine.temporary_bytes() <= plan.memory.workspace
+
+
 def test_what_does_not_fit_is_rejected_with_the_arithmetic(folder):
     info = model_info(folder)
     need = estimate(info.config, storage=Storage(), kv_dtype="float32", rows=1, tokens=64)

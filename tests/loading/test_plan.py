@@ -211,6 +211,18 @@ def test_a_server_has_the_blocks_that_were_planned(monkeypatch):
     assert blocks_of(given)[0] == (9, 9)
 
 
+@pytest.mark.parametrize(("platform", "chunk"), [("cpu", 512), ("gpu", 2048), ("tpu", 512)])
+def test_tokens_of_a_prompt_in_a_step(monkeypatch, platform, chunk):
+    """What is asked for with a server; what a prompt gets by itself; what a step takes."""
+    monkeypatch.setattr(accelerator, "platform", lambda: platform)
+    plan = make_plan("preset:gpt2-large", max_model_len=1024)
+    assert plan.prefill_chunk == plan.max_tokens_per_step == min(chunk, 1024)
+    plan = make_plan("preset:llama-3.1-8b", max_model_len=8192)
+    asked = [plan.serving(max_tokens_per_step=n, num_blocks=(999,)) for n in (None, 100, 4096)]
+    found = [(p.prefill_chunk, p.max_tokens_per_step) for p in asked]
+    assert found == [(chunk, chunk), (100, 100), (chunk, 4096)]
+
+
 def test_a_server_without_room_is_rejected_before_it_is_loaded(monkeypatch):
     name = "preset:gpt-oss-tiny"
     need = make_plan(name, max_num_seqs=1).memory

@@ -73,12 +73,16 @@ class Buckets:
 
         Args:
             reads_in_place: the cost of attention follows what a sequence sees, whatever its table's
-                length; otherwise short contexts have shapes of their own.
+                length; otherwise short contexts have shapes of their own. Where padding is
+                computed, too, this is an accelerator: up to 128 tokens cost it about what reading
+                the weights does, and its compiler takes long, so that there are few shapes.
             lists: parts of the list of tokens, each of which may hold a whole budget.
         """
         contexts = (1024, max_tokens) if not reads_in_place and max_tokens > 1024 else (max_tokens,)
-        smallest = (2 if len(contexts) == 1 else 8) * bucket(num_slots, 16)
-        factor = 2 if pads and len(contexts) == 1 else 4
+        on_accelerator = pads and reads_in_place
+        few = on_accelerator or len(contexts) > 1
+        smallest = (8 if few else 2) * bucket(num_slots, 16)
+        factor = 2 if pads and not few else 4
         tokens = [token_budget]
         while tokens[0] > smallest:
             tokens.insert(0, max(smallest, ceil_div(tokens[0], factor * 16) * 16))

@@ -29,10 +29,10 @@ from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.offloading import AnyModel
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, MOST_DECODE_STEPS
+from rooflax.nn.layout import MOST_DECODE_STEPS
 from rooflax.nn.mesh import shards_of
 from rooflax.nn.pooler import Pooler
-from rooflax.ops.accelerator import block_size
+from rooflax.ops import accelerator
 
 STEP_S = 0.3
 """A server's steps take at most about this long: its prompts are cut to what fits."""
@@ -58,7 +58,7 @@ class Engine:
         num_slots: sequences that run at once.
         max_tokens: longest context of any sequence, prompt included.
         kv_dtype: of the KV cache.
-        prefill_chunk: most tokens of one prompt in a step.
+        prefill_chunk: most tokens of one prompt in a step; None is the platform's.
         token_budget: most tokens of a step; None is a prefill chunk, or one token for every slot.
         step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
             no limit.
@@ -79,7 +79,7 @@ class Engine:
         num_slots: int,
         max_tokens: int,
         kv_dtype: str = "float32",
-        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
         token_budget: int | None = None,
         step_s: float | None = None,
         num_blocks: tuple[int, ...] | None = None,
@@ -101,7 +101,11 @@ class Engine:
         if runs_whole:
             prefill_chunk, step_s = max_tokens, None
             token_budget = max(token_budget or 0, max_tokens)
-        chunk = min(prefill_chunk, max_tokens) if options.use_cache else max_tokens
+        chunk = (
+            min(prefill_chunk or accelerator.prefill_chunk(), max_tokens)
+            if options.use_cache
+            else max_tokens
+        )
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
         steps = steps if pooler is None else 1
         if not options.use_cache:
@@ -143,7 +147,7 @@ class Engine:
         return BlockManager(
             self.runner.windows,
             self.runner.num_blocks,
-            block_size(),
+            accelerator.block_size(),
             prefix_caching=self._prefix_caching,
             state_rows=self.runner.state_rows,
         )
@@ -213,8 +217,8 @@ class Engine:
             if not self.scheduler.can_ever_run(sequence):
                 raise RequestError(
                     f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
-                    f"cache of {self.runner.num_blocks} blocks of {block_size()} cannot; lower "
-                    f"max_tokens.",
+                    f"cache of {self.runner.num_blocks} blocks of "
+                    f"{accelerator.block_size()} cannot; lower max_tokens.",
                     param="max_tokens",
                 )
 
@@ -350,6 +354,7 @@ class Engine:
             rows=self.num_slots,
             tokens=self.max_tokens,
             chunk=self.scheduler.prefill_chunk,
+            step_tokens=self._most_tokens,
             drafter=self.speculation.num_bytes,
         )
 
@@ -598,7 +603,7 @@ class Engine:
     def _set_gauges(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics
         metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
-        metrics.block_size = block_size()
+        metrics.block_size = accelerator.block_size()
         metrics.blocks_used = scheduler.blocks.num_used
         metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]
         metrics.num_preemptions = scheduler.num_preemptions

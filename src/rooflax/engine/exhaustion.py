@@ -34,6 +34,7 @@ def sentence(
     rows: int,
     tokens: int,
     chunk: int,
+    step_tokens: int,
     drafter: int = 0,
 ) -> str:
     """What an operator needs to know.
@@ -42,12 +43,13 @@ def sentence(
         kv_cache: bytes of all blocks.
         drafter: bytes of a model that drafts.
         rows, tokens, chunk: sequences at once, their longest context, tokens of a prompt in a step.
+        step_tokens: the most of a step.
     """
     parts = {
         "`quantize` (weights": model.weights_bytes,
         "max_model_len or max_num_seqs (KV cache": kv_cache,
         "max_tokens_per_step (workspace, at most": workspace_bytes(
-            model.config, rows, tokens, chunk
+            model.config, rows, tokens, chunk, step_tokens
         ),
     }
     if drafter:

@@ -22,6 +22,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, copy_blocks
 from rooflax.nn.layers import unstack_layers
+from rooflax.nn.layout import SCORED_AT_ONCE
 from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
@@ -454,10 +455,6 @@ def _of_tokens(batch: Batch, tokens: Int[Array, " B"], positions: Int[Array, " B
         context_lens=positions + batch.query_lens,
         query_positions=positions,
     )
-
-
-SCORED_AT_ONCE = 256
-"""Tokens whose logits exist at the same time while scoring."""
 
 
 class StepFunctions:

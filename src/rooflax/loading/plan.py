@@ -39,7 +39,6 @@ from rooflax.nn.execution import (
     parse_bytes,
 )
 from rooflax.nn.layout import (
-    DEFAULT_PREFILL_CHUNK,
     MOST_DECODE_STEPS,
     SNAPSHOT_BYTES,
     blocks_needed,
@@ -158,9 +157,14 @@ class Plan:
             max_tokens: of each of them; None is the plan's longest context.
             num_blocks: of the KV cache; None is enough for all sequences.
         """
+        widths = self._widths(num_seqs, max_tokens, shards)
+        at_once = widths["rows"] * widths["tokens"]
+        if self.options.use_cache:
+            at_once = min(at_once, max(self.max_tokens_per_step, widths["rows"]))
         need = estimate(
             self.info.config,
-            **self._widths(num_seqs, max_tokens, shards),
+            **widths,
+            step_tokens=at_once,
             max_model_len=self.max_model_len,
             num_blocks=num_blocks,
             draft_tokens=self.num_draft_tokens,
@@ -181,6 +185,7 @@ class Plan:
             "kv_dtype": self.kv_dtype,
             "rows": num_seqs or self.max_num_seqs,
             "tokens": max_tokens or self.max_model_len,
+            "prefill_chunk": self.prefill_chunk,
             "shards": shards or self.shards,
         }
 
@@ -209,15 +214,16 @@ class Plan:
         """The plan of a server, whose KV cache is allocated once.
 
         Args:
-            max_tokens_per_step: prompt tokens and decoding sequences of one step; None is 512.
+            max_tokens_per_step: prompt tokens and decoding sequences of one step; None is 512, on a
+                GPU 2,048.
             num_blocks: of the KV cache, per layer group; None is enough for all sequences, or for
                 as many as fit into half of the memory that is free beside the weights.
 
         Raises:
             RequestError: not even one sequence of `max_model_len` fits, with the arithmetic.
         """
-        per_step = max(max_tokens_per_step or DEFAULT_PREFILL_CHUNK, self.max_num_seqs)
-        chunk = min(per_step, DEFAULT_PREFILL_CHUNK, self.max_model_len)
+        per_step = max(max_tokens_per_step or accelerator.prefill_chunk(), self.max_num_seqs)
+        chunk = min(per_step, accelerator.prefill_chunk(), self.max_model_len)
         plan = replace(self, prefill_chunk=chunk, max_tokens_per_step=per_step)
         if num_blocks is not None:
             num_groups = len(self.info.config.groups.windows)
@@ -332,6 +338,7 @@ def make_plan(
             offline=offline,
             ignore_config_keys=ignore_config_keys,
         )
+    chunk = min(accelerator.prefill_chunk(), length)
     plan = Plan(
         info=info,
         storage=storage,
@@ -339,8 +346,8 @@ def make_plan(
         options=offloaded if offloading and offloading.streamed else options,
         max_model_len=length,
         max_num_seqs=int(num_seqs),
-        prefill_chunk=min(DEFAULT_PREFILL_CHUNK, length),
-        max_tokens_per_step=max(min(DEFAULT_PREFILL_CHUNK, length), int(num_seqs)),
+        prefill_chunk=chunk,
+        max_tokens_per_step=max(chunk, int(num_seqs)),
         mesh=mesh,
         shards=shards,
         offloading=offloading,

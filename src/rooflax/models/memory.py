@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rooflax.errors import RequestError
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
-from rooflax.nn.layout import DEFAULT_PREFILL_CHUNK, blocks_needed, num_snapshots
+from rooflax.nn.layout import SCORED_AT_ONCE, blocks_needed, num_snapshots
 from rooflax.nn.shards import Shards, config_on, part_sizes
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator
@@ -43,7 +43,8 @@ def estimate(
     rows: int,
     tokens: int,
     max_model_len: int | None = None,
-    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
+    step_tokens: int | None = None,
     num_blocks: tuple[int, ...] | None = None,
     shards: Shards = ONE_DEVICE,
     draft_tokens: int = 0,
@@ -54,6 +55,8 @@ def estimate(
         storage: at which width each weight will be kept.
         rows: sequences that run at once.
         tokens: longest context of each.
+        prefill_chunk: the most tokens of one prompt in a step; None is the platform's.
+        step_tokens: the most of a step; None is a chunk, or one for every row.
         max_model_len: rows of the RoPE table; the model's own by default.
         num_blocks: of the KV cache per layer group; None is enough for all rows.
         shards: of a mesh, which need not be here.
@@ -68,7 +71,8 @@ def estimate(
         storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
         for slot in config.first(layers).slots()
     )
-    chunk = min(prefill_chunk, tokens)
+    chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
+    step_tokens = step_tokens or max(rows, chunk)
     if num_blocks is None:
         num_blocks = plan_blocks(
             config,
@@ -89,7 +93,7 @@ def estimate(
     return MemoryEstimate(
         weights=weights + rope_bytes(config, max_model_len),
         kv_cache=kv_cache,
-        workspace=workspace_bytes(config, rows, tokens, chunk, shards),
+        workspace=workspace_bytes(config, rows, tokens, chunk, step_tokens, shards),
     )
 
 
@@ -166,7 +170,7 @@ def padding(
     kv_dtype: str,
     rows: int,
     tokens: int,
-    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> dict[str, int]:
     """Of what `estimate` counts, the bytes that only fill sizes up to tiles and parts (ops.tiles).
@@ -178,7 +182,8 @@ def padding(
     Raises:
         RequestError: a split that leaves a remainder.
     """
-    block_size, chunk = accelerator.block_size(), min(prefill_chunk, tokens)
+    block_size = accelerator.block_size()
+    chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     in_heads = in_blocks = 0
@@ -205,11 +210,18 @@ def padding(
 
 
 def workspace_bytes(
-    config: Decoder, rows: int, tokens: int, chunk: int, shards: Shards = ONE_DEVICE
+    config: Decoder,
+    rows: int,
+    tokens: int,
+    chunk: int,
+    step_tokens: int,
+    shards: Shards = ONE_DEVICE,
 ) -> int:
-    """The largest intermediates of a step of `rows` x `chunk` tokens; an upper estimate."""
+    """The largest intermediates of a step of `step_tokens` tokens, of each of `rows` sequences up
+    to `chunk`; an upper estimate."""
     rows = rows // shards.data if rows % shards.data == 0 else rows
-    chunk = chunk // shards.sequence if chunk % shards.sequence == 0 else chunk
+    if chunk % shards.sequence == 0 and step_tokens % shards.sequence == 0:
+        chunk, step_tokens = chunk // shards.sequence, step_tokens // shards.sequence
     scores_stay = PAGED.preferred(None).reads_blocks  # in the kernel
     scores = 0 if scores_stay else config.num_heads // shards.tensor * chunk * tokens * 4
     widths = {axis: size for axis, size in config.axis_sizes.items() if axis.endswith("mlp")}
@@ -218,9 +230,9 @@ def workspace_bytes(
     heads = config.num_heads * config.head_dim  # latent attention's are wide
     mlp = max(heads, *widths.values()) // shards.tensor
     per_layers = config.per_layer.width * config.num_layers if config.per_layer else 0  # not split
-    hidden = chunk * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
-    logits = 3 * config.vocab_size * 4
-    return rows * (2 * scores + hidden + logits)
+    hidden = step_tokens * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
+    logits = max(3 * rows, 2 * min(SCORED_AT_ONCE, chunk)) * config.vocab_size * 4
+    return rows * 2 * scores + hidden + logits
 
 
 def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:

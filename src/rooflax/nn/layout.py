@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-DEFAULT_PREFILL_CHUNK = 512
-"""The most tokens of one prompt in a step."""
 MOST_DECODE_STEPS = 32
 """The most decode steps in a dispatch, if the caller does not say how many."""
+SCORED_AT_ONCE = 256
+"""Tokens whose logits exist at the same time while scoring."""
 STATE = 0
 """Stands for the window of layers that keep no K and V but a state of fixed size per sequence.
 Their group's blocks are rows, each one sequence's state in all of these layers."""

@@ -24,6 +24,11 @@ def block_size() -> int:
     return tiles.block_size(platform())
 
 
+def prefill_chunk() -> int:
+    """The most tokens of one prompt in a step here, if the caller does not say how many."""
+    return tiles.prefill_chunk(platform())
+
+
 def cache_width(head_dim: int) -> int:
     """Elements that a token's head takes in the KV cache here."""
     return tiles.cache_width(head_dim, platform())

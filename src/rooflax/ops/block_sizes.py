@@ -59,6 +59,11 @@ def of(kernel: str, shape: Shape, rule: Sizes, candidates: Sequence[Sizes]) -> S
     return answer if answer in others else rule
 
 
+def are_asked_for() -> bool:
+    """Whether a trial or a recording is under way, which a program traced before would not see."""
+    return _asked.get() is not None or _trial.get() is not None
+
+
 def rounded_up(size: int) -> int:
     """The power of two that holds a size: sizes up to it share an answer."""
     return 1 << max(size - 1, 0).bit_length()

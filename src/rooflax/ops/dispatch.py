@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
+import jax
+
 from rooflax.errors import RequestError
-from rooflax.ops import accelerator, native
+from rooflax.ops import accelerator, block_sizes, native
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ def what_ran(asked: str | None) -> dict[str, list[Ran]]:
     return {name: list(ran) for (name, other), ran in _record.items() if other == asked}
 
 
+@cache
+def _shared(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Traced and lowered once for all layers of a program whose arguments have the same shapes: a
+    kernel may take seconds, and XLA inlines the call."""
+    return jax.jit(run)
+
+
 class Operation:
     """An operation and its backends.
 
@@ -86,7 +96,10 @@ class Operation:
         """
         ran = self.choose(implementation, *args, **kwargs)
         _record.setdefault((self.name, implementation), {})[ran] = None
-        return self.backend(ran.implementation).run(*args, **kwargs)
+        run = self.backend(ran.implementation).run
+        if ran.implementation == "pallas" and not block_sizes.are_asked_for():
+            run = _shared(run)
+        return run(*args, **kwargs)
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Ran:
         """What runs for these arguments, of which it looks at shapes and types."""

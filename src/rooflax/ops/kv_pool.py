@@ -58,6 +58,7 @@ class QuantizedPool:
 PoolLeaf = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PlainPool:
     """A plain array, with the verbs of `QuantizedPool` and no scales."""

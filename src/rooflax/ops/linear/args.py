@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from rooflax.ops.real_rows import NumRows
 from rooflax.ops.weights import Stacked, Stored, taken
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LinearArgs:
     """y = prologue(x) @ w + bias + residual, of rows.
@@ -35,7 +36,7 @@ class LinearArgs:
     prologue: Prologue | None = None
     residual: Float[Array, "rows out"] | None = None
     num_rows: NumRows = None
-    dtype: Any = jnp.float32
+    dtype: Any = field(default=jnp.float32, metadata={"static": True})
 
     @property
     def matrix(self) -> Stored:

@@ -6,22 +6,26 @@ fields instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import jax
 from jaxtyping import Array, Float
 
 from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
 from rooflax.ops.weights import Stacked, taken
 
+STATIC = {"static": True}
 
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Norm:
     """RMSNorm; with a bias LayerNorm."""
 
     weight: Float[Array, " hidden"] | Stacked
     bias: Float[Array, " hidden"] | Stacked | None = None
-    eps: float = 1e-5
+    eps: float = field(default=1e-5, metadata=STATIC)
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         weight, bias = taken(self.weight), taken(self.bias)
@@ -30,23 +34,25 @@ class Norm:
         return layer_norm(x, weight, bias, eps=self.eps)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Activation:
     """One of ops.activation by its name; gated ones take [..., 2, mlp], gate and up."""
 
-    name: str
-    gated: bool = False
+    name: str = field(metadata=STATIC)
+    gated: bool = field(default=False, metadata=STATIC)
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*batch mlp"]:
         return gated(self.name, x) if self.gated else ACTIVATIONS[self.name](x)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ClampedSwiglu:
     """GPT-OSS's gate, from [..., 2, mlp]."""
 
-    alpha: float = 1.702
-    limit: float = 7.0
+    alpha: float = field(default=1.702, metadata=STATIC)
+    limit: float = field(default=7.0, metadata=STATIC)
 
     @property
     def gated(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from rooflax.ops.real_rows import NumRows
 from rooflax.ops.weights import Stacked, Stored, Weight, as_weight, taken
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
     """One matmul of all experts: a stack of matrices, and of biases.
@@ -41,6 +42,7 @@ class Experts:
         return bias.reshape(bias.shape[0], -1)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoeArgs:
     """The arguments of `experts`, checked."""
@@ -50,9 +52,9 @@ class MoeArgs:
     expert_weights: Float[Array, "tokens chosen"]
     up: Experts
     down: Experts
-    activation: Callable[[jax.Array], jax.Array]
+    activation: Callable[[jax.Array], jax.Array] = field(metadata={"static": True})
     norm: Norm | None = None
-    method: str = "grouped"
+    method: str = field(default="grouped", metadata={"static": True})
     num_tokens: NumRows = None
     residual: Float[Array, "tokens hidden"] | None = None
 

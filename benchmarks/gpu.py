@@ -20,11 +20,13 @@ are for the peers. `--packages FOLDER` is where transformers lies if the machine
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -110,6 +112,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
+            start_new_session=True,  # so that what it has started ends with it
         )
 
     def line(self, case: Case, limit_s: float) -> Figures:
@@ -118,8 +121,6 @@ class Process:
         self.is_new = False
         task = asdict(case)
         task["arguments"].setdefault("implementation", None)
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
         said = b""
         try:
             self.popen.stdin.write(json.dumps(task).encode() + b"\n")
@@ -146,8 +147,12 @@ class Process:
         return (lines or ["no reason given"])[-1][:400]
 
     def end(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            with contextlib.suppress(BrokenPipeError):  # of a case that it did not read
+                pipe.close()
 
     @property
     def is_alive(self) -> bool:
@@ -184,17 +189,20 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
         sys.stderr.write(f"{line['seconds']:6.1f} s  {line['name']}: {state}\n")
 
     with (out / "log.txt").open("a+b") as log:
-        for case in given:
-            if left() < LEAST_S:
-                written(case, {"name": case.name, "seconds": 0, "failed": "no time was left"})
-                continue
-            line = run(case)
-            if "failed" in line and case.job in HAS_XLA and left() > LEAST_S:
+        try:
+            for case in given:
+                if left() < LEAST_S:
+                    late = {"name": case.name, "seconds": 0, "failed": "no time was left"}
+                    written(case, late)
+                    continue
+                line = run(case)
+                if "failed" in line and case.job in HAS_XLA and left() > LEAST_S:
+                    written(case, line)
+                    line = run(with_xla(case)) | {"fell_back": line["failed"]}
                 written(case, line)
-                line = run(with_xla(case)) | {"fell_back": line["failed"]}
-            written(case, line)
-        if process is not None:
-            process.end()
+        finally:
+            if process is not None:
+                process.end()
 
 
 def with_xla(case: Case) -> Case:
@@ -209,13 +217,14 @@ def joined(own: dict[str, str], more: dict[str, str]) -> dict[str, str]:
 
 def environment(out: Path, dry: bool, packages: Path | None) -> dict[str, str]:
     """Of every case: one cache of programs, and the compiler that JAX would not find."""
-    cache = out.resolve() / "cache"
+    cache, tuned = out.resolve() / "cache", "xla_gpu_per_fusion_autotune_cache_dir"
+    (cache / tuned).mkdir(parents=True, exist_ok=True)
     own = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": tuned,
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }

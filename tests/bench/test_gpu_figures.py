@@ -66,7 +66,6 @@ def test_the_whole_dry_run(tmp_path):
     assert last["ceilings"]["result"]["read_gb_per_s"] > 0
     assert ("(XLA: the kernel failed)" in table) != kernels
     assert "| decode llama-3.1-8b int4 | decode |" in table
-    assert "| prefill bf16 by 8 | prefill |" in table
     flags = last["command buffers for loops, int4, 4 layers"]["environment"]["xla_flags"]
     assert flags.endswith("+WHILE,+CONDITIONAL")
     assert any((tmp_path / "cache").glob("*-cache"))
@@ -76,19 +75,11 @@ def test_every_kind_of_case_is_in_the_dry_run():
     """But for torch's and transformers' where they are not installed."""
 
     def kinds(tiny):
-        """Jobs, and what they are given beside sizes."""
-        given = gpu_list.cases(tiny)
-        return {(c.job, *sorted(k for k in c.arguments if k not in PEERS_OWN)) for c in given}
+        """Jobs with what they are given, if not its value."""
+        return {(case.job, *sorted(case.arguments)) for case in gpu_list.cases(tiny)}
 
-    PEERS_OWN = ("implementation",)
-    here = {
-        job
-        for job, name in (("torch", "torch"), ("transformers", "transformers"))
-        if importlib.util.find_spec(name)
-    }
-    missing = {
-        kind for kind in kinds(False) - kinds(True) if kind[0] not in {*gpu_list.PEERS} - here
-    }
+    absent = {job for job in gpu_list.PEERS if importlib.util.find_spec(job) is None}
+    missing = {kind for kind in kinds(tiny=False) - kinds(tiny=True) if kind[0] not in absent}
     assert not missing
 
 

@@ -206,7 +206,7 @@ def run_job(name: str) -> None:
 
 
 def _cold_and_warm(
-    job: Job, work: Workload, read: ReadCeiling = lambda: Ceiling(0.0, 0.0, "none")
+    job: Job, work: Workload, read: ReadCeiling = lambda: Ceiling(0.0, 0.0, "none", 0)
 ) -> tuple[Row, list[Trial]]:
     """The job's first run, warm-up until nothing compiles, and its trials."""
     with count_compilations() as compiled:

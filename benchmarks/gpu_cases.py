@@ -1,5 +1,7 @@
 """The GPU kernels on a device, each against its reference first and timed then; the race that
 interpretation cannot see; and what the device allows.
+
+What is called more than once is jitted by itself, so that it is lowered once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from benchmarks.gpu_models import _one
 
+_one = jax.jit(_one, static_argnums=(1, 2, 3, 4))
 Figures = dict[str, Any]
 PATTERN = {"window": 1024, "first": 64, "stride": 8, "block": 128}
 TINY_PATTERN = {"window": 20, "first": 8, "stride": 3, "block": 32}
@@ -53,20 +56,45 @@ def compared(found: Any, wanted: Any, tolerance: float) -> Figures:
     return {"error": error, "tolerance": tolerance}
 
 
-def seconds_each(function: Callable[..., Any], first: Any, *rest: Any, times: int = 20) -> float:
-    """Of one of many calls in one program, so that dispatching is no part of it."""
+def seconds_each(
+    function: Callable[..., Any],
+    first: Any,
+    *rest: Any,
+    state: tuple[Any, ...] = (),
+    times: int = 20,
+    chained: int = 8,
+    repeats: int = 5,
+) -> float:
+    """Of one of many calls in one program, so that dispatching is no part of it. Between two calls
+    there is one more launch, which makes the one wait for the other.
+
+    Args:
+        state: what a call writes in place: arguments and results behind the first.
+        chained: calls of one turn of the loop, whose own launches are then a small part.
+    """
     from rooflax.bench.timing import best_of, timed
 
-    def many(first: Any, rest: Any) -> Any:
-        def one(_: Any, total: Any) -> Any:
-            some = function(first + (0 * total).astype(first.dtype), *rest)
-            return total + some.ravel()[0].astype(jnp.float32)
+    call = jax.jit(function)
 
-        return jax.lax.fori_loop(0, times, one, jnp.float32(0))
+    def many(first: Any, state: Any, rest: Any) -> Any:
+        def turn(_: Any, carried: Any) -> Any:
+            total, state = carried
+            for _ in range(chained):
+                found = call(first + (0 * total).astype(first.dtype), *state, *rest)
+                some, state = (found[0], found[1:]) if state else (found, state)
+                total += some.ravel()[0].astype(jnp.float32)
+            return total, state
+
+        return jax.lax.fori_loop(0, times, turn, (jnp.float32(0), state))[0]
 
     run = jax.jit(many)
-    timed(run, first, rest)
-    return best_of(run, first, rest, repeats=5) / times
+    timed(run, first, state, rest)
+    return best_of(run, first, state, rest, repeats=repeats) / (times * chained)
+
+
+def few(tiny: bool) -> dict[str, int]:
+    """Calls of `seconds_each`; on a CPU they show that it works."""
+    return {"times": 1, "chained": 1, "repeats": 1} if tiny else {}
 
 
 def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) -> Figures:
@@ -75,7 +103,7 @@ def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) 
     from rooflax.ops.linear import linear
     from rooflax.ops.weights import Stacked, Stored, as_weight
 
-    (inner, outer), members = (96, 224) if tiny else (4096, 14336), 2 if tiny else 8
+    (inner, outer), members = (96, 224) if tiny else (4096, 14336), 2 if tiny else 16
     x = jax.random.normal(jax.random.key(1), (rows, inner), jnp.bfloat16)
     sizes = ((members,), (inner,), (outer,))
     if format in FORMATS:
@@ -90,15 +118,12 @@ def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) 
     with as_a_gpu():
         run = jax.jit(lambda a, i, w: linear(a, Stacked(w, i), implementation=name))
         row = compared(run(x, jnp.int32(1), w).astype(jnp.float32), wanted, 2**-7)
-        if tiny:
-            return row
 
         def all_members(x: Any, w: Any) -> Any:
-            each = (Stacked(w, jnp.int32(i)) for i in range(members))
-            found = [linear(x, one, implementation=name) for one in each]
+            found = [run(x, jnp.int32(i), w) for i in range(members)]
             return sum(found[1:], start=found[0])
 
-        seconds = seconds_each(all_members, x, w)
+        seconds = seconds_each(all_members, x, w, **few(tiny) | {"chained": 1})
     return row | {"read_gb_per_s": w.nbytes / seconds / 1e9, "seconds": seconds / members}
 
 
@@ -150,15 +175,13 @@ def attention_case(
     )
     given = (*pools, paging, args)
     with jax.default_matmul_precision("highest"):
-        q32 = q.astype(jnp.float32)
-        wanted = paged_attention(q32, *given, implementation="reference")
+        exact = jax.jit(partial(paged_attention, implementation="reference"))
+        wanted = exact(q.astype(jnp.float32), *given)
     with as_a_gpu():
         run = jax.jit(partial(paged_attention, implementation=implementation or "pallas"))
         tolerance = 2**-7 if queries > 1 else 1e-4  # weights are rounded for the tensor cores
         row = compared(run(q, *given).astype(jnp.float32), wanted, tolerance)
-        if tiny:
-            return row
-        row["seconds"] = seconds_each(run, q, *given)
+        row["seconds"] = seconds_each(run, q, *given, **few(tiny))
     if queries == 1 and window is None and not patterned:
         row["read_gb_per_s"] = size / row["seconds"] / 1e9
     return row
@@ -206,31 +229,33 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
         for pool, a in zip(pools, (k, v), strict=True)
     ]
     q = q[0].reshape(rows, -1, head_dim).astype(jnp.float32)
-    exact = attention(q, *wanted, sequences, args, implementation="reference")
+    exact = jax.jit(partial(attention, implementation="reference"))(q, *wanted, sequences, args)
     with as_a_gpu():
         run = jax.jit(partial(attention_step, implementation="pallas"))
         out, *found = run(new, *pools, sequences, args)
         row = compared(out.astype(jnp.float32), exact, 2**-7)
         for pool, other in zip(found, wanted, strict=True):
             compared(pool.astype(jnp.float32), other.astype(jnp.float32), 2**-8)
-        if not tiny:
 
-            def again(qkv: Any, *rest: Any) -> Any:
-                return run(replace(new, qkv=qkv), *rest)[0]
+        def again(qkv: Any, *rest: Any) -> Any:
+            return run(replace(new, qkv=qkv), *rest)
 
-            row["seconds"] = seconds_each(again, qkv, *pools, sequences, args)
+        many = {"state": tuple(pools), **few(tiny)}
+        row["seconds"] = seconds_each(again, qkv, sequences, args, **many)
     return row
 
 
 def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None) -> Figures:
-    """GPT-OSS's shapes, or tiny ones."""
+    """GPT-OSS's shapes, or tiny ones; and the choice of experts, which has a kernel, too."""
     from rooflax.ops.linear.prologue import ClampedSwiglu
     from rooflax.ops.moe import experts, route
 
     count, chosen, size = (4, 2, 64) if tiny else (32, 4, 2880)
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (tokens, size), jnp.bfloat16)
-    ids, shares = route(jax.random.normal(keys[1], (tokens, count)), chosen)
+    logits = jax.random.normal(keys[1], (tokens, count))
+    routes = jax.jit(route, static_argnames=("experts_per_token", "implementation"))
+    ids, shares = routes(logits, experts_per_token=chosen, implementation="xla")
     if kind == "bfloat16":
         up = _one(keys[2], "normal", (count, size, 2, size), kind, 0.02)
         down = _one(keys[3], "normal", (count, size, size), kind, 0.02)
@@ -242,14 +267,16 @@ def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None)
     run = partial(experts, activation=ClampedSwiglu())
     with jax.default_matmul_precision("highest"):
         head = (x[:some].astype(jnp.float32), ids[:some], shares[:some], *weights)
-        wanted = run(*head, implementation="reference")
+        wanted = jax.jit(partial(run, implementation="reference"))(*head)
     with as_a_gpu():
-        run = jax.jit(partial(run, implementation=implementation or "pallas"))
+        name = implementation or "pallas"
+        same, theirs = routes(logits, experts_per_token=chosen, implementation=name)
+        compared(same, ids, 0.0)
+        compared(theirs, shares, 1e-5)
+        run = jax.jit(partial(run, implementation=name))
         found = run(x, ids, shares, *weights)[:some]
         row = compared(found.astype(jnp.float32), wanted, 2**-6)
-        if tiny:
-            return row
-        seconds = seconds_each(run, x, ids, shares, *weights)
+        seconds = seconds_each(run, x, ids, shares, *weights, **few(tiny))
     total = sum(a.nbytes for a in jax.tree.leaves((up, down)))
     touched = len(set(ids.reshape(-1).tolist())) / count
     return row | {"seconds": seconds, "read_gb_per_s": total * touched / seconds / 1e9}
@@ -297,20 +324,15 @@ def race(stages: int, tiny: bool, implementation: str | None) -> Figures:
 
 
 def ceilings(tiny: bool, implementation: str | None) -> Figures:
-    """Bytes a second of a copy, and bfloat16 products of random numbers, with the loop inside one
-    program: a buffer of 1 GiB with its dispatch reads 5 to 10% low."""
+    """What `rooflax bench` compares with, for the types that models multiply."""
     del implementation
-    from rooflax.bench.timing import best_of, timed
+    from rooflax.bench.ceilings import DEVICE_MATRIX, ceiling_reader, device_reader
 
-    length, size, turns = (1 << 18, 128, 2) if tiny else (1 << 31, 8192, 20)
-    buffer = jax.lax.iota(jnp.int32, length)
-    copies = jax.jit(lambda x: jax.lax.fori_loop(0, turns, lambda i, x: x ^ i, x))
-    timed(copies, buffer)
-    copied = 2 * buffer.nbytes * turns / best_of(copies, buffer, repeats=5)
-    del buffer
-    a, b = (jax.random.normal(jax.random.key(k), (size, size), jnp.bfloat16) for k in (0, 1))
-    scale = jnp.bfloat16(size**-0.5)
-    products = jax.jit(lambda a, b: jax.lax.fori_loop(0, turns, lambda _, a: (a @ b) * scale, a))
-    timed(products, a, b)
-    rate = 2 * size**3 * turns / best_of(products, a, b, repeats=5)
-    return {"buffer_bytes": 4 * length, "copy_gb_per_s": copied / 1e9, "flops_per_s": rate}
+    rates = {}
+    for dtype in ("bfloat16", "int8", "float32"):
+        read = device_reader(1 << 20, 128, dtype) if tiny else ceiling_reader(0, dtype)
+        found = read()
+        rates[dtype] = found.flops_per_s
+        del read
+    row = {"matrix": 128 if tiny else DEVICE_MATRIX, "flops_per_s": rates}
+    return row | {"read_gb_per_s": found.read_gb_per_s, "buffer_bytes": found.buffer_bytes}

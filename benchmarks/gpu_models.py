@@ -31,12 +31,14 @@ def model(
     precision: Figures,
     options: Figures | None = None,
     layers: int | None = None,
+    chunk: int | None = None,
     implementation: str | None = None,
 ) -> Figures:
     """One row of `rooflax bench`, with weights drawn on the device.
 
     Args:
         layers: how many of the preset's; None is all.
+        chunk: the most tokens of a prompt in a step; None is the engine's default.
         implementation: of every operation, where the kernels failed.
     """
     from rooflax.bench.measure import measure
@@ -44,9 +46,9 @@ def model(
     from rooflax.models.presets import PRESETS
     from rooflax.nn.execution import ExecutionOptions, Precision
 
-    with weights_on_device():
+    with weights_on_device(), prompts_by(chunk) as chunks:
+        shape = PRESETS.get(model, {})
         if layers is not None:
-            shape = PRESETS[model]
             model = f"{model}, {layers} layers"
             PRESETS[model] = {**shape, "num_hidden_layers": layers}
         row = Workload(f"preset:{model}", **work, precision=Precision(**precision))
@@ -54,7 +56,29 @@ def model(
         row = replace(row, options=ExecutionOptions(**{**(options or {}), **named}))
         found = measure(row)
     found.pop("tokens")
-    return found
+    return {**found, "prefill_chunk": chunks[-1], "all_layers": shape["num_hidden_layers"]}
+
+
+@contextlib.contextmanager
+def prompts_by(chunk: int | None) -> Iterator[list[int]]:
+    """Engines take prompts by so many tokens a step; gives what each of them has taken."""
+    from rooflax import llm
+
+    chunks: list[int] = []
+    build = llm.Engine
+
+    def engine(*given: Any, **how: Any) -> Any:
+        if chunk is not None:
+            how |= {"prefill_chunk": chunk, "token_budget": None}
+        made = build(*given, **how)
+        chunks.append(made.scheduler.prefill_chunk)
+        return made
+
+    llm.Engine = engine
+    try:
+        yield chunks
+    finally:
+        llm.Engine = build
 
 
 @contextlib.contextmanager
@@ -153,42 +177,28 @@ def transformers(tiny: bool, work: Figures, implementation: str | None = None) -
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-    from benchmarks.gpu_torch import clock, rates
-    from rooflax.models.presets import PRESETS
+    from benchmarks.gpu_torch import compiled, rates, shape, target
 
-    name = "llama-3.2-1b" if tiny else "llama-3.1-8b"
-    raw = {**PRESETS[name], **(TINY_LLAMA if tiny else {})}
-    raw = {k: v for k, v in raw.items() if k not in ("model_type", "rope_scaling")}
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    raw = shape(tiny)
+    given = {k: v for k, v in raw.items() if k not in ("model_type", "rope_scaling")}
+    device, dtype = target()
     with torch.device(device):
         torch.set_default_dtype(dtype)
-        net = LlamaForCausalLM(LlamaConfig(**raw)).eval()
+        net = LlamaForCausalLM(LlamaConfig(**given)).eval()
         torch.set_default_dtype(torch.float32)
-    prompt_tokens, new = work["prompt_tokens"], work["output_tokens"]
-    prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
-    step = torch.compile(net.forward, mode="reduce-overhead", fullgraph=True) if on_gpu else net
+    cache = StaticCache(
+        config=net.config, max_cache_len=work["prompt_tokens"] + work["output_tokens"]
+    )
 
-    wait = clock(on_gpu)
+    def run(tokens: Any, at: Any) -> Any:
+        found = net(
+            input_ids=tokens,
+            past_key_values=cache,
+            cache_position=at,
+            position_ids=at[None],
+            logits_to_keep=1,
+        )
+        return found.logits[:, -1:].argmax(-1)
 
-    @torch.inference_mode()
-    def trial() -> tuple[float, float]:
-        cache = caches[0]
-        cache.reset()
-        start = wait()
-        logits = net(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
-        token, first = logits[:, -1:].argmax(-1), wait()
-        for at in range(prompt_tokens, prompt_tokens + new - 1):
-            place = torch.tensor([at], device=device)
-            torch.compiler.cudagraph_mark_step_begin()
-            found = step(
-                input_ids=token.clone(),
-                past_key_values=cache,
-                cache_position=place,
-                position_ids=place[None],
-            )
-            token = found.logits[:, -1:].argmax(-1)
-        return first - start, wait() - first
-
-    caches = [StaticCache(config=net.config, max_cache_len=prompt_tokens + new)]
-    return rates(trial, tiny, work)
+    read = sum(p.nbytes for n, p in net.named_parameters() if "embed_tokens" not in n)
+    return rates(run, compiled(run), cache.reset, raw, read, work)

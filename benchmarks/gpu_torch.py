@@ -2,13 +2,15 @@
 
 As gpt-fast does it (github.com/meta-pytorch/gpt-fast): a static cache, one compiled step with CUDA
 graphs; int8 with a scale per output, upcast inside the product that Inductor makes; int4 with a
-bfloat16 scale and zero per output and 32 inputs, by torch's own kernel. Weights are drawn.
+bfloat16 scale and zero per output and 32 inputs, by torch's own kernel. Weights are drawn. Clock,
+counts and shares are those of `rooflax bench`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 GROUP, TILES_OF_K = 32, 8
 """Inputs of a scale of int4, and how torch's kernel packs them."""
 Figures = dict[str, Any]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Int8(nn.Module):
@@ -66,6 +69,17 @@ class Int4(nn.Module):
 LINEAR = {8: Int8, 4: Int4}
 
 
+class Cache(nn.Module):
+    """Keys and values of a layer; memory of their own, so that a step writes them in place."""
+
+    def __init__(self, shape: tuple[int, ...], device: str, dtype: torch.dtype):
+        super().__init__()
+        self.k: Tensor
+        self.v: Tensor
+        for name in "kv":
+            self.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype))
+
+
 class Llama(nn.Module):
     """Of a preset's sizes.
 
@@ -97,13 +111,13 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(drawn(raw["vocab_size"], hidden))
         self.head = linear(drawn(raw["vocab_size"], hidden))
         ones = torch.ones(2 * layers + 1, hidden, device=device, dtype=dtype)
-        shape = (layers, 2, 1, self.kv_heads, context, self.head_dim)
+        size = (1, self.kv_heads, context, self.head_dim)
+        self.cache = nn.ModuleList(Cache(size, device, dtype) for _ in range(layers))
         half = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         angles = torch.arange(context, device=device)[:, None] / raw["rope_theta"] ** half
         for name, value in {
             "norms": ones,
-            "cache": torch.zeros(shape, device=device, dtype=dtype),
-            "turns": torch.polar(torch.ones_like(angles), angles),
+            "turns": torch.stack([angles.cos(), angles.sin()], dim=-1),
             "keys": torch.arange(context, device=device),
         }.items():
             self.register_buffer(name, value)
@@ -116,7 +130,7 @@ class Llama(nn.Module):
         """
         x = self.embedding(tokens)
         seen = (self.keys[None] <= at[:, None])[None, None]
-        turns = torch.view_as_real(self.turns)[at]
+        turns = self.turns[at]
         for number, layer in enumerate(self.layers):
             h = layer["qkv"](self.normed(x, 2 * number))
             x = x + layer["o"](self.attend(h, self.cache[number], at, seen, turns))
@@ -124,20 +138,28 @@ class Llama(nn.Module):
             x = x + layer["down"](F.silu(gate) * up)
         return self.head(self.normed(x[:, -1:], len(self.norms) - 1))
 
+    def weight_bytes(self) -> int:
+        """That a token reads, without its row of the embedding."""
+        return sum(
+            buffer.nbytes
+            for name, buffer in self.named_buffers()
+            if name not in ("turns", "keys") and not name.startswith("cache")
+        )
+
     def normed(self, x: Tensor, number: int) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.norms[number], self.eps)
 
-    def attend(self, qkv: Tensor, cache: Tensor, at: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, cache: Any, at: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
         q, k, v = (
             part.transpose(1, 2)
             for part in qkv.unflatten(-1, (-1, self.head_dim)).split(
                 (self.heads, self.kv_heads, self.kv_heads), dim=2
             )
         )
-        cache[0, :, :, at] = rotated(k, turns)
-        cache[1, :, :, at] = v
+        cache.k[:, :, at] = rotated(k, turns)
+        cache.v[:, :, at] = v
         out = F.scaled_dot_product_attention(
-            rotated(q, turns), cache[0], cache[1], attn_mask=seen, enable_gqa=True
+            rotated(q, turns), cache.k, cache.v, attn_mask=seen, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(2)
 
@@ -149,64 +171,140 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
 
 
-def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None = None) -> Figures:
-    """Batch 1, greedy: tokens a second of a prompt, eager, and of decoding, compiled."""
-    del implementation
+def shape(tiny: bool) -> Figures:
+    """The config.json of what peers compute."""
     from benchmarks.gpu_models import TINY_LLAMA
     from rooflax.models.presets import PRESETS
 
-    raw = {**PRESETS["llama-3.1-8b"], **(TINY_LLAMA if tiny else {})}
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    prompt_tokens, new = work["prompt_tokens"], work["output_tokens"]
+    return {**PRESETS["llama-3.1-8b"], **(TINY_LLAMA if tiny else {})}
+
+
+def target() -> tuple[str, torch.dtype]:
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def compiled(step: Step) -> Step:
+    """As gpt-fast compiles a step, with CUDA graphs; as it is on a CPU.
+
+    Without tuning by coordinate descent Inductor has no kernel of its own for one row.
+    """
+    if not torch.cuda.is_available():
+        return step
+    import torch._inductor.config as inductor
+
+    inductor.coordinate_descent_tuning = True
+    return torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+
+def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None = None) -> Figures:
+    """Batch 1, greedy: a prompt eager, and decoding compiled."""
+    del implementation
+    raw = shape(tiny)
+    context = work["prompt_tokens"] + work["output_tokens"]
     with torch.inference_mode():
-        net = Llama(raw, LINEAR[bits], prompt_tokens + new, device, dtype)
-    prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
-    step = torch.compile(net, mode="reduce-overhead", fullgraph=True) if on_gpu else net
+        net = Llama(raw, LINEAR[bits], context, *target())
 
-    wait = clock(on_gpu)
+    def run(tokens: Tensor, at: Tensor) -> Tensor:
+        return net(tokens, at)[:, -1:].argmax(-1)
 
-    @torch.inference_mode()
-    def trial() -> tuple[float, float]:
-        begun = wait()
-        logits = net(prompt, torch.arange(prompt_tokens, device=device))
-        token, first = logits[:, -1:].argmax(-1), wait()
-        for at in range(prompt_tokens, prompt_tokens + new - 1):
-            torch.compiler.cudagraph_mark_step_begin()
-            token = step(token.clone(), torch.tensor([at], device=device))[:, -1:].argmax(-1)
-        return first - begun, wait() - first
-
-    read = sum(b.nbytes for n, b in net.named_buffers() if n not in ("cache", "turns"))
-    return {"bytes": read, **rates(trial, tiny, work)}
+    return rates(run, compiled(run), lambda: None, raw, net.weight_bytes(), work)
 
 
-def clock(on_gpu: bool) -> Callable[[], float]:
-    """Gives the time at which all that was begun is done."""
-
-    def wait() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return wait
-
-
-def rates(trial: Callable[[], tuple[float, float]], tiny: bool, work: Figures) -> Figures:
-    """Tokens a second of a prompt and of decoding.
+def rates(
+    prefill: Step, step: Step, begin: Callable[[], Any], raw: Figures, read: int, work: Figures
+) -> Figures:
+    """The figures of `rooflax bench`, counted and timed as it does.
 
     Args:
-        trial: gives the seconds of both.
+        prefill, step: of tokens and their positions, the next token.
+        begin: empties the cache.
+        read: bytes of weights that a token reads, without its row of the embedding.
     """
-    from rooflax.bench.statistics import Summary
+    from rooflax.bench.counting import decode_cost, prefill_cost
+    from rooflax.bench.measure import figures
+    from rooflax.bench.timeline import Timeline
+    from rooflax.bench.trials import run_trial
+    from rooflax.bench.workload import Workload
+    from rooflax.models.registry import read_config
+    from rooflax.nn.storage import Storage
 
-    for _ in range(1 if tiny else 3):
+    (device, dtype), counted = target(), Workload(None, **work)
+    prompt_tokens, new = counted.prompt_tokens, counted.output_tokens
+    prompt = torch.arange(prompt_tokens, device=device)[None] * 7 % raw["vocab_size"]
+    places = torch.arange(prompt_tokens + new, device=device)
+
+    @torch.inference_mode()
+    def trial() -> Timeline:
+        begin()
+        start, tokens = now(), []
+        tokens.append(prefill(prompt, places[:prompt_tokens]))
+        first = now()
+        for at in range(prompt_tokens, prompt_tokens + new - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            tokens.append(step(tokens[-1].clone(), places[at : at + 1]).clone())
+        end = now()
+        return Timeline(start, [[first, end]], [tuple(int(t) for t in tokens)])
+
+    for _ in range(3):
         trial()
-    trials = [trial() for _ in range(work["trials"])]
+    reader = ceiling_reader()
+    trials = [run_trial(trial, reader) for _ in range(counted.trials)]
+    if any(t.timeline.tokens != trials[0].timeline.tokens for t in trials):
+        raise ValueError("two trials of the same work gave different tokens")
+    name = str(dtype).removeprefix("torch.")
+    family, config = read_config(raw)
+    widths = {"batch": 1, "storage": Storage(name, None), "kv_dtype": name}
+    middle = prompt_tokens + new // 2
+    row = raw["hidden_size"] * dtype.itemsize
+    costs = [
+        replace(cost, weight_bytes=read + row * tokens)
+        for cost, tokens in (
+            (decode_cost(family, config, context=middle, **widths), 1),
+            (prefill_cost(family, config, prompt=prompt_tokens, **widths), prompt_tokens),
+        )
+    ]
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "prefill_tok_per_s": Summary.of([work["prompt_tokens"] / a for a, _ in trials]).as_json(),
-        "decode_tok_per_s": Summary.of(
-            [(work["output_tokens"] - 1) / b for _, b in trials]
-        ).as_json(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "new_tokens": len(trials[0].timeline.tokens[0]),
+        **figures(trials, counted, *costs),
     }
+
+
+def now() -> float:
+    """The time at which all that was begun is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+TURNS = 8
+
+
+def ceiling_reader() -> Callable[[], Any]:
+    """What `rooflax.bench.ceilings` reads on a device, with torch's copies and matmuls."""
+    from rooflax.bench.ceilings import DEVICE_BUFFER, DEVICE_MATRIX, Ceiling
+
+    (device, dtype), size, side = target(), 1 << 20, 128
+    if device == "cuda":
+        size, side = min(DEVICE_BUFFER, torch.cuda.mem_get_info()[0] // 4), DEVICE_MATRIX
+    buffer = torch.arange(size // 4, device=device, dtype=torch.int32)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+
+    def best(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(3):
+            begun = now()
+            for _ in range(TURNS):
+                call()
+            times.append((now() - begun) / TURNS)
+        return min(times)
+
+    def read() -> Ceiling:
+        copied = 2 * buffer.nbytes / best(lambda: buffer.bitwise_xor_(1))
+        rate = 2 * side**3 / best(lambda: torch.matmul(a, b.T, out=product))
+        return Ceiling(copied / 1e9, rate, "device", buffer.nbytes)
+
+    read()
+    return read

@@ -57,8 +57,8 @@ def row(job: dict[str, Any], test: str) -> dict[str, Any]:
 
 
 def share(cost: StepCost, trial: dict[str, Any], seconds: float) -> float:
-    """Of the roofline that was read around a trial."""
-    before, after = (Ceiling(**trial[side]) for side in ("before", "after"))
+    """Of the roofline that was read around a trial; older documents have no size of the buffer."""
+    before, after = (Ceiling(**{"buffer_bytes": 0, **trial[side]}) for side in ("before", "after"))
     return share_of_roofline(cost, before, after, seconds)
 
 

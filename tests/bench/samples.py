@@ -10,7 +10,7 @@ from rooflax.bench.timeline import Timeline
 from rooflax.bench.trials import Trial
 from rooflax.ops.parts import PARTS
 
-CEILING = Ceiling(100.0, 1e12, "native")
+CEILING = Ceiling(100.0, 1e12, "native", 1 << 29)
 XLA = dict.fromkeys(("linear", "attention", "moe"), "xla")
 NATIVE = dict.fromkeys(XLA, "native")
 

@@ -29,6 +29,7 @@ def document(measured: list[dict[str, Any]]) -> dict[str, Any]:
             "read_gb_per_s": median(c["read_gb_per_s"] for c in readings),
             "flops_per_s": median(c["flops_per_s"] for c in readings),
             "source": readings[0]["source"],
+            "buffer_bytes": min(c["buffer_bytes"] for c in readings),
         },
         "results": results,
     }

@@ -236,13 +236,18 @@ def figures(
 ) -> dict[str, Any]:
     """Speeds and shares."""
     lines = [t.timeline for t in trials]
+    decode_s, prefill_s = [t.tpot_s for t in lines], [t.ttft_s for t in lines]
     return {
         "prefill_tok_per_s": _summary([t.prefill_tok_per_s(work.prompt_tokens) for t in lines]),
         "decode_tok_per_s": _summary([t.decode_tok_per_s for t in lines]),
-        "ttft_s": _summary([t.ttft_s for t in lines]),
-        "tpot_s": _summary([t.tpot_s for t in lines]),
-        "decode_roofline": median_share(trials, [t.tpot_s for t in lines], decode),
-        "prefill_roofline": median_share(trials, [t.ttft_s for t in lines], prefill),
+        "ttft_s": _summary(prefill_s),
+        "tpot_s": _summary(decode_s),
+        "decode_roofline": median_share(trials, decode_s, decode),
+        "prefill_roofline": median_share(trials, prefill_s, prefill),
+        "decode_mbu": median_share(trials, decode_s, decode, "memory"),
+        "decode_mfu": median_share(trials, decode_s, decode, "multiply"),
+        "prefill_mbu": median_share(trials, prefill_s, prefill, "memory"),
+        "prefill_mfu": median_share(trials, prefill_s, prefill, "multiply"),
         "decode_bound": bound_of(trials, decode),
         "prefill_bound": bound_of(trials, prefill),
         "ceilings": [{"before": vars(t.before), "after": vars(t.after)} for t in trials],
@@ -255,15 +260,24 @@ def _summary(values: list[float]) -> dict[str, object]:
     return Summary.of(values).as_json()
 
 
-def median_share(trials: list[Trial], seconds: list[float], cost: StepCost) -> float:
-    """Median over trials of (time the ceilings allow) / (time it took)."""
+def median_share(
+    trials: list[Trial], seconds: list[float], cost: StepCost, of: str | None = None
+) -> float:
+    """Median over trials of (time the ceilings allow) / (time it took).
+
+    Args:
+        of: "memory", whose share is MBU, or "multiply", MFU; None is what takes longer.
+    """
     pairs = zip(trials, seconds, strict=True)
-    return float(np.median([share_of_roofline(cost, t.before, t.after, s) for t, s in pairs]))
+    return float(np.median([share_of_roofline(cost, t.before, t.after, s, of) for t, s in pairs]))
 
 
-def share_of_roofline(cost: StepCost, before: Ceiling, after: Ceiling, seconds: float) -> float:
-    """The longer of reading at the ceiling and multiplying at the ceiling, over the time taken."""
-    return max(least_seconds(cost, before, after).values()) / seconds
+def share_of_roofline(
+    cost: StepCost, before: Ceiling, after: Ceiling, seconds: float, of: str | None = None
+) -> float:
+    """Reading or multiplying at the ceiling, or the longer of both, over the time taken."""
+    least = least_seconds(cost, before, after)
+    return (max(least.values()) if of is None else least[of]) / seconds
 
 
 def least_seconds(cost: StepCost, before: Ceiling, after: Ceiling) -> dict[str, float]:

@@ -45,6 +45,11 @@ def share_of(result: Result, test: str) -> str:
     return f"{result[f'{test}_roofline']:.1%} ({result[f'{test}_bound']})"
 
 
+def both_shares_of(result: Result, test: str) -> str:
+    """Of the memory's ceiling and of the other."""
+    return f"MBU {result[f'{test}_mbu']:.1%}, MFU {result[f'{test}_mfu']:.1%}"
+
+
 def ceilings_of(document: dict[str, Any]) -> str:
     """Median readings: the document's, and where formats differ, of multiplying each one's."""
     roofline = document["roofline"]
@@ -56,7 +61,8 @@ def ceilings_of(document: dict[str, Any]) -> str:
     if len(readings) > 1:
         rates = [f"{median(found) / 1e9:.0f} GFLOP/s {name}" for name, found in readings.items()]
     read = f"read {roofline['read_gb_per_s']:.1f} GB/s"
-    return f"{read}, multiply {', '.join(rates)} ({roofline['source']})"
+    how = f"{roofline['source']}, {gib(roofline['buffer_bytes'])}"
+    return f"{read}, multiply {', '.join(rates)} ({how})"
 
 
 def options_of(result: Result) -> str:
@@ -224,6 +230,8 @@ def _result_block(result: Result, uncached: Result | None) -> list[str]:
             f"  of the roofline    prefill {share_of(result, 'prefill')}, "
             f"decode {share_of(result, 'decode')}"
         ),
+        f"  prefill            {both_shares_of(result, 'prefill')}",
+        f"  decode             {both_shares_of(result, 'decode')}",
         (
             f"  load, compile      {result['load_s']:.2f} s, {result['compile_s']:.2f} s; "
             f"{result['warm_ups']} warm-up runs, {result['void_trials']} void trials"

@@ -174,14 +174,14 @@ def _whole(tiny: bool) -> list[Case]:
 
 def run_job(job: str, arguments: Figures) -> Figures:
     """A case, in its own process."""
-    from benchmarks import gpu_cases, gpu_models
+    from benchmarks import gpu_cases, gpu_models, gpu_races
 
     jobs = {
         "linear": gpu_cases.linear_case,
         "attention": gpu_cases.attention_case,
         "experts": gpu_cases.experts_case,
         "step": gpu_cases.step_case,
-        "race": gpu_cases.race,
+        "race": gpu_races.race,
         "ceilings": gpu_cases.ceilings,
         "model": gpu_models.model,
         "transformers": gpu_models.transformers,

@@ -71,6 +71,12 @@ def _kernels(tiny: bool) -> list[Case]:
     found.append(case("linear bfloat16 rows 1", "linear", format="bfloat16", rows=1))
     stages = (2,) if tiny else (3, 4, 6)
     found += [case(f"race of {n} stages", "race", stages=n) for n in stages]
+    shared = (("w4a16", 3), ("w4a16", 4), ("w8a16", 4), ("mxfp4-a16", 6))
+    for format, n in (("w4a16", 2),) if tiny else shared:
+        name = f"race of linear {format}, {n} stages"
+        found.append(case(name, "linear race", format=format, stages=n))
+    for width in (64,) if tiny else (64, 128):
+        found.append(case(f"race of attention, head {width}", "attention race", head_dim=width))
     kinds = ("bfloat16",) if tiny else ("bfloat16", "int8", "float32")
     heads, near = ((64,), 20) if tiny else ((128, 64), 128)
     plain = {"queries": 1, "window": None, "patterned": False}
@@ -182,6 +188,8 @@ def run_job(job: str, arguments: Figures) -> Figures:
         "experts": gpu_cases.experts_case,
         "step": gpu_cases.step_case,
         "race": gpu_races.race,
+        "linear race": gpu_races.linear_race,
+        "attention race": gpu_races.attention_race,
         "ceilings": gpu_cases.ceilings,
         "model": gpu_models.model,
         "transformers": gpu_models.transformers,

@@ -103,7 +103,7 @@ def linear_race(format: str, stages: int, tiny: bool, implementation: str | None
     from rooflax.ops.linear import gpu_tiles
 
     needs_gpu_jax()
-    rows, inner, outer = (16, 128 * (stages + 2), 128) if tiny else (256, 4096, 4096)
+    rows, inner, outer = (8, 128 * (stages + 1), 128) if tiny else (256, 4096, 4096)
     x = jax.random.normal(jax.random.key(stages), (rows, inner), jnp.bfloat16)
     w = cast(Any, _one(jax.random.key(0), "packed", ((1,), (inner,), (outer,)), format, 0.02))
     member, shape = jnp.zeros(1, jnp.int32), (block_sizes.rounded_up(rows), inner, outer, w.code)

@@ -91,11 +91,10 @@ class Code:
 
     def overlooked(self) -> list[str]:
         """What these loops wait by, and without which `unawaited` finds no more; "a loop" where a
-        kernel that copies and multiplies has none."""
-        counted = self.counts()
-        found = []
-        if counted["HGMMA"] and counted["UTMALDG"] and not self.filling_loops():
-            found.append("a loop")
+        kernel copies behind a product and has none."""
+        kinds = [i.kind for i in self.instructions]
+        behind = kinds[kinds.index("HGMMA") :] if "HGMMA" in kinds else []
+        found = ["a loop"] if "UTMALDG" in behind and not self.filling_loops() else []
         for body in self.filling_loops():
             found += [what for what, less in _mutants(body) if unawaited(less) <= unawaited(body)]
         return found

@@ -55,6 +55,7 @@ def test_a_wait_that_leaves_too_many_products_or_comes_too_late():
 
 def test_what_the_check_would_not_miss_is_said():
     assert code(*PRODUCTS, *COPY, "EXIT").overlooked() == ["a loop"]
+    assert code(*COPY, *WAIT, *PRODUCTS, "EXIT").overlooked() == []  # nothing is filled again
     assert loop([WAIT, WAIT, PRODUCTS, DONE, MEET, COPY]).overlooked() == ["barrier", "barrier"]
 
 

@@ -85,6 +85,7 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python tools/api_docs.py > docs/api.md
 	$(BIN)/python -m rooflax.server.docs > docs/server-fields.md
 	$(BIN)/python tools/family_docs.py
+	$(BIN)/python tools/gpu_docs.py
 	$(BIN)/python tools/draw_architecture.py > docs/images/architecture.svg
 
 $(VENV)/bin/python:

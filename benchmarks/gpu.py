@@ -53,14 +53,16 @@ def run_job(job: str, arguments: Figures) -> Figures:
         from benchmarks import gpu_torch
 
         return gpu_torch.weight_only(**arguments)
-    from benchmarks import gpu_cases, gpu_models
+    from benchmarks import gpu_cases, gpu_models, gpu_races
 
     jobs = {
         "linear": gpu_cases.linear_case,
         "attention": gpu_cases.attention_case,
         "experts": gpu_cases.experts_case,
         "step": gpu_cases.step_case,
-        "race": gpu_cases.race,
+        "race": gpu_races.race,
+        "linear race": gpu_races.linear_race,
+        "attention race": gpu_races.attention_race,
         "ceilings": gpu_cases.ceilings,
         "model": gpu_models.model,
         "transformers": gpu_models.transformers,

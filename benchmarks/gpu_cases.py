@@ -1,5 +1,5 @@
-"""The GPU kernels on a device, each against its reference first and timed then; the race that
-interpretation cannot see; and what the device allows.
+"""The GPU kernels on a device, each against its reference first and timed then; and what the device
+allows.
 
 What is called more than once is jitted by itself, so that it is lowered once.
 """
@@ -187,7 +187,7 @@ def attention_case(
     return row
 
 
-def _needs_gpu_jax() -> None:
+def needs_gpu_jax() -> None:
     """
     Raises:
         NotImplementedError: this JAX has no GPU kernels, and XLA none for the case.
@@ -207,7 +207,7 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
     from rooflax.ops.rope import apply_rope
 
     del implementation
-    _needs_gpu_jax()
+    needs_gpu_jax()
     rows, kv_heads, group, block, table = (2, 1, 2, 16, 12) if tiny else (1, 8, 4, 16, 512)
     keys, blocks = jax.random.split(jax.random.key(0), 4), 1 + rows * table
     shape = (blocks, kv_heads, block, head_dim)
@@ -280,47 +280,6 @@ def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None)
     total = sum(a.nbytes for a in jax.tree.leaves((up, down)))
     touched = len(set(ids.reshape(-1).tolist())) / count
     return row | {"seconds": seconds, "read_gb_per_s": total * touched / seconds / 1e9}
-
-
-def race(stages: int, tiny: bool, implementation: str | None) -> Figures:
-    """The experts' tiles with products under way, bit for bit as without any, inputs changing."""
-    del implementation
-    from rooflax.ops import block_sizes
-    from rooflax.ops.moe import gpu
-
-    _needs_gpu_jax()
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    (count, inner, outer) = (1, 256, 128) if tiny else (16, 2880, 2944)
-    repeats = 2 if tiny else 1000
-    keys = jax.random.split(jax.random.key(stages), 2)
-    x = jax.random.normal(keys[0], (count, 128, inner), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (2, inner, outer), jnp.bfloat16)
-    members, tiles = jnp.arange(count, dtype=jnp.int32) % 2, jnp.full(1, count, jnp.int32)
-    shape = (block_sizes.rounded_up(count), 128, inner, outer)
-    sizes = {("experts.gpu tiles", shape): (128, stages)}
-
-    def product(x: Any) -> Any:
-        with block_sizes.trying(sizes):
-            return gpu._tile_matmuls(x, w, members, tiles)
-
-    waits = plgpu.wgmma_wait
-
-    def differing(index: Any, total: Any) -> Any:
-        changed = jnp.roll(x, index, axis=2)
-        found = product(changed)
-        plgpu.wgmma_wait = lambda _: waits(0)
-        try:
-            serial = product(changed)
-        finally:
-            plgpu.wgmma_wait = waits
-        return total + jnp.sum(found != serial, dtype=jnp.int32)
-
-    with as_a_gpu():
-        run = jax.jit(lambda: jax.lax.fori_loop(0, repeats, differing, jnp.int32(0)))
-        if wrong := int(run()):
-            raise ValueError(f"{wrong} numbers of {repeats} runs differ from the serial kernel's")
-    return {"repeats": repeats, "stages": stages}
 
 
 def ceilings(tiny: bool, implementation: str | None) -> Figures:

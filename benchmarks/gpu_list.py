@@ -90,10 +90,19 @@ def _kernels(tiny: bool) -> list[Case]:
         for n in counts:
             add("experts", f"experts {kind} tokens {n}", "experts", 6.0, kind=kind, tokens=n)
 
+    def races(widths: Iterable[int], *linears: tuple[str, int]) -> None:
+        for format, n in linears:
+            name = f"race of linear {format}, {n} stages"
+            add("race", name, "linear race", 5.0, format=format, stages=n)
+        for width in widths:
+            name = f"race of attention, head {width}"
+            add("race", name, "attention race", 5.0, head_dim=width)
+
     if tiny:
         linears("first", 1, "w4a16", "bfloat16")
         linears("first", 40, "w4a16")
         add("race", "race of 2 stages", "race", 5.0, stages=2)
+        races((64,), ("w4a16", 2))
         attention("attention", "bfloat16", 64, queries=1)
         attention("attention", "bfloat16", 64, queries=40, patterned=True)
         add("step", "decode step head 64", "step", 5.0, head_dim=64)
@@ -103,6 +112,7 @@ def _kernels(tiny: bool) -> list[Case]:
     linears("first", 512, "w4a16")
     for stages in (3, 4, 6):
         add("race", f"race of {stages} stages", "race", 5.0, stages=stages)
+    races((128, 64), ("w4a16", 3), ("w4a16", 4), ("w8a16", 4), ("mxfp4-a16", 6))
     for width in (128, 64):
         attention("attention", "bfloat16", width, queries=1)
         attention("attention", "bfloat16", width, queries=512)

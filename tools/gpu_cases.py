@@ -16,7 +16,7 @@ from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.linear import gpu as linear
 from rooflax.ops.linear import gpu_plain, gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.linear.gpu_rows import Rows
+from rooflax.ops.linear.gpu_rows import ROWS_AT_ONCE, Rows
 from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
@@ -60,7 +60,7 @@ def products() -> Iterator[Case]:
         w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
         few = linear.FEWER_ROWS.get(w.code, linear.FEW_ROWS)
         tiled = not w.quantizes_activations
-        for rows in (1, 4, 8, 16, 64, 512) if tiled else (1, 4, 8):
+        for rows in (1, 4, 8, 16, 64, 512) if tiled else (1, 4, 8, 9, linear.MOST_ROWS):
             x, taken = Struct((rows, inner), jnp.bfloat16), rows > few and tiled
             ways = (taken, not taken) if rows == 8 and tiled else (taken,)
             for tiles in (False,) if rows == 4 else ways:  # a tile of four would be one of eight
@@ -74,10 +74,11 @@ def turn_of(w: Any, rows: int, tiles: bool) -> tuple[int, int]:
     """Weights of a thread, and instructions that multiply, in one turn of the kernel's loop."""
     if tiles:  # a group of 32 inputs is two products of 64 x 16 weights
         return 64 * 32 // THREADS, 2
-    slots = linear.CODES[w.code].slots
+    slots, turns = linear.CODES[w.code].slots, -(-rows // ROWS_AT_ONCE)  # each reads all weights
+    rows = -(-rows // turns)
     if w.code == "fp8":  # which takes one for unpacking, too
         return 4 * slots, 4 * slots * (rows + 1)
-    return 4 * slots, slots * (1 if w.quantizes_activations else 2) * rows
+    return 4 * slots // turns, slots * (1 if w.quantizes_activations else 2) * rows
 
 
 def multiply(x: Any, w: Any) -> Any:
@@ -161,7 +162,7 @@ def mixtures() -> Iterator[Case]:
                 for a, b in (ups, downs)
             )
         biases = Struct((count, 2, size), jnp.bfloat16), Struct((count, size), jnp.bfloat16)
-        for tokens in (1, 8, 1024):
+        for tokens in (1, 8, 64, 1024):
             x = Struct((tokens, size), jnp.bfloat16)
             chosen = Struct((tokens, 4), jnp.int32), Struct((tokens, 4), jnp.float32)
 

@@ -27,12 +27,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = ROOT / "tools" / "gpu_tables"
 sys.path += [str(ROOT / "src"), str(ROOT / "tools")]
 WHEELS = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
 os.environ |= {
@@ -53,6 +53,7 @@ accelerator.platform = lambda: "gpu"  # what dispatch believes while it traces
 
 import hlo  # noqa: E402
 import sass  # noqa: E402
+from gpu_docs import TABLES, Table, committed, kernels_and_steps  # noqa: E402
 
 LOWERING_S = 4.0
 H200 = """
@@ -108,24 +109,28 @@ def compiled(function: Callable[..., Any], arguments: Any, **how: Any) -> tuple[
     return program, said[0], seconds
 
 
-def assembled(said: str) -> list[Row]:
-    """Per kernel of what the assembler printed: registers, spilled bytes, and its code."""
+def assembled(said: str) -> tuple[list[Row], Row]:
+    """Per kernel of what the assembler printed: registers, spilled bytes, and its code. Of all
+    kernels, what must be nothing."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
     spilled = [int(n) for n in re.findall(r"stack frame, (\d+) bytes spill stores", said)]
     codes = [sass.Code.parsed(part) for part in said.split("//--------------------- .text.")[1:]]
-    kernels = zip(registers, spilled, codes, strict=True)
-    return [{"registers": r, "spilled": s, "code": c} for r, s, c in kernels]
+    each = zip(registers, spilled, codes, strict=True)
+    return [{"registers": r, "spilled": s, "code": c} for r, s, c in each], {
+        "spilled": sum(spilled),
+        "unawaited": sum(code.unawaited() for code in codes),
+        "overlooked": sum(len(code.overlooked()) for code in codes),
+        "serialized": said.count("wgmma.mma_async instructions are serialized"),
+    }
 
 
 def kernel_row(case: Any) -> Row:
     """Of a `gpu_cases.Case`."""
     program, said, row = compiled(case.function, case.arguments)
-    kernels = assembled(said)
+    kernels, faults = assembled(said)
     row["kernels"] = len(kernels)
     row["registers"] = max((k["registers"] for k in kernels), default=0)
-    row["spilled"] = sum(k["spilled"] for k in kernels)
-    row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
-    row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
+    row |= faults
     row["launches"] = sum(hlo.launches(program.as_text(), "kernel").values())
     if case.weights and kernels:
         code = max((k["code"] for k in kernels), key=lambda code: len(code.hot_loop()))
@@ -140,43 +145,63 @@ def step_row(step: Any, program_of: Callable[..., Any]) -> Row:
     Args:
         program_of: function and arguments of a step with so many layers.
     """
-    rows, counted = [], []
+    rows, counted, most = [], [], []
     for layers in step.layers:
         function, arguments = program_of(step, layers)
         program, said, row = compiled(function, arguments, donate_argnums=1)
-        kernels = assembled(said)
-        row["spilled"] = sum(k["spilled"] for k in kernels)
-        row["unawaited"] = sum(k["code"].unawaited_refills() for k in kernels)
-        row["serialized"] = said.count("wgmma.mma_async instructions are serialized")
+        row |= assembled(said)[1]
         row["temporary_mb"] = round(program.memory_analysis().temp_size_in_bytes / 1e6, 1)
         rows.append(row)
         counted.append(hlo.launches(program.as_text(), step.kind))
+        most.append(hlo.launches(program.as_text(), step.kind, asked=True).total())
     each = step.layers[1] - step.layers[0]
     total = [sum(c.values()) for c in counted]
-    row = {key: sum(r[key] for r in rows) for key in ("spilled", "unawaited", "serialized")}
+    row = {key: sum(r[key] for r in rows) for key in FAULTS}
     row |= {key: rows[-1][key] for key in ("lowering_s", "compiling_s", "temporary_mb")}
     row["launches"] = (total[1] - total[0]) / each
     row["besides"] = total[0] - row["launches"] * step.layers[0]
+    if most[0] > total[0]:  # there are conditionals, of what requests ask for
+        row["asked"] = row["besides"] + most[0] - total[0]
     kinds = counted[1] - counted[0]
     row["of_a_layer"] = {kind: n / each for kind, n in sorted(kinds.items())}
     return row
 
 
-def control() -> list[str]:
-    """The experts' kernel without its wait must be found, or nothing that is found means much."""
-    import gpu_cases
+DEFECTS = (
+    ("experts bfloat16, tokens 1024", "wgmma_wait"),
+    ("linear w8a16, rows 64", "wgmma_wait"),
+    ("linear w4a16, rows 64", "barrier_arrive"),
+    ("linear w4a16, rows 64", "barrier_wait"),
+    ("attention llama bfloat16, queries 512", "barrier_wait"),
+)
+"""Kernels, and what they do no more: the first is the experts' kernel that raced."""
+
+
+def control(cases: dict[str, Any]) -> list[str]:
+    """Kernels without a wait must be found, or nothing that is found means much."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (case,) = (c for c in gpu_cases.mixtures() if c.name == "experts bfloat16, tokens 1024")
-    waits, plgpu.wgmma_wait = plgpu.wgmma_wait, lambda _: None
-    try:
-        row = kernel_row(case)
-    finally:
-        plgpu.wgmma_wait = waits
-    return [] if row["unawaited"] else ["a kernel that does not wait was not found"]
+    wrong = []
+    for name, wait in DEFECTS:
+        case, kept = cases[name], getattr(plgpu, wait)
+        setattr(plgpu, wait, lambda *_: None)
+        try:  # traced for itself: a function is traced once
+            row = kernel_row(replace(case, function=lambda *a, case=case: case.function(*a)))
+        finally:
+            setattr(plgpu, wait, kept)
+        if not row["unawaited"]:
+            wrong.append(f"{name} without {wait} was not found")
+    return wrong
 
 
-EXACT = ("spilled", "unawaited", "launches", "kernels")
+FAULTS = {
+    "spilled": "bytes of registers are spilled",
+    "unawaited": "copies and reads of shared memory do not wait for each other",
+    "overlooked": "waits would not be missed",
+    "serialized": "times the assembler makes products wait for each other",
+}
+"""Of a kernel or a step, where it is more than nothing."""
+EXACT = ("launches", "besides", "asked", "kernels")
 """What must not be more than in the committed table; instructions may vary by a twentieth."""
 
 
@@ -184,12 +209,8 @@ def worse(name: str, row: Row, before: Row | None) -> list[str]:
     """What is wrong with a row, beside the committed one."""
     if "failed" in row:
         return [f"{name}: {row['failed']}"]
-    found = []
-    if row["unawaited"]:
-        found.append(f"{name}: {row['unawaited']} copies overwrite what products may still read")
-    if row["serialized"]:
-        found.append(f"{name}: the assembler makes products wait for each other")
-    if "per_weight" in row and row["lowering_s"] > LOWERING_S:
+    found = [f"{name}: {row[key]} {what}" for key, what in FAULTS.items() if row[key]]
+    if "registers" in row and row["lowering_s"] > LOWERING_S:  # of a kernel, not of a step
         found.append(f"{name}: lowering took {row['lowering_s']} s of processor time")
     if before is None:
         return [*found, f"{name}: not in the committed table; --write puts it there"]
@@ -201,47 +222,9 @@ def worse(name: str, row: Row, before: Row | None) -> list[str]:
     return found
 
 
-KERNEL_COLUMNS = {
-    "registers": "registers", "spilled": "spilled", "launches": "launches",
-    "instructions a weight": "per_weight", "lowering, s": "lowering_s",
-}  # fmt: skip
-STEP_COLUMNS = {
-    "launches a layer": "launches", "besides": "besides", "spilled": "spilled",
-    "temporary, MB": "temporary_mb", "lowering, s": "lowering_s", "compiling, s": "compiling_s",
-}  # fmt: skip
-
-
-def markdown(table: dict[str, dict[str, Row]], first: dict[str, dict[str, Row]]) -> str:
-    """Kernels, and steps; before each number, where it differs, that of version 0.1.0."""
-    parts = (("kernel", "kernels", KERNEL_COLUMNS), ("step", "steps", STEP_COLUMNS))
-    lines = []
-    for what, part, columns in parts:
-        lines += [f"| {what} | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
-        for name, row in table[part].items():
-            before = _known(first[part].get(name, {}))
-            cells = [_cell(_known(row).get(key), before.get(key)) for key in columns.values()]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
-    failed = {k: r["failed"] for part in first.values() for k, r in part.items() if "failed" in r}
-    return "\n".join([*lines, *(f"- 0.1.0, {name}: {why}" for name, why in failed.items())])
-
-
-def _known(row: Row) -> Row:
-    """Without what no kernel was assembled for: XLA had it, or the same kernel was there."""
-    return row if row.get("kernels", 1) else {k: row[k] for k in ("launches", "lowering_s")}
-
-
-def _cell(now: float | None, before: float | None) -> str:
-    if now == before:
-        return "" if now is None else f"{now:g}"
-    return " → ".join("" if number is None else f"{number:g}" for number in (before, now)).strip(
-        " →" if before is None else " "
-    )
-
-
-def measured(rows: Iterable[tuple[str, str, Callable[[], Row]]]) -> dict[str, dict[str, Row]]:
+def measured(rows: Iterable[tuple[str, str, Callable[[], Row]]]) -> Table:
     """The table of these: kernels or steps, a name, and what measures it."""
-    table: dict[str, dict[str, Row]] = {"kernels": {}, "steps": {}}
+    table: Table = {"kernels": {}, "steps": {}}
     for part, name, measure in rows:
         try:
             row = measure()
@@ -252,12 +235,7 @@ def measured(rows: Iterable[tuple[str, str, Callable[[], Row]]]) -> dict[str, di
     return table
 
 
-def committed(name: str) -> dict[str, dict[str, Row]]:
-    kept = TABLES / f"{name}.json"
-    return json.loads(kept.read_text()) if kept.exists() else {"kernels": {}, "steps": {}}
-
-
-def keep(name: str, table: dict[str, dict[str, Row]]) -> None:
+def keep(name: str, table: Table) -> None:
     """Puts rows into a committed table."""
     whole = committed(name)
     for part, rows in table.items():
@@ -275,16 +253,15 @@ def main() -> int:
     args = parser.parse_args()
     kept = f"jax-{jax.__version__}"
     before = committed(kept)
+    cases = {case.name: case for group in gpu_cases.GROUPS for case in group()}
     rows: list[tuple[str, str, Callable[[], Row]]] = [
-        ("kernels", case.name, partial(kernel_row, case))
-        for group in gpu_cases.GROUPS
-        for case in group()
+        ("kernels", name, partial(kernel_row, case)) for name, case in cases.items()
     ]
     rows += [
         ("steps", step.name, partial(step_row, step, gpu_steps.program))
         for step in gpu_steps.every()
     ]
-    wrong = [] if args.only else control()
+    wrong = [] if args.only else control(cases)
     if args.only:
         rows = [row for row in rows if any(asked in row[1] for asked in args.only)]
     table = measured(rows)
@@ -296,7 +273,7 @@ def main() -> int:
         keep(kept, table)
         wrong = [w for w in wrong if "not in the committed table" not in w]
     sys.stdout.write(f"JAX {jax.__version__}, sm_90a, autotuning off\n\n")
-    sys.stdout.write(markdown(table, committed("0.1.0")) + "\n")
+    sys.stdout.write("\n".join(kernels_and_steps(table, committed("0.1.0"))) + "\n")
     sys.stdout.write("".join(f"WRONG {line}\n" for line in wrong))
     return bool(wrong)
 

@@ -9,18 +9,19 @@ model wrong.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-TABLES = Path(__file__).resolve().parent / "gpu_tables"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import gpu_docs
+from gpu_docs import Table
+
 BYTES_PER_S = 4.3e12
 LANES_PER_S = 132 * 128 * 1.98e9
 """Instructions of threads: each multiprocessor issues four a cycle, for 32 threads each."""
 LAUNCH_S = 2.1e-6
-Table = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,15 @@ def cycles(table: Table, format: str, rows: int, way: str) -> float:
     )  # two bytes a row, four weights each
 
 
+def tables(table: Table) -> list[str]:
+    """As they stand in docs/gpu.md."""
+    parts = of_one_row(table), of_several_rows(table)
+    return ["".join(f"{line}\n" for line in lines) for lines in parts]
+
+
 def main() -> int:
-    newest = max(TABLES.glob("jax-*.json"))
-    table = json.loads(newest.read_text())
-    lines = [*of_one_row(table), "", f"{' / '.join(WAYS)}, ms", "", *of_several_rows(table)]
-    sys.stdout.write("\n".join(lines) + "\n")
+    one, several = tables(gpu_docs.newest())
+    sys.stdout.write(f"{one}\n{' / '.join(WAYS)}, ms\n\n{several}")
     return 0
 
 

@@ -1,14 +1,15 @@
 """Machine code of a GPU kernel, as nvdisasm prints it: its loops, their instructions, and whether
-products are waited for before the memory they read is filled again.
+these wait: for copies before they read, and for what has read before a copy fills it again.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*)")
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*)")
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 TARGET = re.compile(r"\(?(\.L_x_\d+)\)?")
 
@@ -37,8 +38,8 @@ class Code:
         for line in text.splitlines():
             if label := LABEL.match(line):
                 labels[label[1]] = len(found)
-            elif (line := LINE.search(line)) and line[2] != "NOP":
-                found.append(Instruction(line[2], line[3].split(";")[0].strip()))
+            elif (line := LINE.search(line)) and line[3] != "NOP" and line[2] != "!PT":
+                found.append(Instruction(line[3], line[4].split(";")[0].strip()))
         return Code(tuple(found), labels)
 
     def target(self, instruction: Instruction) -> int | None:
@@ -57,52 +58,104 @@ class Code:
                 found.append((begin, at))
         return found
 
-    def hot_loop(self) -> tuple[Instruction, ...]:
-        """The innermost loop that multiplies most."""
-        loops = self.loops()
+    def inner_loops(self) -> list[tuple[Instruction, ...]]:
+        """Those without another in them."""
         # a wait that is written behind the end jumps back, too
-        loops = [a for a in loops if all(i.kind != "EXIT" for i in self.instructions[a[0] : a[1]])]
+        loops = [
+            a for a in self.loops() if all(i.kind != "EXIT" for i in self.instructions[a[0] : a[1]])
+        ]
         inner = [
             a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)
         ]
+        return [self.instructions[begin : end + 1] for begin, end in inner]
 
-        def multiplies(loop: tuple[int, int]) -> int:
-            body = self.instructions[loop[0] : loop[1] + 1]
+    def hot_loop(self) -> tuple[Instruction, ...]:
+        """The innermost loop that multiplies most."""
+
+        def multiplies(body: tuple[Instruction, ...]) -> int:
             return sum(i.kind in ("IDP", "FFMA", "FMUL", "HGMMA") for i in body)
 
-        if not inner:
-            return ()
-        begin, end = max(inner, key=multiplies)
-        return self.instructions[begin : end + 1]
+        return max(self.inner_loops(), key=multiplies, default=())
 
     def counts(self) -> Counter[str]:
         return Counter(instruction.kind for instruction in self.instructions)
 
-    def unawaited_refills(self) -> int:
-        """Copies to shared memory in a loop that has products, with no wait for products between
-        the last of these and the copy. Behind the wait all warps must meet, because one of them
-        copies.
-        """
-        missing = 0
-        for begin, end in self.loops():
-            body = self.instructions[begin : end + 1]
-            if not any(i.kind == "HGMMA" for i in body):
-                continue
-            state = "none"  # what has happened since the last product
-            for instruction in body * 2:
-                if instruction.kind == "HGMMA":
-                    state = "multiplied"
-                elif _waits_for_products(instruction) and state == "multiplied":
-                    state = "waited"
-                elif instruction.kind == "BAR" and state == "waited":
-                    state = "met"
-                elif instruction.kind == "UTMALDG" and state in ("multiplied", "waited"):
-                    missing += 1
-        return missing
+    def filling_loops(self) -> list[tuple[Instruction, ...]]:
+        """Innermost loops that copy to shared memory what their products read."""
+        kinds = {"HGMMA", "UTMALDG"}
+        return [body for body in self.inner_loops() if kinds <= {i.kind for i in body}]
+
+    def unawaited(self) -> int:
+        """Copies and reads in these loops that may overtake what they have to wait for."""
+        return sum(unawaited(body) for body in self.filling_loops())
+
+    def overlooked(self) -> list[str]:
+        """What these loops wait by, and without which `unawaited` finds no more; "a loop" where a
+        kernel copies behind a product and has none."""
+        kinds = [i.kind for i in self.instructions]
+        behind = kinds[kinds.index("HGMMA") :] if "HGMMA" in kinds else []
+        found = ["a loop"] if "UTMALDG" in behind and not self.filling_loops() else []
+        for body in self.filling_loops():
+            found += [what for what, less in _mutants(body) if unawaited(less) <= unawaited(body)]
+        return found
 
 
-def _waits_for_products(instruction: Instruction) -> bool:
-    return instruction.name.startswith("WARPGROUP.DEPBAR")
+def unawaited(body: tuple[Instruction, ...]) -> int:
+    """Of one loop, by the order of its instructions; their addresses are not looked at.
+
+    Between a copy and the next read, by a product or a load, is a wait for a barrier. Between a
+    read and the next copy are a wait for products and then: with several warpgroups, an arrival at
+    a barrier and the wait for it; with one, a meeting of its warps, since one of them copies.
+    Products of one group may be under way: which stage they read is not looked at, either.
+    """
+    several, missing = _several(body), 0
+    landed, done = True, "free"  # copies; what happened since the last read
+    for i in body * 2:
+        if i.kind == "UTMALDG":
+            missing, landed = missing + (done != "free"), False
+        elif i.kind == "HGMMA" or i.name.startswith("LDS"):
+            missing += not landed
+            done = "read" if i.kind == "HGMMA" or done == "read" else "waited"
+        elif _waits_for_products(i):
+            done = "waited" if done == "read" else done
+        elif _arrives(i):
+            done = "arrived" if several and done == "waited" else done
+        elif _waits_for_barrier(i):
+            landed, done = True, "free" if done == "arrived" else done
+        elif i.kind == "BAR":
+            done = "free" if not several and done == "waited" else done
+    return missing
+
+
+def _several(body: tuple[Instruction, ...]) -> bool:
+    """Whether a program has several warpgroups: the number of a barrier is then computed."""
+    return any(i.kind == "BAR" and i.operands.startswith("R") for i in body)
+
+
+def _waits_for_products(i: Instruction) -> bool:
+    """For all of them but the last group, or for all."""
+    return i.name.startswith("WARPGROUP.DEPBAR") and int(i.operands.split()[-1], 16) <= 1
+
+
+def _waits_for_barrier(i: Instruction) -> bool:
+    return i.name.startswith("SYNCS.PHASECHK") and i.name.endswith("TRYWAIT")
+
+
+def _arrives(i: Instruction) -> bool:
+    """At a barrier, with no copy to announce."""
+    return i.name.startswith("SYNCS.ARRIVE") and i.name.endswith("A1T0")
+
+
+def _mutants(
+    body: tuple[Instruction, ...],
+) -> Iterator[tuple[str, tuple[Instruction, ...]]]:
+    """A loop without something that it needs, and what that is."""
+    meets = _arrives if _several(body) else lambda i: i.kind == "BAR"
+    for what, is_it in (("products", _waits_for_products), ("free", meets)):
+        yield what, tuple(i for i in body if not is_it(i))
+    for at, i in enumerate(body):
+        if _waits_for_barrier(i):
+            yield "barrier", body[:at] + body[at + 1 :]
 
 
 def per_weight(code: Code, weights: int, products: int) -> float | None:

@@ -1,11 +1,9 @@
-"""What a Mosaic GPU kernel's lowered module does, in order: products, copies and waits.
-
-Interpretation runs every copy and product to its end before the next operation, so that it cannot
-see a copy that overwrites what a product still reads; here that is seen without a GPU.
-"""
+"""A Mosaic GPU kernel's lowered module as plain operations, for `mosaic_run`."""
 
 import re
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,30 +11,67 @@ from jax._src.interpreters import mlir
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 
-EVENTS = {
-    "commit": r"wgmma\.commit_group",
-    "wait": r"wgmma\.wait_group\.sync\.aligned (\d+)",
-    "product": r"wgmma\.mma_async",
-    "load": r"cp\.async\.bulk\.tensor\.(?:\dd\.)?shared",  # with JAX 0.11 an operation of its own
-    "store": r"nvvm\.cp\.async\.bulk\.tensor\.global",
-    "stored": r"cp\.async\.bulk\.wait_group",
-}
+DYNAMIC = (-(1 << 63), -(1 << 31))
+"""In place of an index that is an operand."""
+
+DIALECT = "stable_mosaic_gpu."
+ARITHMETIC = tuple(DIALECT + name for name in ("arith.", "vector.", "math.", "builtin."))
 
 
-@dataclass
-class Loop:
-    """The body of a loop: events, and loops in it."""
+@dataclass(eq=False)
+class Op:
+    """An operation.
 
-    body: list = field(default_factory=list)
+    Attributes:
+        name: with what it assembles, if it does.
+        types: of the operands. Values have numbers.
+        results: with their types.
+        regions: arguments of each, and its operations.
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    operands: list[int]
+    types: list[str]
+    results: list[tuple[int, Any]]
+    regions: list[tuple[list[int], list["Op"]]]
+
+    def of_type(self, kind: str, values: list[Any]) -> list[Any]:
+        """Those of its operands' values."""
+        return [v for v, t in zip(values, self.types, strict=True) if t == kind]
 
 
-def modules(function, *arguments):
-    """The kernels of a function lowered for CUDA, each as its events."""
+@dataclass(frozen=True)
+class Memref:
+    """Elements of memory: `base` in bytes, the rest in elements."""
+
+    base: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    each: int
+
+    def address(self, index: list[int]) -> int:
+        at = sum(i * s for i, s in zip(index, self.strides, strict=False))
+        return self.base + (self.offset + at) * self.each
+
+
+def modules(function: Callable[..., Any], *arguments: Any) -> list[list[Op]]:
+    """The kernels of a function lowered for CUDA."""
+    return [_main(module) for module in _parsed(function, *arguments)]
+
+
+def texts(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The same, as they are written."""
+    return [str(module) for module in _parsed(function, *arguments)]
+
+
+def _parsed(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     jitted = jax.jit(lambda *given: function(*given))  # a function of its own is traced anew
     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     packed = []
 
-    def visit(op):
+    def visit(op: Any) -> Any:
         if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op):
             config = ir.DictAttr(op.attributes["mhlo.backend_config"])
             packed.append(ir.StringAttr(config["module"]).value_bytes)
@@ -45,70 +80,66 @@ def modules(function, *arguments):
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         module.operation.walk(visit)
-    found = []
     for each in packed:
         with mlir.make_ir_context() as context:
             mgpu.dialect.register_dialect(context)
             context.allow_unregistered_dialects = True
-            found.append(_events(ir.Module.parse(each).operation))
-    return found
+            yield ir.Module.parse(each)
 
 
-def _events(op):
-    found = []
+def _main(module: Any) -> list[Op]:
+    """Operations of its one function that has any."""
+    numbers: dict[Any, int] = defaultdict(lambda: len(numbers))
+    (main,) = (op for op in module.body if "func.func" in op.name and len(op.regions[0].blocks))
+    return _read(main, numbers).regions[0][1]
+
+
+def _read(op: Any, numbers: dict[Any, int]) -> Op:
+    name = op.name.removeprefix(DIALECT)
+    attributes = {key: _plain(op.attributes[key]) for key in op.attributes}
+    regions = []
     for region in op.regions:
         for block in region:
-            for inner in block:
-                found += _event(inner)
-                own = _events(inner)
-                found += [Loop(own)] if own and inner.name.endswith("scf.for") else own
-    return found
+            ops = [_read(inner, numbers) for inner in block if _matters(inner)]
+            regions.append(([numbers[a] for a in block.arguments], ops))
+    return Op(
+        f"{name} {attributes.get('asm_string', '')}".strip(),
+        attributes,
+        [numbers[value] for value in op.operands],
+        [str(value.type) for value in op.operands],
+        [(numbers[value], _kind(value.type)) for value in op.results],
+        regions,
+    )
 
 
-def _event(op):
-    said = op.name
-    if "asm_string" in op.attributes:
-        said += " " + ir.StringAttr(op.attributes["asm_string"]).value
-    if "group" in op.attributes and said.endswith("wait_group"):
-        said += f" {op.attributes['group']}"
-    for name, pattern in EVENTS.items():
-        if match := re.search(pattern, said):
-            return [(name, int(match[1]))] if match.groups() else [(name, 0)]
-    return []
+def _matters(op: Any) -> bool:
+    """Whether it is more than arithmetic of numbers that are not computed."""
+    if not op.name.startswith(ARITHMETIC) or "load" in op.name:
+        return True
+    return not all(str(value.type).startswith(("vector", "f", "bf")) for value in op.results)
 
 
-def groups_read_at_refills(events):
-    """At each copy into shared memory behind a product, how many groups of products may still be
-    reading it: those that were committed, less those that a wait has seen to.
-
-    Every loop runs three times over, as its turns do.
-    """
-    found, state = [], {"flight": 0, "open": False, "ran": False}
-
-    def run(events):
-        for event in events:
-            if isinstance(event, Loop):
-                for _ in range(3):
-                    run(event.body)
-                continue
-            name, number = event
-            if name == "product":
-                state.update(open=True, ran=True)
-            elif name == "commit":
-                state.update(flight=state["flight"] + 1, open=False)
-            elif name == "wait":
-                state["flight"] = min(state["flight"], number)
-            elif name == "load" and state["ran"]:
-                found.append(state["flight"] + state["open"])
-
-    run(events)
-    return found
+def _plain(attribute: Any) -> Any:
+    for kind in (ir.IntegerAttr, ir.StringAttr):
+        if isinstance(attribute, kind):
+            return kind(attribute).value
+    if isinstance(attribute, ir.DenseI64ArrayAttr | ir.DenseI32ArrayAttr):
+        return list(attribute)
+    return str(attribute)
 
 
-def flat(events):
-    """Names of all events, loops once."""
-    for event in events:
-        if isinstance(event, Loop):
-            yield from flat(event.body)
-        else:
-            yield event[0]
+def _kind(of: Any) -> Any:
+    """A type: of a memref of numbers, what does not change; of all else, the name."""
+    if not isinstance(of, ir.MemRefType) or "!" in str(of.element_type):
+        return str(of)
+    strides, _ = of.get_strides_and_offset()
+    return Memref(0, 0, tuple(of.shape), tuple(strides), bytes_of(str(of.element_type)))
+
+
+def bytes_of(kind: str) -> int:
+    """Of a number, a vector of them or a pointer, by its type's name."""
+    count = 1
+    if found := re.fullmatch(r"vector<(\d+)x(\w+)>", kind):
+        count, kind = int(found[1]), found[2]
+    bits = re.match(r"(?:i|f|bf)(\d+)", kind)
+    return count * (max(1, int(bits[1]) // 8) if bits else 8)

@@ -200,16 +200,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "rope_scaling": goldens.VARIANTS["deepseek_v2"]["rope_scaling"] | {"mscale": 0.9},
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 32, "attention_bias": False, "rms_norm_eps": 1e-6,
+            "scoring_func": "sigmoid",
+        },
+    ),
 }  # fmt: skip
 """A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
-WITHOUT_FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {}), "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 32}),
-}  # fmt: skip
-"""Of families that files are not made of."""
 
 
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
-KEPT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", *GEMMA4)
+KEPT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", "deepseek_v2", "deepseek_v3", *GEMMA4,
+)  # fmt: skip
 """Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
 TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
 """Those that a family's files have, where the converter reads no other."""
@@ -228,9 +240,11 @@ def kept_sizes(name: str) -> dict[str, Any]:
         "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6,
         "linear_value_head_dim": 6, "head_dim": 8, "global_head_dim": 16, "top_k_experts": 2,
-        "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1, "kv_lora_rank": 12,
+        "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
     }  # fmt: skip
     raw = family_config(name)
+    sizes |= {"num_key_value_heads": 4} if "kv_lora_rank" in raw else {}
     return {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
 
 
@@ -244,14 +258,14 @@ def converted_rows(name: str) -> dict[str, int]:
 
 def family_config(name: str) -> dict[str, Any]:
     """config.json of a family's checkpoint."""
-    variant, changes = (FAMILIES | WITHOUT_FILES)[name]
+    variant, changes = FAMILIES[name]
     raw = goldens.VARIANTS[variant]
     return raw | {key: size for key, size in _SIZES.items() if key in raw} | changes
 
 
 def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: Any) -> Path:
     """A family's checkpoint with a tokenizer of `tokenizer_cases`."""
-    variant, raw = (FAMILIES | WITHOUT_FILES)[name][0], family_config(name) | changes
+    variant, raw = FAMILIES[name][0], family_config(name) | changes
     _, config = read_config(raw)
     shapes = {
         hf: tuple(shape)

@@ -1,5 +1,6 @@
 """Files of more families: by llama.cpp's converter, and written with gguf-py's own names."""
 
+import json
 import re
 
 import gguf
@@ -7,11 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from rooflax import load
 from rooflax.errors import UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.gguf_weights import tensor_entries
+from rooflax.loading.model_info import model_info
 from tests import gguf_cases, goldens
 
 FLOAT = gguf.GGUFValueType.FLOAT32
@@ -175,17 +179,20 @@ def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     assert seen > 3
 
 
-def extended(path, source, tensors, **values):
-    """A copy of a file with further tensors, and other values of some keys."""
+def extended(path, source, tensors, without=(), **values):
+    """A copy of a file with further tensors, other values of some keys, and not all it had."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
     for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
+        skipped = ("GGUF.", "general.architecture", *(f"{architecture}.{key}" for key in without))
+        if not field.name.startswith(skipped):
             kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
             key = field.name.removeprefix(f"{architecture}.")
             writer.add_key_value(field.name, values.get(key, field.contents()), kind, sub_type=sub)
     for tensor in reader.tensors:
+        if any(part in tensor.name for part in without):
+            continue
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, array in tensors.items():
         writer.add_tensor(name, array)
@@ -197,6 +204,28 @@ def finished(writer):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_an_old_file_of_latent_attention_has_keys_and_values_of_its_heads(tmp_path):
+    """As llama.cpp's converter wrote them until April 2025."""
+    name = "deepseek_v2"
+    folder = gguf_cases.write_family(tmp_path / "m", name, **gguf_cases.kept_sizes(name))
+    save_gguf(model_info(folder), tmp_path / "new.gguf", "F32")
+    raw, part = json.loads((folder / "config.json").read_text()), "kv_b_proj"
+    values = {
+        "attention.head_count_kv": raw["num_attention_heads"],
+        "attention.key_length": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"],
+        "attention.value_length": raw["v_head_dim"],
+    }
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {
+        f"blk.{i}.attn_kv_b.weight": stored[f"model.layers.{i}.self_attn.{part}.weight"]
+        for i in range(raw["num_hidden_layers"])
+    }
+    without = ("attention.key_length_mla", "attention.value_length_mla", "attn_k_b", "attn_v_b")
+    args = tmp_path / "m.gguf", tmp_path / "new.gguf", tensors
+    finished(extended(*args, without=without, **values))
+    same_models(tmp_path / "m.gguf", tmp_path / "new.gguf")
 
 
 def same_models(path, source):

@@ -149,10 +149,25 @@ def model_info(
         gguf = GGUFFile(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
-    raw = read_config_json(folder)
+    raw = _with_one_tie(read_config_json(folder), folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
     pooling = read_pooling(folder)
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
         has_head = "lm_head.weight" in Checkpoint(folder).names()
         config = replace(config, has_head=has_head)
     return ModelInfo(shown, folder, name, config, raw, pooling=pooling)
+
+
+def _with_one_tie(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """config.json whose text part agrees with the whole on `tie_word_embeddings`.
+
+    As in transformers, which fills the whole's with its default: that one counts, but for a head
+    that the checkpoint has.
+    """
+    key, text = "tie_word_embeddings", raw.get("text_config")
+    tied = raw.get(key)
+    if not isinstance(text, dict) or not isinstance(tied, bool) or text.get(key) is tied:
+        return raw
+    has_head = tied and any(n.endswith("lm_head.weight") for n in Checkpoint(folder).names())
+    one = {key: tied and not has_head}
+    return raw | one | {"text_config": text | one}

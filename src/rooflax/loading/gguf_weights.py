@@ -46,11 +46,12 @@ from rooflax.loading.gguf_changes import (
     moves_groups,
 )
 from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
+from rooflax.loading.prequantized import output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.recurrent import GatedDelta
-from rooflax.nn.storage import is_head, is_matmul, matmul_shape
+from rooflax.nn.storage import is_matmul, matmul_shape
 from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
@@ -210,7 +211,7 @@ class GGUFWeights:
         return list(dict.fromkeys(names))  # those of experts are one stack
 
     def _order(self, slot: Slot) -> np.ndarray:
-        """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
+        """Which stored row each of our outputs is."""
         numbers, begin = [], 0
         for name in slot.hf_names:
             ids = []
@@ -220,12 +221,7 @@ class GGUFWeights:
                 begin += rows
             change = self.entries[name].change
             numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
-        in_shape, out_shape = matmul_shape(slot, self.config)
-        one_input = (1,) * len(in_shape)
-        head = is_head(slot, self.config)
-        out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
-        slot.weight.layout.join(numbers, out)
-        return out.reshape(-1)
+        return output_order(slot, self.config, numbers)
 
 
 def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.loading.fp8 import Fp8Weights, is_fp8
+from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
@@ -82,11 +82,13 @@ class ModelInfo:
         checkpoint = Checkpoint(self.folder or "")
         return Fp8Weights(checkpoint, self.raw_config) if is_fp8(self.raw_config) else checkpoint
 
-    def prequantized(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
+    def prequantized(self) -> GGUFWeights | KeptFp8 | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
             return source
+        if isinstance(source, Fp8Weights):
+            return KeptFp8(source, self.family, self.config)
         if is_packed(self.raw_config):
             return PackedWeights(source, self.family, self.config, self.raw_config)
         return Mxfp4Weights(source, self.family, self.config)

@@ -6,11 +6,13 @@ tokenizer are kept beside the GGUF files. tests/make_gguf_fixtures.py makes all 
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from rooflax.models.registry import read_config
 from tests import goldens, tokenizer_cases
@@ -225,6 +227,46 @@ KEPT = (
 """Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
 TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
 """Those that a family's files have, where the converter reads no other."""
+
+
+EMBEDS = "embedding_gemma"
+"""The kept file of a model that attends both ways, with layers behind its pooling."""
+
+
+def write_embedding_gemma(folder: Path) -> Path:
+    """The checkpoint that it was made from."""
+    sizes = kept_sizes("gemma3") | {
+        "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True,
+        "vocab_size": tokenizer_cases.VOCAB,
+        "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 8,
+        "rope_scaling": None, "rope_local_base_freq": 10_000.0,
+    }  # fmt: skip
+    write_family(folder, "gemma3", **sizes)
+    paths = ("", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize")
+    kinds = [path.partition("_")[2] or "Transformer" for path in paths]
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in zip(paths, kinds, strict=True)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    pooling = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    for name, inner, outer in (("2_Dense", 16, 20), ("3_Dense", 20, 16)):
+        raw = {"in_features": inner, "out_features": outer, "bias": False,
+               "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+        (folder / name / "config.json").write_text(json.dumps(raw))
+        weight = np.random.RandomState(inner).randn(outer, inner).astype(np.float32)
+        save_file({"linear.weight": weight}, folder / name / "model.safetensors")
+    return folder
+
+
+def write_kept(folder: Path, name: str) -> Path:
+    """The checkpoint that a kept file was made from."""
+    if name == EMBEDS:
+        return write_embedding_gemma(folder)
+    return write_family(folder, name, TOKENIZERS.get(name, "gpt-2"), **kept_sizes(name))
 
 
 def kept(name: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from rooflax import load
-from rooflax.errors import UnsupportedModelError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.gguf_weights import tensor_entries
@@ -153,12 +153,11 @@ def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("name", gguf_cases.KEPT)
+@pytest.mark.parametrize("name", [*gguf_cases.KEPT, gguf_cases.EMBEDS])
 def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     """Its matrices are the checkpoint's to the nearest bfloat16, all else as it was."""
     path = gguf_cases.kept(name)
-    sizes = gguf_cases.kept_sizes(name)
-    ours, theirs = load(path), load(gguf_cases.write_family(tmp_path / "m", name, **sizes))
+    ours, theirs = load(path), load(gguf_cases.write_kept(tmp_path / "m", name))
     assert ours.family == theirs.family
     assert ours.config == theirs.config
     file = GGUFFile(path)
@@ -177,6 +176,33 @@ def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=0 if exact else 1e-6, err_msg=slot.name)
         seen += stored <= bfloat16
     assert seen > 3
+
+
+def test_layers_behind_the_pooling_come_along(tmp_path):
+    found = model_info(gguf_cases.kept(gguf_cases.EMBEDS)).pooling
+    wanted = model_info(gguf_cases.write_embedding_gemma(tmp_path / "m")).pooling
+    assert (found.pooler, found.normalizes, len(found.dense)) == (wanted.pooler, True, 2)
+    for ours, theirs in zip(found.dense, wanted.dense, strict=True):
+        weight = theirs.weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(ours.weight, weight)
+        assert (ours.bias, ours.activation) == (None, theirs.activation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dense_3_feat_in": 21}, "dense_3_feat_in = 21"),
+        ({"without": ("dense_2",)}, "does not read the 16 numbers"),
+        ({"attention.causal": True}, "attention.causal = True"),
+    ],
+)
+def test_layers_behind_the_pooling_that_do_not_fit_are_rejected(changes, said, tmp_path):
+    writer = extended(tmp_path / "m.gguf", gguf_cases.kept(gguf_cases.EMBEDS), {}, **changes)
+    if "attention.causal" in changes:
+        writer.add_causal_attention(True)
+    finished(writer)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        model_info(tmp_path / "m.gguf")
 
 
 def extended(path, source, tensors, without=(), **values):

@@ -20,7 +20,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import Header
-from rooflax.loading.pooling import GGUF_POOLING
+from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
 from rooflax.models.common import layer_types
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import inverse_frequencies
@@ -36,6 +36,8 @@ FAMILIES = {
     "gemma4": "gemma4_text", "deepseek2": "deepseek_v2",
 }  # fmt: skip
 """A file's architecture to our family."""
+BOTH_WAYS = {"gemma-embedding": "gemma3_text"}
+"""Those of models whose tokens attend both ways, which are read and not written."""
 ALIASES = {
     "mixtral": "llama", "mistral": "llama", "olmo3": "olmo2", "granitemoehybrid": "granite",
     "deepseek_v3": "deepseek2",
@@ -264,10 +266,11 @@ class _Metadata:
     def __init__(self, file: Header):
         self.file = file
         architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in FAMILIES:
+        known = FAMILIES | BOTH_WAYS
+        if not isinstance(architecture, str) or architecture not in known:
             raise UnsupportedModelError(
                 f"{file.path} holds the architecture {architecture!r:.60}, which is not one of "
-                f"those that rooflax computes: {', '.join(FAMILIES)}."
+                f"those that rooflax computes: {', '.join(known)}."
             )
         parts = file.metadata.get("split.count", 1)
         if type(parts) is not int:
@@ -277,7 +280,8 @@ class _Metadata:
                 f"{file.path} is one of {parts} parts; join them first, with llama-gguf-split "
                 f"--merge."
             )
-        self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
+        self.family, self._prefix = known[architecture], f"{architecture}."
+        self._both_ways = architecture in BOTH_WAYS
         self._read: set[str] = set()
         if self.family in TOLD_BY:
             other, key, is_other = TOLD_BY[self.family]
@@ -328,6 +332,9 @@ class _Metadata:
         raw = _IF_ABSENT.get(self.family, {}) | raw
         if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
+        if self._both_ways:
+            raw |= {"use_bidirectional_attention": True}
+            self._check_dense(names)
         self._waive(*WAIVED.get(self.family, ()))
         if "ssm.state_size" in KEYS[self.family]:
             raw |= self._delta(raw)
@@ -352,6 +359,15 @@ class _Metadata:
         for key in self.file.metadata:
             if any(fnmatchcase(key, self._prefix + pattern) for pattern in patterns):
                 self._read.add(key)
+
+    def _check_dense(self, names: set[str]) -> None:
+        """Layers behind the pooling have the sizes that the metadata states."""
+        for name in {f"{dense}.weight" for dense in GGUF_DENSE} & names:
+            shape, dense = self.file.info(name).shape, name.partition(".")[0]
+            if len(shape) != 2:
+                raise CheckpointError(f"{self.file.path}: {name} {list(shape)} is no matrix.")
+            self.expect(f"{dense}_feat_out", shape[0])
+            self.expect(f"{dense}_feat_in", shape[1])
 
     def _heads_per_layer(self) -> dict[str, Any]:
         """K/V heads of each layer, of which one with a convolution has none."""
@@ -495,7 +511,7 @@ class _Metadata:
             partial = {"partial_rotary_factor": dim / head_dim if type(dim) is int else dim}
         else:
             self.expect("rope.dimension_count", head_dim)
-        self.expect("attention.causal", True)
+        self.expect("attention.causal", not self._both_ways)
         self.expect("pooling_type", 0, *GGUF_POOLING)
         if "expert_count" not in KEYS[self.family]:
             self.expect("expert_count", 0)

@@ -46,6 +46,7 @@ from rooflax.loading.gguf_changes import (
     moves_groups,
 )
 from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
+from rooflax.loading.pooling import GGUF_DENSE
 from rooflax.loading.prequantized import output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
@@ -91,6 +92,8 @@ class GGUFWeights:
         used = {stored for entry in self.entries.values() for stored in entry.stored}
         if name not in WITHOUT_ROPE:
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
+        if not config.is_causal:
+            used |= {f"{dense}.weight" for dense in GGUF_DENSE}  # `gguf_pooling` reads them
         further = self._further_blocks()
         self._unknown = [n for n in file.names() if n not in used and not n.startswith(further)]
 

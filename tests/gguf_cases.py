@@ -6,11 +6,13 @@ tokenizer are kept beside the GGUF files. tests/make_gguf_fixtures.py makes all 
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from rooflax.models.registry import read_config
 from tests import goldens, tokenizer_cases
@@ -200,19 +202,71 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "rope_scaling": goldens.VARIANTS["deepseek_v2"]["rope_scaling"] | {"mscale": 0.9},
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 32, "attention_bias": False, "rms_norm_eps": 1e-6,
+            "scoring_func": "sigmoid",
+        },
+    ),
 }  # fmt: skip
 """A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
-WITHOUT_FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {}), "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 32}),
-}  # fmt: skip
-"""Of families that files are not made of."""
 
 
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
-KEPT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", *GEMMA4)
+KEPT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", "deepseek_v2", "deepseek_v3", *GEMMA4,
+)  # fmt: skip
 """Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
 TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
 """Those that a family's files have, where the converter reads no other."""
+
+
+EMBEDS = "embedding_gemma"
+"""The kept file of a model that attends both ways, with layers behind its pooling."""
+
+
+def write_embedding_gemma(folder: Path) -> Path:
+    """The checkpoint that it was made from."""
+    sizes = kept_sizes("gemma3") | {
+        "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True,
+        "vocab_size": tokenizer_cases.VOCAB,
+        "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 8,
+        "rope_scaling": None, "rope_local_base_freq": 10_000.0,
+    }  # fmt: skip
+    write_family(folder, "gemma3", **sizes)
+    paths = ("", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize")
+    kinds = [path.partition("_")[2] or "Transformer" for path in paths]
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in zip(paths, kinds, strict=True)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    pooling = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    for name, inner, outer in (("2_Dense", 16, 20), ("3_Dense", 20, 16)):
+        raw = {"in_features": inner, "out_features": outer, "bias": False,
+               "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+        (folder / name / "config.json").write_text(json.dumps(raw))
+        weight = np.random.RandomState(inner).randn(outer, inner).astype(np.float32)
+        save_file({"linear.weight": weight}, folder / name / "model.safetensors")
+    return folder
+
+
+def write_kept(folder: Path, name: str) -> Path:
+    """The checkpoint that a kept file was made from."""
+    if name == EMBEDS:
+        return write_embedding_gemma(folder)
+    return write_family(folder, name, TOKENIZERS.get(name, "gpt-2"), **kept_sizes(name))
 
 
 def kept(name: str) -> Path:
@@ -228,9 +282,11 @@ def kept_sizes(name: str) -> dict[str, Any]:
         "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6,
         "linear_value_head_dim": 6, "head_dim": 8, "global_head_dim": 16, "top_k_experts": 2,
-        "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1, "kv_lora_rank": 12,
+        "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
     }  # fmt: skip
     raw = family_config(name)
+    sizes |= {"num_key_value_heads": 4} if "kv_lora_rank" in raw else {}
     return {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
 
 
@@ -244,14 +300,14 @@ def converted_rows(name: str) -> dict[str, int]:
 
 def family_config(name: str) -> dict[str, Any]:
     """config.json of a family's checkpoint."""
-    variant, changes = (FAMILIES | WITHOUT_FILES)[name]
+    variant, changes = FAMILIES[name]
     raw = goldens.VARIANTS[variant]
     return raw | {key: size for key, size in _SIZES.items() if key in raw} | changes
 
 
 def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: Any) -> Path:
     """A family's checkpoint with a tokenizer of `tokenizer_cases`."""
-    variant, raw = (FAMILIES | WITHOUT_FILES)[name][0], family_config(name) | changes
+    variant, raw = FAMILIES[name][0], family_config(name) | changes
     _, config = read_config(raw)
     shapes = {
         hf: tuple(shape)

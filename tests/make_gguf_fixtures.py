@@ -164,12 +164,13 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
 
 def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
     """The kept file of a family: a small checkpoint, converted."""
-    tokenizer = gguf_cases.TOKENIZERS.get(name, "gpt-2")
-    gguf_cases.write_family(work, name, tokenizer, **gguf_cases.kept_sizes(name))
+    flags = ["--no-mtp"] if name.startswith("qwen3_") else []
+    flags += ["--sentence-transformers-dense-modules"] if name == gguf_cases.EMBEDS else []
+    gguf_cases.write_kept(work, name)
     target = gguf_cases.kept(name)
     command = [llama_cpp, "gpt-2", "convert", str(work), "--outfile", str(target)]
-    flags = ["--outtype", "bf16", *(["--no-mtp"] if name.startswith("qwen3_") else [])]
-    subprocess.run([python, "-c", CONVERT, *command, *flags], check=True)
+    command += ["--outtype", "bf16", *flags]
+    subprocess.run([python, "-c", CONVERT, *command], check=True)
     print(target.name, target.stat().st_size)
 
 
@@ -177,12 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-cpp", required=True)
     parser.add_argument("--python", required=True)
-    names = [*gguf_cases.CONFIGS, *gguf_cases.KEPT]
+    families = (*gguf_cases.KEPT, gguf_cases.EMBEDS)
+    names = [*gguf_cases.CONFIGS, *families]
     parser.add_argument("names", nargs="*", default=names)
     args = parser.parse_args()
     for name in args.names:
         with tempfile.TemporaryDirectory() as work:
-            one = make_family if name in gguf_cases.KEPT else make
+            one = make_family if name in families else make
             one(name, args.llama_cpp, args.python, Path(work))
 
 

@@ -51,6 +51,18 @@ _HUNYUAN_WORDS = (
 )
 _HUNYUAN = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _HUNYUAN_WORDS)
 
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-"
+    "ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-"  # noqa: RUF001
+    "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"  # noqa: RUF001
+)
+DIGITS = "single digits"
+_DEEPSEEK_LLM = (
+    "[\r\n]", rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",  # noqa: RUF001
+    r"\s+$", "[一-龥ࠀ-一가-퟿]+", DIGITS,
+)  # fmt: skip
+
 # llama.cpp's name: (patterns, digits apart, composed, pieces that are tokens whole, adds BOS)
 BYTE_LEVEL = {
     "gpt-2": ((), False, False, False, False),
@@ -65,6 +77,7 @@ BYTE_LEVEL = {
     "tekken": ((_TEKKEN,), False, False, True, True),
     "seed-coder": ((_SEED,), False, False, False, True),
     "hunyuan-dense": (_HUNYUAN, False, False, False, True),
+    "deepseek-llm": (_DEEPSEEK_LLM, False, False, False, True),
 }
 SENTENCEPIECE = ("llama2", "gemma", "gemma4")
 FAMILIES = {"gemma4": "gemma4"}
@@ -97,7 +110,10 @@ def byte_level(name: str) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=whole))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    single = pre_tokenizers.Digits(individual_digits=True)
+    for each in patterns:
+        split = single if each == DIGITS else pre_tokenizers.Split(Regex(each), behavior="isolated")
+        steps.append(split)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
     if composes:
         tokenizer.normalizer = normalizers.NFC()

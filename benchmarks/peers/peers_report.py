@@ -76,8 +76,8 @@ def against_best(
             interval = paired_ratio(*pairs).as_json()
     verdict = plan.Verdict()
     if test == "decode":
-        width, batch = head["width"], head["batch"]
-        verdict = plan.decode_verdict(width, batch, ratio, ours["roofline"], peer_share)
+        row = head["model"], head["width"], head["batch"]
+        verdict = plan.decode_verdict(*row, ratio, ours["roofline"], peer_share)
     return {"best_peer": best, "ratio": ratio, "interval": interval, **vars(verdict)}
 
 
@@ -102,14 +102,14 @@ def _best(key: tuple[str, int, int], group: list[dict[str, Any]]) -> dict[str, A
         for name, engine in found["engines"].items():
             sides[name == OURS].append([speed(engine), name, engine["format"]])
     ours, peer = max(sides[True]), max(sides[False], default=None)
-    ratio = None if peer is None else ours[0] / peer[0]
+    ratio, wanted = None if peer is None else ours[0] / peer[0], plan.prefill_ratio(key[0])
     return {
         **dict(zip(("model", "batch", "prompt_tokens"), key, strict=True)),
         "ours": ours,
         "best_peer": peer,
         "ratio": ratio,
-        "target": f">= {plan.PREFILL_RATIO}x",
-        "met": None if ratio is None else ratio >= plan.PREFILL_RATIO,
+        "target": f">= {wanted}x",
+        "met": None if ratio is None else ratio >= wanted,
     }
 
 

@@ -40,7 +40,11 @@ BATCH_1_RATIO = {"float32": 1.0, "bf16": 1.2, "int8": 1.5, "int4": 1.4}
 BATCH_1_SHARE = {"float32": 0.90, "bf16": 0.90, "int8": 0.85, "int4": 0.75}
 BATCH_RATIO = {8: 1.8, 16: 1.5}
 BATCH_RATIO_WIDTHS = ("int8", "int4")
-PREFILL_RATIO = 1.1
+PREFILL_RATIO, FAMILY_PREFILL_RATIO = 1.1, 1.0
+STATE_RATIO = {"lfm2-350m": 1.2, "qwen3.5-0.8b": 1.2}
+"""Models with a state per sequence, in any width, of llama.cpp."""
+EXPERTS_SHARE = {"qwen3-moe-3b": 0.65}
+"""Models of experts: of the bytes of those that are chosen."""
 PEER_NEAR_CEILING, OWN_SHARE_THEN = 0.80, 0.90
 """A batch-1 peer above the first leaves no room: then not slower, and at least the second."""
 
@@ -119,13 +123,29 @@ class Verdict:
     met: bool | None = None
 
 
+def prefill_ratio(model: str) -> float:
+    """What is wanted of the best peer's prefill."""
+    return FAMILY_PREFILL_RATIO if model in FAMILIES else PREFILL_RATIO
+
+
 def decode_verdict(
-    width: str, batch: int, ratio: float | None, share: float, peer_share: float | None
+    model: str,
+    width: str,
+    batch: int,
+    ratio: float | None,
+    share: float,
+    peer_share: float | None,
 ) -> Verdict:
     """Of a decode row; a ratio of None is a row without a peer."""
+    if batch == 1 and model in EXPERTS_SHARE:
+        part = EXPERTS_SHARE[model]
+        return Verdict(f"{part:.0%} of the chosen experts' bytes", share >= part)
+    if batch == 1 and model in STATE_RATIO:
+        wanted = STATE_RATIO[model]
+        return Verdict(f">= {wanted}x", None if ratio is None else ratio >= wanted)
     if batch == 1:
         return _batch_1(width, ratio, share, peer_share)
-    if batch not in BATCH_RATIO or width not in BATCH_RATIO_WIDTHS:
+    if model in FAMILIES or batch not in BATCH_RATIO or width not in BATCH_RATIO_WIDTHS:
         return Verdict()
     wanted = BATCH_RATIO[batch]
     return Verdict(f">= {wanted}x", None if ratio is None else ratio >= wanted)

@@ -88,24 +88,44 @@ def protocol(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("width", "batch", "ratio", "share", "peer_share", "met"),
+    ("model", "width", "batch", "ratio", "share", "peer_share", "met"),
     [
-        ("int8", 1, 1.6, 0.5, 0.4, True),
-        ("int8", 1, 1.1, 0.86, 0.7, True),
-        ("int8", 1, 1.1, 0.84, 0.7, False),
-        ("int4", 1, 0.95, 0.80, 0.85, False),
-        ("int4", 1, 1.02, 0.91, 0.85, True),
-        ("float32", 1, None, 0.95, None, True),
-        ("int8", 8, 1.79, 0.9, 0.5, False),
-        ("int4", 16, 1.5, 0.3, 0.2, True),
-        ("bf16", 8, 0.5, 0.3, 0.6, None),
-        ("int8", 4, 0.5, 0.3, 0.6, None),
-        ("int8", 8, None, 0.3, None, None),
+        ("gpt2", "int8", 1, 1.6, 0.5, 0.4, True),
+        ("gpt2", "int8", 1, 1.1, 0.86, 0.7, True),
+        ("gpt2", "int8", 1, 1.1, 0.84, 0.7, False),
+        ("gpt2", "int4", 1, 0.95, 0.80, 0.85, False),
+        ("gpt2", "int4", 1, 1.02, 0.91, 0.85, True),
+        ("gpt2", "float32", 1, None, 0.95, None, True),
+        ("gpt2", "int8", 8, 1.79, 0.9, 0.5, False),
+        ("gpt2", "int4", 16, 1.5, 0.3, 0.2, True),
+        ("gpt2", "bf16", 8, 0.5, 0.3, 0.6, None),
+        ("gpt2", "int8", 4, 0.5, 0.3, 0.6, None),
+        ("gpt2", "int8", 8, None, 0.3, None, None),
+        ("qwen3-0.6b", "int8", 1, 1.1, 0.86, 0.7, True),
+        ("gemma-3-270m", "int4", 1, 1.1, 0.70, 0.7, False),
+        ("qwen3-0.6b", "int8", 8, 1.0, 0.3, 0.2, None),
+        ("qwen3-moe-3b", "int4", 1, 0.5, 0.66, 0.4, True),
+        ("qwen3-moe-3b", "int4", 1, 1.9, 0.64, 0.4, False),
+        ("lfm2-350m", "float32", 1, 1.2, 0.3, 0.2, True),
+        ("qwen3.5-0.8b", "int8", 1, 1.19, 0.95, 0.9, False),
+        ("lfm2-350m", "int8", 1, None, 0.95, None, None),
     ],
 )
-def test_targets(peers, width, batch, ratio, share, peer_share, met):
-    found = peers("plan").decode_verdict(width, batch, ratio, share, peer_share)
+def test_targets(peers, model, width, batch, ratio, share, peer_share, met):
+    found = peers("plan").decode_verdict(model, width, batch, ratio, share, peer_share)
     assert found.met is met
+
+
+def test_the_target_of_prefill_is_that_of_the_model(peers):
+    report = peers("peers_report")
+    for model, target, met in (("gpt2", ">= 1.1x", False), ("lfm2-350m", ">= 1.0x", True)):
+        engines = {
+            name: {"tok_per_s": {"median": speed}, "format": "x"}
+            for name, speed in (("rooflax", 105.0), ("llama.cpp", 100.0))
+        }
+        row = {"test": "prefill", "model": model, "batch": 8, "prompt_tokens": 64}
+        (found,) = report.best_prefill([row | {"engines": engines}])
+        assert (found["target"], found["met"]) == (target, met)
 
 
 def document(decode_s):

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rooflax import load
 from rooflax.errors import CheckpointError
 from rooflax.loading.model_info import model_info
+from rooflax.nn.batch import Batch
 from tests import goldens
 
 VARIANT = "ministral3"
@@ -54,6 +56,64 @@ def test_codes_are_read_as_their_numbers(block, tmp_path):
     ours, theirs = load(folder), load(plain)
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), ours.weights, theirs.weights)
     assert numbers and all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model."])
+def test_codes_with_one_scale_each_stay_ours(prefix, end, tmp_path):
+    """q, k and v are one weight here, of three scales."""
+    reference, numbers = goldens.committed(VARIANT), {}
+    raw = goldens.VARIANTS[VARIANT]
+    if prefix != "model.":
+        raw = {"model_type": "mistral3", "text_config": raw, "vision_config": {}}
+    raw = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+
+    def change(tensors):
+        numbers.update(coded(tensors, [1000, 1000]))
+        for name in list(tensors):
+            renamed = name.replace("_scale_inv", end).replace("activation_scale", "input_scale")
+            outer = prefix.removesuffix("model.")
+            tensors[outer + renamed] = tensors.pop(name)
+
+    folder = goldens.write_checkpoint(tmp_path / "c", VARIANT, reference, change=change)
+    (folder / "config.json").write_text(json.dumps(raw))
+    plain = goldens.write_checkpoint(
+        tmp_path / "p", VARIANT, reference, change=lambda tensors: tensors.update(numbers)
+    )
+    kept, theirs = load(folder, dtype=None), load(plain)
+    seen = 0
+    for slot in kept.config.slots():
+        leaf, wanted = (
+            (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]
+            for m in (kept, theirs)
+        )
+        if "->" not in slot.weight.axes:
+            continue
+        assert leaf.format == "fp8-a16", slot.name
+        np.testing.assert_array_equal(leaf.numbers().reshape(wanted.shape), wanted)
+        seen += 1
+    assert seen == 4 * kept.config.num_layers
+    outputs = [
+        m.logits(m.forward(Batch.dense(jnp.arange(9)[None]), None)[0]) for m in (kept, theirs)
+    ]
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-4)
+
+
+def test_codes_that_are_no_numbers_are_found(tmp_path):
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+
+    def change(tensors):
+        coded(tensors, [1000, 1000])
+        name = next(name for name in tensors if name.endswith("o_proj.weight"))
+        tensors[name].view(np.uint8)[2, 3] = 0xFF
+
+    reference = goldens.committed(VARIANT)
+    folder = goldens.write_checkpoint(
+        tmp_path / "c", VARIANT, reference, config=config, change=change
+    )
+    for dtype in (None, "float32"):
+        with pytest.raises(CheckpointError, match="o_proj.weight holds"):
+            load(folder, dtype=dtype, check=True)
 
 
 def test_scales_that_do_not_fit_are_rejected(tmp_path):

@@ -1,5 +1,6 @@
 """Files of more families: by llama.cpp's converter, and written with gguf-py's own names."""
 
+import json
 import re
 
 import gguf
@@ -7,11 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from rooflax import load
-from rooflax.errors import UnsupportedModelError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.gguf_weights import tensor_entries
+from rooflax.loading.model_info import model_info
 from tests import gguf_cases, goldens
 
 FLOAT = gguf.GGUFValueType.FLOAT32
@@ -149,12 +153,11 @@ def test_a_file_with_ggufs_names_is_the_checkpoint(arch, tmp_path):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("name", gguf_cases.KEPT)
+@pytest.mark.parametrize("name", [*gguf_cases.KEPT, gguf_cases.EMBEDS])
 def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     """Its matrices are the checkpoint's to the nearest bfloat16, all else as it was."""
     path = gguf_cases.kept(name)
-    sizes = gguf_cases.kept_sizes(name)
-    ours, theirs = load(path), load(gguf_cases.write_family(tmp_path / "m", name, **sizes))
+    ours, theirs = load(path), load(gguf_cases.write_kept(tmp_path / "m", name))
     assert ours.family == theirs.family
     assert ours.config == theirs.config
     file = GGUFFile(path)
@@ -175,17 +178,47 @@ def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     assert seen > 3
 
 
-def extended(path, source, tensors, **values):
-    """A copy of a file with further tensors, and other values of some keys."""
+def test_layers_behind_the_pooling_come_along(tmp_path):
+    found = model_info(gguf_cases.kept(gguf_cases.EMBEDS)).pooling
+    wanted = model_info(gguf_cases.write_embedding_gemma(tmp_path / "m")).pooling
+    assert (found.pooler, found.normalizes, len(found.dense)) == (wanted.pooler, True, 2)
+    for ours, theirs in zip(found.dense, wanted.dense, strict=True):
+        weight = theirs.weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(ours.weight, weight)
+        assert (ours.bias, ours.activation) == (None, theirs.activation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dense_3_feat_in": 21}, "dense_3_feat_in = 21"),
+        ({"without": ("dense_2",)}, "does not read the 16 numbers"),
+        ({"attention.causal": True}, "attention.causal = True"),
+    ],
+)
+def test_layers_behind_the_pooling_that_do_not_fit_are_rejected(changes, said, tmp_path):
+    writer = extended(tmp_path / "m.gguf", gguf_cases.kept(gguf_cases.EMBEDS), {}, **changes)
+    if "attention.causal" in changes:
+        writer.add_causal_attention(True)
+    finished(writer)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        model_info(tmp_path / "m.gguf")
+
+
+def extended(path, source, tensors, without=(), **values):
+    """A copy of a file with further tensors, other values of some keys, and not all it had."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
     for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
+        skipped = ("GGUF.", "general.architecture", *(f"{architecture}.{key}" for key in without))
+        if not field.name.startswith(skipped):
             kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
             key = field.name.removeprefix(f"{architecture}.")
             writer.add_key_value(field.name, values.get(key, field.contents()), kind, sub_type=sub)
     for tensor in reader.tensors:
+        if any(part in tensor.name for part in without):
+            continue
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, array in tensors.items():
         writer.add_tensor(name, array)
@@ -197,6 +230,28 @@ def finished(writer):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_an_old_file_of_latent_attention_has_keys_and_values_of_its_heads(tmp_path):
+    """As llama.cpp's converter wrote them until April 2025."""
+    name = "deepseek_v2"
+    folder = gguf_cases.write_family(tmp_path / "m", name, **gguf_cases.kept_sizes(name))
+    save_gguf(model_info(folder), tmp_path / "new.gguf", "F32")
+    raw, part = json.loads((folder / "config.json").read_text()), "kv_b_proj"
+    values = {
+        "attention.head_count_kv": raw["num_attention_heads"],
+        "attention.key_length": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"],
+        "attention.value_length": raw["v_head_dim"],
+    }
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {
+        f"blk.{i}.attn_kv_b.weight": stored[f"model.layers.{i}.self_attn.{part}.weight"]
+        for i in range(raw["num_hidden_layers"])
+    }
+    without = ("attention.key_length_mla", "attention.value_length_mla", "attn_k_b", "attn_v_b")
+    args = tmp_path / "m.gguf", tmp_path / "new.gguf", tensors
+    finished(extended(*args, without=without, **values))
+    same_models(tmp_path / "m.gguf", tmp_path / "new.gguf")
 
 
 def same_models(path, source):

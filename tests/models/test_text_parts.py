@@ -92,6 +92,37 @@ def test_the_text_part_is_the_text_model(variant, raw, prefix, head, tower, tmp_
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.parametrize(("variant", "raw"), [("mistral_full", MISTRAL3), ("gemma3_text", WHOLE)])
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("text", [True, False, None])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_wholes_tie_counts_unless_there_is_a_head(tied, text, has_head, variant, raw, tmp_path):
+    """As transformers computes, whatever the text part says: it fills the whole's with a default.
+
+    Of Mistral3ForConditionalGeneration.from_pretrained, with a head of its own and without.
+    """
+    reference = goldens.committed(variant)
+
+    def change(tensors):
+        tensors.pop("lm_head.weight", None)
+        if has_head:
+            tensors["lm_head.weight"] = 1 + tensors["model.embed_tokens.weight"]
+
+    folder = goldens.write_checkpoint(tmp_path / "m", variant, reference, change=change)
+    key = "tie_word_embeddings"
+    part = {k: v for k, v in raw["text_config"].items() if k != key}
+    part |= {} if text is None else {key: text}
+    (folder / "config.json").write_text(json.dumps(raw | {key: tied, "text_config": part}))
+    if tied and text and has_head:
+        with pytest.raises(CheckpointError, match="set that to false to use both"):
+            load(folder)
+    elif not tied and not has_head:
+        with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight"):
+            load(folder)
+    else:
+        assert load(folder).config.tied_embeddings is not has_head
+
+
 def test_qwen3_next_does_without_its_drafting_head(tmp_path):
     reference = goldens.committed("qwen3_next")
 

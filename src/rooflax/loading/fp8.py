@@ -1,9 +1,11 @@
 """Checkpoints whose matmuls are e4m3 codes with a scale for each tensor, or each block of it.
 
-value = code * scale, read as float32, exact. A tensor X has its scales in X_scale_inv. Our fp8 has
-one scale for each output of a matmul, which a block's cannot become, so the codes are not kept.
+value = code * scale, exact in float32. A tensor X has its scales in X_scale_inv or X_scale. Our fp8
+has one scale for each output of a matmul, as a tensor's one scale can become; a block's cannot, so
+that the codes of blocks are not kept.
 
-Source: transformers, integrations/finegrained_fp8.py.
+Source: transformers, integrations/finegrained_fp8.py; vLLM, model_executor/layers/quantization/
+fp8.py.
 """
 
 from __future__ import annotations
@@ -11,13 +13,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.prequantized import output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.loading.source import Source
+from rooflax.loading.tensor_plan import NameMap
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.storage import is_head, is_matmul, matmul_shape
+from rooflax.nn.weights import Layout, Slot
+from rooflax.ops.host_arrays import Put
+from rooflax.ops.weights import Quantized, pack
 
-SCALES = "_scale_inv"
+KEPT = "fp8-a16"
+NOT_A_NUMBER = 0x7F
+"""Of an e4m3 code without its sign."""
+SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = ("activation_scale", "input_scale")
 """Scales of what a matmul reads, which is not rounded here."""
 BLOCK = [128, 128]
@@ -33,8 +47,10 @@ class Fp8Weights:
 
     def __init__(self, source: Source, raw: Mapping[str, Any]):
         self._source, names = source, source.names()
-        self._scaled = {name for name in names if f"{name}{SCALES}" in set(names)}
-        self._names = [n for n in names if not n.endswith((SCALES, *ACTIVATIONS))]
+        present = set(names)
+        self._scales = {n: n + end for n in names for end in SCALES if n + end in present}
+        other = {*self._scales.values(), *(n for n in names if n.endswith(ACTIVATIONS))}
+        self._names = [n for n in names if n not in other]
         block = raw["quantization_config"].get("weight_block_size") or BLOCK
         if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int for n in block):
             raise CheckpointError(f"config.json has weight_block_size = {block!r:.80}; wanted two.")
@@ -46,9 +62,9 @@ class Fp8Weights:
     def info(self, name: str) -> TensorInfo:
         """Raises: CheckpointError: codes and scales do not fit each other."""
         info = self._source.info(name)
-        if name not in self._scaled:
+        if name not in self._scales:
             return info
-        scales = self._source.info(f"{name}{SCALES}").shape
+        scales = self._source.info(self._scales[name]).shape
         blocks = tuple(-(-n // max(b, 1)) for n, b in zip(info.shape, self._block, strict=False))
         if len(info.shape) != 2 or (scales not in ((), (1,)) and scales != blocks):
             raise CheckpointError(
@@ -59,17 +75,68 @@ class Fp8Weights:
 
     def read(self, name: str) -> np.ndarray:
         codes = self._source.read(name)
-        if name not in self._scaled:
+        if name not in self._scales:
             return codes
-        scales = np.asarray(self._source.read(f"{name}{SCALES}"), np.float32)
+        scales = self._read_scales(name)
         if scales.size > 1:
             for axis, size in enumerate(self._block):
                 scales = np.repeat(scales, size, axis)
             scales = scales[: codes.shape[0], : codes.shape[1]]
         return codes.astype(np.float32) * scales
 
+    def _read_scales(self, name: str) -> np.ndarray:
+        return np.asarray(self._source.read(self._scales[name]), np.float32)
+
+    def has_one_scale(self, name: str) -> bool:
+        """Whether a tensor is e4m3 codes with one scale."""
+        if name not in self._scales or self._source.info(name).dtype != "F8_E4M3":
+            return False
+        return len(self.info(name).shape) == 2 and self._read_scales(name).size == 1
+
+    def codes(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """A tensor's codes, and the scale of each row: NaN where a code is no number."""
+        codes = self._source.read(name).view(np.uint8)
+        scales = np.full(len(codes), self._read_scales(name).item(), np.float32)
+        scales[((codes & NOT_A_NUMBER) == NOT_A_NUMBER).any(axis=1)] = np.nan
+        return codes, scales
+
     def release(self, name: str) -> None:
         self._source.release(name)
 
     def prefetch(self, name: str) -> None:
         self._source.prefetch(name)
+
+
+class KeptFp8:
+    """The weights of a checkpoint that can stay fp8, for `Storage.prequantized`.
+
+    The layers of a model are alike, because they may be stacked; experts become numbers.
+    """
+
+    def __init__(self, source: Fp8Weights, name: str, config: Decoder):
+        self._source, self._config = source, config
+        self._names = NameMap(set(source.names()), family(name))
+        products = [slot for slot in config.slots() if is_matmul(slot, config)]
+        other = {slot.key for slot in products if not self._keeps(slot)}
+        self.formats = {slot.name: KEPT for slot in products if slot.key not in other}
+
+    def _keeps(self, slot: Slot) -> bool:
+        transposed = type(slot.weight.layout) is Layout and not is_head(slot, self._config)
+        if slot.weight.num_stacked or transposed:
+            return False
+        found = map(self._names.find, slot.hf_names)
+        return all(name is not None and self._source.has_one_scale(name) for name in found)
+
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
+        """A matmul's weight from the checkpoint's own codes."""
+        return pack(KEPT, *self.codes(slot), *matmul_shape(slot, self._config), put)
+
+    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """[out, in] and [out], in our order of outputs."""
+        names = [self._names.find(name) or name for name in slot.hf_names]
+        parts = [self._source.codes(name) for name in names]
+        codes, scales = (np.concatenate(part) for part in zip(*parts, strict=True))
+        ends = np.cumsum([len(part) for part, _ in parts])[:-1]
+        numbers = np.split(np.arange(len(codes), dtype=np.int32)[:, None], ends)
+        order = output_order(slot, self._config, numbers)
+        return codes[order], scales[order]

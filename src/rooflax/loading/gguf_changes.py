@@ -212,6 +212,36 @@ class HeadKinds(Change):
 
 
 @dataclass(frozen=True)
+class HeadStacks(Change):
+    """Rows of two kinds in each head, of which the file has stacks [heads, ...]: the first kind's
+    transposed, the second's as they are.
+
+    Attributes:
+        heads: how many there are.
+        widths: rows of each kind in a head.
+    """
+
+    heads: int
+    widths: tuple[int, int]
+
+    def apply(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        both = np.concatenate((parts[0].swapaxes(1, 2), parts[1]), axis=1)
+        return both.reshape(-1, both.shape[-1])
+
+    def undo(self, tensor: np.ndarray) -> Sequence[np.ndarray]:
+        rows = tensor.reshape(self.heads, sum(self.widths), -1)
+        first, second = np.split(rows, self.widths[:1], axis=1)
+        return [first.swapaxes(1, 2), second]
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (self.heads * sum(self.widths), *shapes[1][-1:])
+
+    def stored_shapes(self, shape: Shape) -> Sequence[Shape]:
+        first, second = self.widths
+        return [(self.heads, shape[-1], first), (self.heads, second, shape[-1])]
+
+
+@dataclass(frozen=True)
 class Tiled(Change):
     """Value heads, of which a key head has several: those of one key head side by side in the
     checkpoint; in the file the first ones of all key heads, then the second ones, and so on.

@@ -20,7 +20,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import Header
-from rooflax.loading.pooling import GGUF_POOLING
+from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
 from rooflax.models.common import layer_types
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import inverse_frequencies
@@ -33,11 +33,14 @@ FAMILIES = {
     "hunyuan-dense": "hunyuan_v1_dense", "exaone4": "exaone4", "cohere2": "cohere2",
     "mistral3": "ministral3", "qwen2moe": "qwen2_moe", "glm4moe": "glm4_moe", "lfm2": "lfm2",
     "qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
-    "gemma4": "gemma4_text",
+    "gemma4": "gemma4_text", "deepseek2": "deepseek_v2",
 }  # fmt: skip
 """A file's architecture to our family."""
+BOTH_WAYS = {"gemma-embedding": "gemma3_text"}
+"""Those of models whose tokens attend both ways, which are read and not written."""
 ALIASES = {
     "mixtral": "llama", "mistral": "llama", "olmo3": "olmo2", "granitemoehybrid": "granite",
+    "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """Families whose files have another's architecture."""
 
@@ -50,6 +53,7 @@ TOLD_BY: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "ministral3": ("mistral", "attention.temperature_scale", operator.not_),
     "olmo2": ("olmo3", "attention.sliding_window", bool),
     "granite": ("granitemoehybrid", "rope.scaling.finetuned", lambda value: value is False),
+    "deepseek_v2": ("deepseek_v3", "expert_gating_func", lambda value: value == 2),  # sigmoids
 }
 """Families whose architecture another's files have, too; the other, and the key that tells it."""
 _BOTH = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
@@ -75,6 +79,8 @@ UNTRUNCATED = ("gpt_oss",)
 SCALED_THETA = ("hunyuan_v1_dense",)
 """Families whose scaling of RoPE is in theta."""
 SCALES_QUERIES = ("ministral3",)
+GROUP_METHODS = {"deepseek_v2": "group_limited_greedy"}
+"""Of families that name how groups of experts are chosen, which the metadata cannot."""
 PARTIAL = ("phi3", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that may rotate a part of a head's dimensions."""
 MAX_FACTOR_ERROR = 1e-5
@@ -188,6 +194,20 @@ _GEMMA4 = {
     "expert_used_count": "top_k_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LATENT = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_ONE_HEAD = ("attention.head_count_kv", "attention.key_length")
+"""Keys that are of the latent itself in files of latent attention."""
+KEYS |= dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3"),
+    {k: v for k, v in _COMMON.items() if k not in _ONE_HEAD} | _GLM4_MOE | _LATENT,
+)
 KEYS["gemma4_text"] = {k: v for k, v in _COMMON.items() if k != "rope.freq_base"} | _GEMMA4
 _AS_COMPUTED = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
@@ -197,7 +217,10 @@ _AS_COMPUTED = {
     "qwen3_next": {"norm_topk_prob": True},
 }
 """What files cannot say, and llama.cpp computes."""
-_IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}}
+_NO_GROUPS = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}} | dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3"), _NO_GROUPS
+)
 YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -243,10 +266,11 @@ class _Metadata:
     def __init__(self, file: Header):
         self.file = file
         architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in FAMILIES:
+        known = FAMILIES | BOTH_WAYS
+        if not isinstance(architecture, str) or architecture not in known:
             raise UnsupportedModelError(
                 f"{file.path} holds the architecture {architecture!r:.60}, which is not one of "
-                f"those that rooflax computes: {', '.join(FAMILIES)}."
+                f"those that rooflax computes: {', '.join(known)}."
             )
         parts = file.metadata.get("split.count", 1)
         if type(parts) is not int:
@@ -256,7 +280,8 @@ class _Metadata:
                 f"{file.path} is one of {parts} parts; join them first, with llama-gguf-split "
                 f"--merge."
             )
-        self.family, self._prefix = FAMILIES[architecture], f"{architecture}."
+        self.family, self._prefix = known[architecture], f"{architecture}."
+        self._both_ways = architecture in BOTH_WAYS
         self._read: set[str] = set()
         if self.family in TOLD_BY:
             other, key, is_other = TOLD_BY[self.family]
@@ -307,17 +332,22 @@ class _Metadata:
         raw = _IF_ABSENT.get(self.family, {}) | raw
         if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
+        if self._both_ways:
+            raw |= {"use_bidirectional_attention": True}
+            self._check_dense(names)
         self._waive(*WAIVED.get(self.family, ()))
         if "ssm.state_size" in KEYS[self.family]:
             raw |= self._delta(raw)
         if "leading_dense_block_count" in KEYS[self.family]:
-            raw |= self._sigmoid_experts(raw, names)
+            raw |= self._dense_first(raw, names)
         if "attention.sliding_window" in KEYS[self.family]:
             raw |= self._window_layers()
         if self.family in QUERY_SCALE:
             raw |= _query_scale(raw)
         if has_kinds:
             raw |= self._kinds_whole(raw)
+        elif is_latent(self.family):
+            raw |= self._latent(raw)
         elif self.family not in WITHOUT_ROPE:
             raw |= self._attention_and_rope(raw)
         if any(self.file.info(n).dtype == "BF16" for n in names):
@@ -329,6 +359,15 @@ class _Metadata:
         for key in self.file.metadata:
             if any(fnmatchcase(key, self._prefix + pattern) for pattern in patterns):
                 self._read.add(key)
+
+    def _check_dense(self, names: set[str]) -> None:
+        """Layers behind the pooling have the sizes that the metadata states."""
+        for name in {f"{dense}.weight" for dense in GGUF_DENSE} & names:
+            shape, dense = self.file.info(name).shape, name.partition(".")[0]
+            if len(shape) != 2:
+                raise CheckpointError(f"{self.file.path}: {name} {list(shape)} is no matrix.")
+            self.expect(f"{dense}_feat_out", shape[0])
+            self.expect(f"{dense}_feat_in", shape[1])
 
     def _heads_per_layer(self) -> dict[str, Any]:
         """K/V heads of each layer, of which one with a convolution has none."""
@@ -365,14 +404,44 @@ class _Metadata:
             found["full_attention_interval"] = interval
         return found
 
-    def _sigmoid_experts(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    def _dense_first(self, raw: dict[str, Any], names: set[str]) -> dict[str, Any]:
         """Without the layers that predict further tokens, which files count too."""
+        layers, more = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers", 0)
+        count = layers - more if type(layers) is int and type(more) is int else layers
+        if is_latent(self.family):
+            return {"num_hidden_layers": count}
         self.expect("expert_gating_func", 2)  # sigmoids
         for key in ("expert_group_count", "expert_group_used_count"):
             self.expect(key, 1)
-        layers, more = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers", 0)
-        count = layers - more if type(layers) is int and type(more) is int else layers
         return {"num_hidden_layers": count, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
+
+    def _latent(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Latent attention, of which files have the one key and value; old ones those of heads."""
+        self.expect("expert_gating_func", 1, 2)  # softmax, sigmoids
+        heads, turned = raw.get("num_attention_heads"), raw.get("qk_rope_head_dim")
+        rank, size = raw.get("kv_lora_rank"), self.get("attention.key_length_mla")
+        if is_old := size is None:
+            size = self.get("attention.key_length")
+        elif type(rank) is int and type(turned) is int:
+            self.expect("attention.key_length", rank + turned)
+            self.expect("attention.value_length", rank)
+        self.expect("attention.head_count_kv", heads if is_old else 1)
+        if type(size) is not int or type(turned) is not int:
+            raise CheckpointError(
+                f"{self.file.path} has heads of {size!r:.20} dimensions, of which RoPE turns "
+                f"{turned!r:.20}; these must be whole numbers."
+            )
+        theta = raw.get("rope_theta", 10_000.0)
+        found = {"num_key_value_heads": heads, "qk_nope_head_dim": size - turned}
+        if is_old:
+            found["v_head_dim"] = self.get("attention.value_length")
+        if self.family in GROUP_METHODS and raw["n_group"] != 1:
+            found["topk_method"] = GROUP_METHODS[self.family]
+        return found | {
+            "q_lora_rank": raw.get("q_lora_rank") or None,
+            "rope_theta": theta,
+            "rope_scaling": self._rope_scaling(turned, theta),
+        }
 
     def _kinds(self) -> dict[str, Any]:
         """What differs by layer."""
@@ -442,7 +511,7 @@ class _Metadata:
             partial = {"partial_rotary_factor": dim / head_dim if type(dim) is int else dim}
         else:
             self.expect("rope.dimension_count", head_dim)
-        self.expect("attention.causal", True)
+        self.expect("attention.causal", not self._both_ways)
         self.expect("pooling_type", 0, *GGUF_POOLING)
         if "expert_count" not in KEYS[self.family]:
             self.expect("expert_count", 0)
@@ -462,7 +531,7 @@ class _Metadata:
             return self._longrope()
         for harmless in ("finetuned", "yarn_ext_factor"):
             self.expect(f"rope.scaling.{harmless}", True, False, 1.0)
-        if kind != "yarn":
+        if kind != "yarn" or is_latent(self.family):
             self.expect("rope.scaling.attn_factor", 1.0)
         if ROPE_FACTORS in self.file.names():
             if factor not in (None, 0.0, 1.0):
@@ -487,6 +556,11 @@ class _Metadata:
             scaling["llama_4_scaling_beta"] = self.get("attention.temperature_scale")
             scaling |= {"mscale_all_dim": self.get("rope.scaling.yarn_log_multiplier")}
             scaling |= {"mscale": 1.0} if scaling["mscale_all_dim"] else {}
+        times = self.get("rope.scaling.yarn_log_multiplier") if is_latent(self.family) else None
+        if isinstance(times, float) and times:  # of these files alone, a tenth
+            scaling |= dict.fromkeys(
+                ("mscale", "mscale_all_dim"), float(str(np.float32(times * 10)))
+            )
         return {key: value for key, value in scaling.items() if value is not None}
 
     def _longrope(self) -> dict[str, Any]:
@@ -528,6 +602,11 @@ class _Metadata:
                     f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
                     f"if that changes no logit, pass ignore_config_keys {shown}."
                 )
+
+
+def is_latent(family: str) -> bool:
+    """Whether the family's attention is latent attention."""
+    return "attention.kv_lora_rank" in KEYS[family]
 
 
 def _query_scale(raw: dict[str, Any]) -> dict[str, Any]:

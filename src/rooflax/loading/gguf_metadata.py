@@ -29,11 +29,13 @@ from rooflax.loading.gguf_config import (
     SCALES_QUERIES,
     STILL,
     YARN,
+    is_latent,
     read_gguf_config,
 )
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.latent import EPS, LatentAttention
 from rooflax.nn.recurrent import GatedDelta
 from rooflax.nn.rope import Rope, inverse_frequencies
 
@@ -72,6 +74,8 @@ LISTS_MERGES = ("gemma4_text",)
 """Families whose SentencePiece tokenizers llama.cpp wants with a list of merges."""
 EXAONE4_WINDOWED = 64
 """Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
+PLAIN_QUERIES = (26, 27)
+"""Layers of the DeepSeek models whose queries have no latent, by which llama.cpp knows them."""
 DIVIDED = ("llama3", "proportional")
 """Scalings of RoPE that files keep as divisors."""
 CLOSE = 1e-6
@@ -163,6 +167,9 @@ def _positions(name: str, config: Decoder) -> Metadata:
         return found
     hf = scaling.to_hf()
     found |= {f"rope.scaling.{key}": hf[name] for key, name in YARN.items()}
+    if isinstance(config.attention, LatentAttention):
+        del found["rope.scaling.yarn_attn_factor"]
+        return found | {"rope.scaling.yarn_log_multiplier": 0.1 * config.attention.mscale}
     if name in SCALES_QUERIES:  # its logarithm's factor cancels llama.cpp's own
         return found | {
             "rope.scaling.yarn_log_multiplier": 1.0,
@@ -203,6 +210,8 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
         found["rope.freq_base_swa"] = local.theta
     if name in HEADS_PER_KIND:
         found |= _kinds(raw, windows)
+    if isinstance(config.attention, LatentAttention):
+        found |= _latent(config.attention)
     if config.moe and config.moe.biased:
         found["expert_gating_func"] = 2
     if "shortconv.l_cache" in KEYS[name]:
@@ -213,6 +222,17 @@ def _layers(name: str, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
     if delta is not None:
         found |= _delta(name, config, delta)
     return found
+
+
+def _latent(part: LatentAttention) -> Metadata:
+    """Sizes of heads, and of the one key and value that files have of latent attention."""
+    return {
+        "attention.head_count_kv": 1,
+        "attention.value_length": part.rank,
+        "attention.key_length_mla": part.nope_dim + part.rope_dim,
+        "attention.q_lora_rank": part.query_rank or 0,  # llama.cpp wants the key
+        "rope.dimension_count": part.rope_dim,
+    }
 
 
 def _kinds(raw: Mapping[str, Any], windows: Sequence[int | None]) -> Metadata:
@@ -319,9 +339,22 @@ def _not_computed(name: str, config: Decoder, tensors: Sequence[str]) -> str | N
         return "with a bias on attention's result"
     if biases & ends and name not in MLP_BIASES:
         return "with biases in feed-forward networks"
+    if is_latent(name) and (reason := _latent_not_computed(config)):
+        return reason
     if name in WINDOWED_BY_DEPTH and windows != {None} and config.num_layers != EXAONE4_WINDOWED:
         return f"with windows in {config.num_layers} layers (only {EXAONE4_WINDOWED})"
     return _sharing(config) if name in HEADS_PER_KIND else None
+
+
+def _latent_not_computed(config: Decoder) -> str | None:
+    """Of latent attention: RoPE that scales other than scores, and latents it does not expect."""
+    part, scaling = config.attention, _rope(config).scaling
+    assert isinstance(part, LatentAttention)
+    if scaling and not (part.mscale and scaling.attention_factor == 1):
+        return "whose mscale and mscale_all_dim are not the same number"
+    if part.query_rank and config.num_layers in PLAIN_QUERIES:
+        return f"with a q_lora_rank in {config.num_layers} layers"
+    return None
 
 
 def _sharing(config: Decoder) -> str | None:
@@ -344,6 +377,11 @@ def otherwise(name: str, config: Decoder) -> list[str]:
     window = config.attention.window
     if name in ONE_WINDOW and window is not None:
         found.append(f"llama.cpp attends to all tokens, and the model to the last {window}")
+    part, eps = config.attention, config.norm.eps
+    if isinstance(part, LatentAttention) and eps != EPS:
+        found.append(f"llama.cpp has {eps:g} in the norms of latents, too, and the model {EPS:g}")
+    if config.moe and config.moe.groups > 1 and not config.moe.biased:
+        found.append("llama.cpp chooses groups by their best two experts, and the model by one")
     if rope and rope.scaling and rope.scaling.kind == "yarn" and not rope.scaling.truncate:
         found.append(
             "llama.cpp rounds the band of YaRN to whole dimensions, and the model does not"

@@ -30,7 +30,7 @@ from rooflax.loading.gguf_metadata import (
     sampling_metadata,
 )
 from rooflax.loading.gguf_vocabulary import vocabulary_metadata
-from rooflax.loading.gguf_weights import Entry, tensor_entries
+from rooflax.loading.gguf_weights import Entry, stored_names, tensor_entries
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.packed import is_packed
 from rooflax.loading.safetensors import TensorInfo
@@ -179,7 +179,10 @@ def _stored_shapes(
     for hf, shape in zip(slot.hf_names, shapes, strict=True):
         entry = _entry(entries, hf)
         parts = entry.change.stored_shapes(shape)
+        own = stored_names(slot, entry)
         for stored, part in zip(entry.stored, parts, strict=True):
+            if stored not in own:
+                continue
             count[stored] = count.get(stored, 0) + 1
             found[stored] = part if entry.expert is None else (count[stored], *part)
     return found
@@ -222,7 +225,10 @@ def _stored(
     found: dict[str, Any] = {}
     for hf, tensor in zip(slot.hf_names, tensors, strict=True):
         entry = _entry(entries, hf)
+        own = stored_names(slot, entry)
         for stored, part in zip(entry.stored, entry.change.undo(tensor), strict=True):
+            if stored not in own:
+                continue
             if entry.expert is None:
                 found[stored] = part
             else:

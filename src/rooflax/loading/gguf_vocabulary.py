@@ -20,6 +20,7 @@ from rooflax.loading.gguf_metadata import HeaderOnly, Metadata
 from rooflax.loading.gguf_tokenizer import (
     BYTE,
     CONTROL,
+    DIGIT,
     LISTED,
     NORMAL,
     PRE_TOKENIZERS,
@@ -112,9 +113,13 @@ def _cut(parts: Mapping[str, Any]) -> Cut | None:
     """How a byte-level tokenizer cuts; None for a way that has no name here."""
     normal = _steps(parts["normalizer"], "normalizers")
     *steps, last = _steps(parts["pre_tokenizer"], "pretokenizers") or [{"type": None}]
-    digits = bool(steps) and steps[0] == {"type": "Digits", "individual_digits": True}
+    single = {"type": "Digits", "individual_digits": True}
+    digits = bool(steps) and steps[0] == single
     patterns = []
     for step in steps[digits:]:
+        if step == single:
+            patterns.append(DIGIT)
+            continue
         # What is not matched is a piece as well, or there is nothing that is not.
         behavior = (step.get("behavior"), step.get("invert"))
         regex = step.get("pattern", {}).get("Regex")

@@ -11,6 +11,7 @@ Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and convers
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +34,7 @@ from rooflax.loading.gguf_changes import (
     Decay,
     Halves,
     HeadKinds,
+    HeadStacks,
     Interleaved,
     InterleavedBias,
     Kernel,
@@ -44,11 +46,14 @@ from rooflax.loading.gguf_changes import (
     moves_groups,
 )
 from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
+from rooflax.loading.pooling import GGUF_DENSE
+from rooflax.loading.prequantized import output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.latent import LatentAttention
 from rooflax.nn.recurrent import GatedDelta
-from rooflax.nn.storage import is_head, is_matmul, matmul_shape
-from rooflax.nn.weights import Slot
+from rooflax.nn.storage import is_matmul, matmul_shape
+from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
@@ -81,12 +86,14 @@ class GGUFWeights:
 
     def __init__(self, file: GGUFFile, name: str, config: Decoder):
         self.file, self.family, self.config = file, name, config
-        self.entries = tensor_entries(name, config)
         present = set(file.names())
+        self.entries = tensor_entries(name, config, present)
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
         if name not in WITHOUT_ROPE:
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
+        if not config.is_causal:
+            used |= {f"{dense}.weight" for dense in GGUF_DENSE}  # `gguf_pooling` reads them
         further = self._further_blocks()
         self._unknown = [n for n in file.names() if n not in used and not n.startswith(further)]
 
@@ -166,14 +173,16 @@ class GGUFWeights:
         kinds: dict[str, set[str]] = {}
         products = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
         for slot in products:
-            known = all(name in self.entries and self._keeps(name) for name in slot.hf_names)
+            known = all(n in self.entries and self._keeps(slot, n) for n in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
             kinds.setdefault(slot.key, set()).update(found)
         formats = {key: format for key, found in kinds.items() if (format := _format(found))}
         return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
 
-    def _keeps(self, name: str) -> bool:
+    def _keeps(self, slot: Slot, name: str) -> bool:
         """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
+        if isinstance(slot.weight.layout, HeadPart) and len(self._stored(name)) == 1:
+            return False  # both kinds of rows are one tensor, and one of them is transposed
         order = self._change(name).inputs()
         return order is None or moves_groups(order, GROUP)
 
@@ -200,11 +209,12 @@ class GGUFWeights:
         return np.concatenate(codes)[order], np.concatenate(scales)[order]
 
     def _parts(self, slot: Slot) -> list[str]:
-        names = (stored for name in slot.hf_names for stored in self.entries[name].stored)
+        entries = (self.entries[name] for name in slot.hf_names)
+        names = (stored for entry in entries for stored in stored_names(slot, entry))
         return list(dict.fromkeys(names))  # those of experts are one stack
 
     def _order(self, slot: Slot) -> np.ndarray:
-        """Which stored row each of our outputs is: the layout's own join, of the rows' numbers."""
+        """Which stored row each of our outputs is."""
         numbers, begin = [], 0
         for name in slot.hf_names:
             ids = []
@@ -214,12 +224,15 @@ class GGUFWeights:
                 begin += rows
             change = self.entries[name].change
             numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
-        in_shape, out_shape = matmul_shape(slot, self.config)
-        one_input = (1,) * len(in_shape)
-        head = is_head(slot, self.config)
-        out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
-        slot.weight.layout.join(numbers, out)
-        return out.reshape(-1)
+        return output_order(slot, self.config, numbers)
+
+
+def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
+    """The stored tensors of a checkpoint's that a weight is made of."""
+    layout = slot.weight.layout
+    if isinstance(layout, HeadPart) and len(entry.stored) > 1:
+        return (entry.stored[layout.kind],)
+    return entry.stored
 
 
 def _format(kinds: set[str]) -> str | None:
@@ -238,12 +251,20 @@ MOST_FURTHER = 64
 """Layers that predict further tokens."""
 
 
-def tensor_entries(family: str, config: Decoder) -> dict[str, Entry]:
-    """By a checkpoint's name the stored tensors and their change."""
+def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) -> dict[str, Entry]:
+    """By a checkpoint's name the stored tensors and their change.
+
+    Args:
+        present: the file's tensors, where there is one.
+    """
     table = _OTHERS.get(family, _LAYERS | _DENSE)
     delta = next((x.attention for x in config.layers if isinstance(x.attention, GatedDelta)), None)
     if delta is not None:
         table = _less_one(table) | _delta(delta)
+    if isinstance(config.attention, LatentAttention) and f"{_KV_B}.weight" not in present:
+        part = config.attention
+        stacks = HeadStacks(part.num_heads, (part.nope_dim, part.value_dim))
+        table = table | {f"{_ATTN}.kv_b_proj.weight": (_K_B_AND_V_B, stacks)}
     found = {}
     for hf, (stored, change) in table.items():
         for layer in range(config.num_layers) if "{i}" in hf else [0]:
@@ -423,6 +444,18 @@ _GRANITE4 = _renamed(("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_
     ),
     f"{_SHARED_MLP}.output_linear.weight": (("blk.{i}.ffn_down.weight",), KEEP),
 }  # fmt: skip
+_SIGMOID_EXPERTS = _QWEN3_EXPERTS | _shared("shared_experts") | {
+    f"{_MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
+}  # fmt: skip
+_KV_B, _K_B_AND_V_B = "blk.0.attn_kv_b", ("blk.{i}.attn_k_b.weight", "blk.{i}.attn_v_b.weight")
+_DEEPSEEK = _SIGMOID_EXPERTS | _renamed(
+    (f"{_ATTN}.q_a_proj", "blk.{i}.attn_q_a"),
+    (f"{_ATTN}.q_a_layernorm", "blk.{i}.attn_q_a_norm"),
+    (f"{_ATTN}.q_b_proj", "blk.{i}.attn_q_b"),
+    (f"{_ATTN}.kv_a_proj_with_mqa", "blk.{i}.attn_kv_a_mqa"),
+    (f"{_ATTN}.kv_a_layernorm", "blk.{i}.attn_kv_a_norm"),
+    (f"{_ATTN}.kv_b_proj", "blk.{i}.attn_kv_b"),
+)
 _HUNYUAN = {"q": "query", "k": "key"}
 _LAYER = "model.layers.{i}"
 _GEMMA4 = _renamed(
@@ -468,12 +501,9 @@ _OTHERS = {
     "qwen3_next": _LAYERS | _DENSE | _POST_NORM | _QWEN3_EXPERTS | _GATED_SHARED,
     "qwen3_5_text": _LAYERS | _DENSE | _POST_NORM,
     "qwen3_5_moe_text": _LAYERS | _POST_NORM | _STACKED | _GATED_SHARED,
-    "glm4_moe": _LAYERS
-    | _DENSE
-    | _POST_NORM
-    | _QWEN3_EXPERTS
-    | _shared("shared_experts")
-    | {f"{_MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)},
+    "glm4_moe": _LAYERS | _DENSE | _POST_NORM | _SIGMOID_EXPERTS,
+    "deepseek_v2": _LAYERS | _DENSE | _DEEPSEEK,
+    "deepseek_v3": _LAYERS | _DENSE | _DEEPSEEK,
     "mixtral": _LAYERS | _DENSE | _experts(_SPARSE, f"{_SPARSE}.experts.{{e}}", "w1", "w3", "w2"),
 }
 """Tables of the families whose tensors are not those of LLaMA."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.loading.fp8 import Fp8Weights, is_fp8
+from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
@@ -82,11 +82,13 @@ class ModelInfo:
         checkpoint = Checkpoint(self.folder or "")
         return Fp8Weights(checkpoint, self.raw_config) if is_fp8(self.raw_config) else checkpoint
 
-    def prequantized(self) -> GGUFWeights | Mxfp4Weights | PackedWeights:
+    def prequantized(self) -> GGUFWeights | KeptFp8 | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
             return source
+        if isinstance(source, Fp8Weights):
+            return KeptFp8(source, self.family, self.config)
         if is_packed(self.raw_config):
             return PackedWeights(source, self.family, self.config, self.raw_config)
         return Mxfp4Weights(source, self.family, self.config)
@@ -149,10 +151,25 @@ def model_info(
         gguf = GGUFFile(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
-    raw = read_config_json(folder)
+    raw = _with_one_tie(read_config_json(folder), folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
     pooling = read_pooling(folder)
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
         has_head = "lm_head.weight" in Checkpoint(folder).names()
         config = replace(config, has_head=has_head)
     return ModelInfo(shown, folder, name, config, raw, pooling=pooling)
+
+
+def _with_one_tie(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """config.json whose text part agrees with the whole on `tie_word_embeddings`.
+
+    As in transformers, which fills the whole's with its default: that one counts, but for a head
+    that the checkpoint has.
+    """
+    key, text = "tie_word_embeddings", raw.get("text_config")
+    tied = raw.get(key)
+    if not isinstance(text, dict) or not isinstance(tied, bool) or text.get(key) is tied:
+        return raw
+    has_head = tied and any(n.endswith("lm_head.weight") for n in Checkpoint(folder).names())
+    one = {key: tied and not has_head}
+    return raw | one | {"text_config": text | one}

@@ -20,6 +20,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import read_json_object
 from rooflax.nn.pooler import Pooler
 
@@ -33,6 +34,9 @@ ACTIVATIONS = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": np.tanh,
 }
+IDENTITY = next(iter(ACTIVATIONS))
+GGUF_DENSE = ("dense_2", "dense_3")
+"""Matrices of layers behind the pooling in GGUF files, in their order."""
 GGUF_POOLING = {1: "mean", 3: "last"}
 """Of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
 
@@ -111,10 +115,29 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling | None:
-    """What a GGUF file's `pooling_type` says; None where there is none. llama.cpp normalizes."""
-    kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
-    name = GGUF_POOLING.get(kind) if isinstance(kind, int) else None
-    return None if name is None else Pooling(Pooler(name), normalizes=True)
+    """What a GGUF file's `pooling_type` says; None where there is none. llama.cpp normalizes.
+
+    Raises:
+        CheckpointError: layers behind the pooling do not fit each other.
+    """
+    architecture = file.metadata.get("general.architecture")
+    kind = file.metadata.get(f"{architecture}.pooling_type")
+    pooling = GGUF_POOLING.get(kind) if isinstance(kind, int) else None
+    if pooling is None:
+        return None
+    size, dense = file.metadata.get(f"{architecture}.embedding_length"), []
+    for name in (f"{name}.weight" for name in GGUF_DENSE):
+        if name in file.names():
+            array, stored = file.read(name), file.info(name)
+            array = array if is_plain(stored.dtype) else dequantize(stored.dtype, array)
+            if stored.shape[1:] != (size,):
+                raise CheckpointError(
+                    f"{file.path}: {name} {list(stored.shape)} does not read the {size} numbers "
+                    f"that stand before it."
+                )
+            dense.append(DenseLayer(np.array(array, np.float32), None, IDENTITY))
+            size = stored.shape[0]
+    return Pooling(Pooler(pooling), tuple(dense), normalizes=True)
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:

@@ -23,6 +23,20 @@ class Prequantized(Protocol):
     def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
+def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
+    """Which stored row each of our outputs is: the layout's own join, of the rows' numbers.
+
+    Args:
+        numbers: [rows, 1] int32 of each of the slot's tensors.
+    """
+    in_shape, out_shape = matmul_shape(slot, config)
+    one_input = (1,) * len(in_shape)
+    head = is_head(slot, config)
+    out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
+    slot.weight.layout.join(numbers, out)
+    return out.reshape(-1)
+
+
 class PrequantizedParts:
     """Parts of a weight that a checkpoint holds quantised, for a `Placer`.
 

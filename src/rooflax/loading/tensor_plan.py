@@ -39,7 +39,7 @@ class TensorPlan:
         self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
     ):
         self.source, self.sizes, self.own = source, config.axis_sizes, own
-        self.names = _NameMap(set(source.names()), family(name))
+        self.names = NameMap(set(source.names()), family(name))
         self.slots = [self._placed(slot) for slot in config.slots()]
         self._check(config)
 
@@ -194,7 +194,7 @@ class TensorPlan:
         return True
 
 
-class _NameMap:
+class NameMap:
     """Where a table's name is found: as it is, under another prefix, or as MXFP4 halves."""
 
     def __init__(self, present: set[str], module: Any):

@@ -78,13 +78,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2,
         "block_auto_adjust_ff_dim": False, "num_attention_heads": 8,
     },
-    "olmo3": _LLAMA | {"model_type": "olmo3", "sliding_window": 7},
+    "olmo3": _LLAMA | {"model_type": "olmo3", "sliding_window": 7, "num_hidden_layers": 8},
     "phi3": _LLAMA | {"model_type": "phi3", "hidden_size": 128, "partial_rotary_factor": 0.5},
     "glm4": _LLAMA | {"model_type": "glm4"},
     "ernie4_5": _LLAMA | {"model_type": "ernie4_5", "use_bias": True},
-    "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7},
+    "exaone4": _LLAMA | {"model_type": "exaone4", "sliding_window": 7, "num_hidden_layers": 8},
     "cohere2": {k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"}
-    | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128},
+    | {"model_type": "cohere2", "sliding_window": 7, "hidden_size": 128, "num_hidden_layers": 8},
     "ministral3": _LLAMA | {"model_type": "ministral3"},
     "hunyuan_v1_dense": _LLAMA | {"model_type": "hunyuan_v1_dense"},
     "granitemoehybrid": _LLAMA | {

@@ -237,6 +237,15 @@ def test_config_survives_its_own_config_json(name):
         assert read_config(written) == (name, config), variant
 
 
+def test_layers_without_rope_stay_without_when_none_has_a_window():
+    """EXAONE 4, whose layers without a window have RoPE only if there is no size of one."""
+    raw = goldens.VARIANTS["exaone4"] | {"layer_types": ["full_attention"] * 4}
+    _, config = read_config(raw)
+    assert not config.ropes
+    assert read_config(family("exaone4").config_to_hf(config))[1] == config
+    assert read_config(raw | {"sliding_window": None})[1].ropes
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(name):
     raw = goldens.VARIANTS[FAMILIES[name]] | {"new_attention_trick": 2}

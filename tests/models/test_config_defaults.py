@@ -82,17 +82,18 @@ def test_so_have_keys_of_text_parts(raw):
     assert found > 5
 
 
+TOP = {}, {"rope_theta": 77.0}
 LINEAR, BY_TYPE = {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default"}
 SPELLINGS = (
-    {}, {"rope_theta": 77.0},
-    *({"rope_scaling": scaling} | top for scaling in (LINEAR, BY_TYPE, LINEAR | {"rope_theta": 55.0})
-      for top in ({}, {"rope_theta": 77.0})),
+    *TOP,
+    *({"rope_scaling": one} | top for one in (LINEAR, BY_TYPE, LINEAR | {"rope_theta": 55.0})
+      for top in TOP),
     *({"rope_parameters": rope | inner} | top for rope in (LINEAR, BY_TYPE, DEFAULT)
-      for inner in ({}, {"rope_theta": 55.0}) for top in ({}, {"rope_theta": 77.0})),
+      for inner in ({}, {"rope_theta": 55.0}) for top in TOP),
     *({"rope_parameters": one | inner, "rope_scaling": other} | top
-      for one in (LINEAR, DEFAULT, {}) for inner in ({}, {"rope_theta": 77.0})
-      for other in (LINEAR, BY_TYPE, DEFAULT, {}) for top in ({}, {"rope_theta": 77.0})),
+      for one in (LINEAR, DEFAULT, {}) for inner in TOP
+      for other in (LINEAR, BY_TYPE, DEFAULT, {}) for top in TOP),
     *({"rope_parameters": {"full_attention": one, "sliding_attention": other}} | more
       for one in (LINEAR, BY_TYPE, DEFAULT | {"rope_theta": 55.0}, None)
       for other in (LINEAR | {"rope_theta": 33.0}, DEFAULT, None)

@@ -356,7 +356,7 @@ MODELS = {
     "no RoPE": (
         "exaone4",
         {"layer_types": ["full_attention"] * 4, "sliding_window": 7},
-        "sliding_window = 4096",
+        "cannot say layer_types",
     ),
     "exaone": ("exaone4", {"sliding_window": 7, "layer_types": None}, "windows in 4 layers"),
 }

@@ -356,6 +356,23 @@ def test_absurd_sizes_are_rejected(name, key):
             read_config(raw | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("variant", "key"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("gpt_oss", "num_local_experts"),
+        ("qwen2_moe", "num_experts"),
+        ("qwen3_next", "num_experts"),
+        ("gemma4_text_moe", "num_experts"),
+        ("glm4_moe", "n_routed_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+    ],
+)
+def test_more_than_ten_thousand_experts_are_rejected(variant, key):
+    with pytest.raises(CheckpointError, match=f"{key} = 10001; .* from 1 to 10000"):
+        read_config(goldens.VARIANTS[variant] | {key: 10_001})
+
+
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"])
 def test_absurd_numbers_are_rejected(key):
     for value in (0, -1.0, float("nan"), float("inf"), 10**400, True, "1"):

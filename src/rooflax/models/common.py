@@ -15,6 +15,8 @@ from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 Windows = tuple[int | None, ...]
+MOST_EXPERTS = 10_000
+"""A name of a tensor is made for each of a layer's."""
 
 
 def read_attention(
@@ -146,7 +148,7 @@ def read_experts(reader: ConfigReader, key: str, absent: int, chosen: int) -> tu
         key: of the first.
         absent, chosen: the family's defaults.
     """
-    count = reader.size(key, absent)
+    count = reader.size(key, absent, most=MOST_EXPERTS)
     chosen = reader.size("num_experts_per_tok", chosen)
     if chosen > count:
         raise CheckpointError(

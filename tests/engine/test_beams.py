@@ -10,8 +10,9 @@ from rooflax.engine.beams import BeamGroup
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.layout import blocks_needed
+from rooflax.nn.layout import blocks_needed, ceil_div
 from tests import goldens
 from tests.engine.load import MAX_TOKENS, Request, random_requests, run_load
 
@@ -102,3 +103,31 @@ def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):
             )
     assert preempted > 0, "no beam lost its blocks"
     assert sum(s.finish_reason == "abort" for s in run.sequences if s.group is not None) >= 1
+
+
+@pytest.mark.parametrize("family", ["llama_gqa", "qwen3_5_text"])
+def test_beams_share_no_block_that_drafts_may_be_written_into(tmp_path, family):
+    """Room for drafts is reserved ahead, and every beam writes into its own."""
+    model = load(goldens.write_checkpoint(tmp_path / "m", family, goldens.committed(family)))
+    params = SamplingParams(num_beams=3, max_tokens=24, temperature=0).with_defaults({})
+    found, ahead = [], 0
+    for longest in (0, 8):
+        engine = Engine(model, ExecutionOptions(kernels="xla"), num_slots=3, max_tokens=64,
+                        prefill_chunk=32, speculation=Speculation(Drafter(), longest))  # fmt: skip
+        blocks, full = engine.scheduler.blocks, model.config.groups.windows.index(None)
+        for length in (7, 15):
+            first = Beams(list(range(5, 5 + length)), params, 0).sequence(0)
+            engine.warm_up_prefill([first])
+            engine.add([first])
+            while engine.has_unfinished:
+                engine.step()
+                assert first.error is None
+                for beam in engine.scheduler.running:
+                    written = ceil_div(beam.num_computed_tokens, blocks.block_size)
+                    rest = beam.block_tables[full][written:]
+                    assert all(blocks.pools[full].ref_count[block] == 1 for block in rest)
+                    ahead += len(rest)
+            found.append(given(first))
+        assert not any(blocks.num_used)
+    assert found[:2] == found[2:]
+    assert ahead > 0, "no room was reserved ahead"

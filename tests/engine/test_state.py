@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +96,11 @@ def run(engine, prompts, params=GREEDY):
     return found
 
 
+def outcome(sequence):
+    """Its tokens, and what it says of each of them."""
+    return sequence.output_tokens, [entry.logprob for entry in sequence.logprobs]
+
+
 def ids(seed, count):
     return np.random.RandomState(seed).randint(0, goldens.VOCAB, count).tolist()
 
@@ -107,21 +113,23 @@ def ids(seed, count):
     ),
 )
 def test_a_hit_at_any_length_gives_the_tokens_of_a_cold_run(engine, variant, drafts):
-    """Prompts that share 1 to 200 tokens with one that was run before."""
+    """Prompts that share 1 to 200 tokens with one that was run before; log-probabilities too, to
+    the bit."""
+    params = replace(GREEDY, logprobs=0)
     first = ids(1, 260)
     lengths = range(1, 201)
     prompts = [[*first[:n], *ids(1000 + n, 7)] for n in lengths]
     cold = engine(variant, prefix_caching=False)
-    wanted = [run(cold, [prompt])[0].output_tokens for prompt in prompts]
+    wanted = [outcome(run(cold, [prompt], params)[0]) for prompt in prompts]
     known = {0: []}
     more = {"speculation": Always(Knowing(known), 3)} if drafts else {}
     warm = engine(variant, **more)
-    known[0] = run(cold, [first])[0].output_tokens
-    run(warm, [first])
-    for length, prompt, tokens in zip(lengths, prompts, wanted, strict=True):
-        known[0] = tokens
-        (sequence,) = run(warm, [prompt])
-        assert sequence.output_tokens == tokens, length
+    known[0] = run(cold, [first], params)[0].output_tokens
+    run(warm, [first], params)
+    for length, prompt, alone in zip(lengths, prompts, wanted, strict=True):
+        known[0] = alone[0]
+        (sequence,) = run(warm, [prompt], params)
+        assert outcome(sequence) == alone, length
         assert sequence.num_cached_tokens == length // STATE_GRID * STATE_GRID
     assert not any(warm.scheduler.blocks.num_used)
     assert (warm.metrics.num_accepted_tokens > 0) == drafts
@@ -256,7 +264,7 @@ def test_training_is_rejected_by_name(checkpoint, variant):
         check_trainable(load(checkpoint(variant)))
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", [*STATEFUL, *SPARSE, "qwen2_moe"])
 def test_log_probabilities_are_the_same_whatever_the_chunks_hits_and_drafts(engine, variant):
     """To the bit: on CPU every sum of a token has one order."""
     params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0).with_defaults({})

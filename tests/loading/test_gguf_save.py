@@ -353,6 +353,11 @@ MODELS = {
     "pairs": ("deepseek_v3", {"rope_interleave": False}, "cannot say rope_interleave"),
     "latents": ("deepseek_v2", {"attention_bias": True}, "bias on attention's result"),
     "layers": ("deepseek_v3", {"num_hidden_layers": 26}, "q_lora_rank in 26 layers"),
+    "no RoPE": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 7},
+        "cannot say layer_types",
+    ),
     "exaone": ("exaone4", {"sliding_window": 7, "layer_types": None}, "windows in 4 layers"),
 }
 

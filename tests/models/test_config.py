@@ -237,6 +237,15 @@ def test_config_survives_its_own_config_json(name):
         assert read_config(written) == (name, config), variant
 
 
+def test_layers_without_rope_stay_without_when_none_has_a_window():
+    """EXAONE 4, whose layers without a window have RoPE only if there is no size of one."""
+    raw = goldens.VARIANTS["exaone4"] | {"layer_types": ["full_attention"] * 4}
+    _, config = read_config(raw)
+    assert not config.ropes
+    assert read_config(family("exaone4").config_to_hf(config))[1] == config
+    assert read_config(raw | {"sliding_window": None})[1].ropes
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(name):
     raw = goldens.VARIANTS[FAMILIES[name]] | {"new_attention_trick": 2}
@@ -345,6 +354,23 @@ def test_absurd_sizes_are_rejected(name, key):
             continue  # null is "not given", and these have defaults
         with pytest.raises(CheckpointError, match=key):
             read_config(raw | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("variant", "key"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("gpt_oss", "num_local_experts"),
+        ("qwen2_moe", "num_experts"),
+        ("qwen3_next", "num_experts"),
+        ("gemma4_text_moe", "num_experts"),
+        ("glm4_moe", "n_routed_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+    ],
+)
+def test_more_than_ten_thousand_experts_are_rejected(variant, key):
+    with pytest.raises(CheckpointError, match=f"{key} = 10001; .* from 1 to 10000"):
+        read_config(goldens.VARIANTS[variant] | {key: 10_001})
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"])

@@ -82,6 +82,40 @@ def test_so_have_keys_of_text_parts(raw):
     assert found > 5
 
 
+TOP = {}, {"rope_theta": 77.0}
+LINEAR, BY_TYPE = {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}
+DEFAULT = {"rope_type": "default"}
+SPELLINGS = (
+    *TOP,
+    *({"rope_scaling": one} | top for one in (LINEAR, BY_TYPE, LINEAR | {"rope_theta": 55.0})
+      for top in TOP),
+    *({"rope_parameters": rope | inner} | top for rope in (LINEAR, BY_TYPE, DEFAULT)
+      for inner in ({}, {"rope_theta": 55.0}) for top in TOP),
+    *({"rope_parameters": one | inner, "rope_scaling": other} | top
+      for one in (LINEAR, DEFAULT, {}) for inner in TOP
+      for other in (LINEAR, BY_TYPE, DEFAULT, {}) for top in TOP),
+    *({"rope_parameters": {"full_attention": one, "sliding_attention": other}} | more
+      for one in (LINEAR, BY_TYPE, DEFAULT | {"rope_theta": 55.0}, None)
+      for other in (LINEAR | {"rope_theta": 33.0}, DEFAULT, None)
+      for more in ({}, {"rope_theta": 77.0}, {"rope_scaling": BY_TYPE}, {"rope_scaling": LINEAR})),
+)  # fmt: skip
+"""Ways to state RoPE, some of them twice and otherwise."""
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama_gqa", "olmo3", "gemma3_text", "exaone4", "gemma4_text", "gpt_oss"]
+)
+def test_rope_is_what_transformers_takes_or_is_rejected(variant):
+    raw = {k: v for k, v in goldens.VARIANTS[variant].items() if not k.startswith("rope_")}
+    taken = 0
+    for spelling in SPELLINGS:
+        ours, theirs = read_as_here(raw | spelling), read_as_transformers(raw | spelling)
+        if ours is not None and theirs is not None:
+            assert read_as_here(theirs) == ours, spelling
+            taken += 1
+    assert taken > 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", goldens.VARIANTS)
 def test_a_null_that_transformers_keeps_means_what_its_model_computes(

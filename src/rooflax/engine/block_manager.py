@@ -314,14 +314,14 @@ class BlockManager:
             sequence.tables_version += 1
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """The child gives its blocks back and owns the parent's with it.
+        """The child gives its blocks back and owns the parent's with it, those that hold tokens.
 
         Neither writes into the last one while the other owns it: `allocate` gives copies out.
         """
-        tables = [
-            table[:1] if group == self._state else list(table)
-            for group, table in enumerate(parent.block_tables)
-        ]
+        written, tables = parent.num_computed_tokens, []
+        for group, table in enumerate(parent.block_tables):
+            count = ceil_div(written - parent.first_positions[group], self.block_size)
+            tables.append(table[: 1 if group == self._state else count])
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
                 pool.share(block)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Attention, Layer, Mlp
@@ -15,6 +15,8 @@ from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 Windows = tuple[int | None, ...]
+MOST_EXPERTS = 10_000
+"""A name of a tensor is made for each of a layer's."""
 
 
 def read_attention(
@@ -107,6 +109,23 @@ def read_nested_ropes(
     return read_rope(full, head_dim, full_theta), local_rope
 
 
+def read_kinds_ropes(
+    reader: ConfigReader, head_dim: int, full_theta: float, local_theta: float
+) -> tuple[Rope, Rope]:
+    """RoPE of layers without a window and with one; one stated for both is of the former alone."""
+    top = reader.number("rope_theta", full_theta)
+    nested = read_nested_ropes(reader, head_dim, top, local_theta)
+    if nested is not None:
+        return nested
+    stated = reader.get("rope_scaling", None)
+    if isinstance(stated, dict) and "type" in stated and "rope_type" not in stated:
+        raise UnsupportedModelError(
+            f"config.json has rope_scaling.type = {stated['type']!r:.80} and no rope_type, which "
+            f"transformers passes over for {reader.model_type}; name it rope_type."
+        )
+    return read_rope(reader, head_dim, full_theta), Rope(local_theta)
+
+
 def nested_ropes(decoder: Decoder) -> dict[str, Any]:
     """`rope_parameters` that state RoPE of layers without a window and with one apart."""
     kinds = zip(layer_types(windows_of(decoder)), decoder.layers, strict=True)
@@ -129,7 +148,7 @@ def read_experts(reader: ConfigReader, key: str, absent: int, chosen: int) -> tu
         key: of the first.
         absent, chosen: the family's defaults.
     """
-    count = reader.size(key, absent)
+    count = reader.size(key, absent, most=MOST_EXPERTS)
     chosen = reader.size("num_experts_per_tok", chosen)
     if chosen > count:
         raise CheckpointError(

@@ -183,14 +183,7 @@ class ConfigReader:
                 another share is rejected.
             scales_queries: `rope_parameters` have `llama_4_scaling_beta`.
         """
-        modern = self.get("rope_parameters", None)
-        legacy = self.get("rope_scaling", None)
-        for key, value in (("rope_parameters", modern), ("rope_scaling", legacy)):
-            if value is not None and not isinstance(value, dict):
-                raise CheckpointError(f"config.json has {key} = {value!r}; it must be an object.")
-        if modern is not None and legacy is not None and modern != legacy:
-            self._check_same_rope(modern, legacy)
-        rope = dict(modern or legacy or {})
+        rope = self._stated_rope(default_theta)
         theta = rope.pop("rope_theta", None)
         top = self.get("rope_theta", None)
         if theta is not None and top is not None and theta != top:
@@ -233,12 +226,32 @@ class ConfigReader:
             )
         return None if dim == head_dim else dim
 
-    def _check_same_rope(self, modern: dict, legacy: dict) -> None:
-        differ = [k for k in legacy if k in modern and modern[k] != legacy[k]]
-        if differ:
-            raise CheckpointError(
-                f"config.json's rope_scaling and rope_parameters differ in {differ[0]!r}; keep one."
+    def _stated_rope(self, default_theta: float) -> dict[str, Any]:
+        """`rope_scaling` or `rope_parameters`; whatever one of them leaves out, both mean the same.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        found = []
+        for key in ("rope_scaling", "rope_parameters"):
+            value = self.get(key, None)
+            if value is not None and not isinstance(value, dict):
+                raise CheckpointError(f"config.json has {key} = {value!r}; it must be an object.")
+            found += [value] if value else []
+        if len(found) == 2:
+            theta = self.get("rope_theta", default_theta)
+            legacy, modern = (
+                {"rope_type": rope.get("type", "default"), "rope_theta": theta}
+                | {key: value for key, value in rope.items() if key != "type"}
+                for rope in found
             )
+            differ = sorted(k for k in legacy | modern if legacy.get(k) != modern.get(k))
+            if differ:
+                raise CheckpointError(
+                    f"config.json's rope_scaling and rope_parameters differ in {differ[0]!r:.80}; "
+                    f"keep one."
+                )
+        return dict(found[0]) if found else {}
 
     def _rope_scaling(self, rope: dict[str, Any], dim: int) -> RopeScaling | None:
         named = (rope.pop("rope_type", None), rope.pop("type", None))

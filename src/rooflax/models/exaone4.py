@@ -50,5 +50,6 @@ def _read_kinds(reader: ConfigReader, window: int | None) -> list[str]:
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     windows = common.windows_of(decoder)
     written = common.write_decoder(decoder, "exaone4", "Exaone4ForCausalLM")
-    window = next((window for window in windows if window), None)
+    absent = None if decoder.ropes else 4096  # of a model whose layers have neither window nor RoPE
+    window = next((window for window in windows if window), absent)
     return written | {"sliding_window": window, "layer_types": common.layer_types(windows)}

@@ -15,7 +15,6 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer, Mlp
-from rooflax.nn.rope import Rope
 from rooflax.nn.wiring import SANDWICH
 from rooflax.ops.activation import ACTIVATIONS
 
@@ -40,10 +39,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     attention = replace(attention, norm=norm, qk_norm=norm.eps, scale=scale**-0.5)
     activation = reader.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
     mlp = Mlp(reader.size("intermediate_size"), norm, activation, wiring=SANDWICH)
-    full, local = common.read_nested_ropes(reader, attention.head_dim, 1e6, 1e4) or (
-        common.read_rope(reader, attention.head_dim, 1e6),
-        Rope(reader.number("rope_local_base_freq", 1e4)),
-    )
+    thetas = 1e6, reader.number("rope_local_base_freq", 1e4)
+    full, local = common.read_kinds_ropes(reader, attention.head_dim, *thetas)
     attention = replace(attention, rope=full)
     window = reader.size("sliding_window", 4096)
     window = window if causal else window // 2 + 1  # to each side, the token itself included

@@ -148,7 +148,10 @@ def _read_networks(
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             reader.get(name, None)
         return dense, wide
-    count, width = reader.size("num_experts"), reader.size("moe_intermediate_size")
+    count, width = (
+        reader.size("num_experts", most=common.MOST_EXPERTS),
+        reader.size("moe_intermediate_size"),
+    )
     chosen = reader.size("top_k_experts", most=count)
     moe = Moe(count, chosen, width, norm, activation, stacked=True, beside=dense)
     moe = replace(moe, router_norm=True, expert_scales=True)

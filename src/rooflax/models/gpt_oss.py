@@ -63,7 +63,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
-    if reader.get("rope_parameters", None) or reader.get("rope_scaling", None):
+    if reader.get("rope_parameters", None) is not None or reader.get("rope_scaling", None):
         rope = read_rope(reader, head_dim, 150_000.0)
     else:
         rope = Rope(reader.number("rope_theta", 150_000.0), DEFAULT_ROPE)

@@ -36,7 +36,8 @@ def read_model(
     attention = read_attention(reader, interleaved)
     activation = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
     dense = Mlp(reader.size("intermediate_size"), attention.norm, activation, key="dense_mlp")
-    count, chosen = reader.size("n_routed_experts"), reader.size("num_experts_per_tok")
+    count = reader.size("n_routed_experts", most=common.MOST_EXPERTS)
+    chosen = reader.size("num_experts_per_tok")
     groups, kept = routing.get("groups", 1), routing.get("chosen_groups", 1)
     if count % groups or kept > groups or chosen > count // groups * kept:
         raise CheckpointError(

@@ -12,7 +12,6 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
-from rooflax.nn.rope import Rope
 from rooflax.nn.wiring import POST
 
 THETA = 500_000.0
@@ -22,10 +21,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     how = common.read_biases(reader) | {"wiring": POST, "flat_norm": True, "theta": None}
     attention = common.read_attention(reader, norm_eps=1e-5, **how)
     attention = replace(attention, qk_norm=attention.norm.eps)
-    ropes = common.read_nested_ropes(reader, attention.head_dim, THETA, THETA)
-    if ropes is None:
-        scaled = common.read_rope(reader, attention.head_dim, THETA)
-        ropes = scaled, Rope(scaled.theta)
+    ropes = common.read_kinds_ropes(reader, attention.head_dim, THETA, THETA)
     window = reader.size("sliding_window", 4096)
     mlp = replace(common.read_mlp(reader, attention.norm), wiring=POST)
     full = Layer(replace(attention, rope=ropes[0]), mlp)

@@ -516,8 +516,8 @@ class Moe:
         h = context.all_reduce(context.linear(h, w["mlp.shared_down"], prologue=activation))
         if not self.shared_gated:
             return h
-        weight = taken(w["mlp.shared_gate"]).astype(jnp.float32).reshape(1, 1, -1)
-        gate = jnp.sum(context.norm(x, norm).astype(jnp.float32) * weight, axis=-1, keepdims=True)
+        gate = context.linear(x, taken(w["mlp.shared_gate"]).reshape(-1, 1), prologue=norm)
+        gate = gate.astype(jnp.float32)
         return (jax.nn.sigmoid(gate) * h.astype(jnp.float32)).astype(x.dtype)
 
 

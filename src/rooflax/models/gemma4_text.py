@@ -116,7 +116,11 @@ def _read_full_heads(
     count = reader.size("num_global_key_value_heads", local.num_kv_heads)
     dim = reader.size("global_head_dim", 512)
     each = reader.get("per_layer_config", None)
-    if each is not None or reader.is_null("per_layer_config"):  # null is no heads of their own
+    if reader.is_null("per_layer_config"):  # transformers: no layer has heads of its own
+        return local.num_kv_heads, local.head_dim
+    if each is not None:
+        if isinstance(each, dict):  # transformers pads the layers' numbers with zeros
+            each = {layer.lstrip("0") or "0": heads for layer, heads in each.items()}
         full = [str(index) for index, kind in enumerate(kinds) if kind == "full_attention"]
         only = {"head_dim"} | ({"num_key_value_heads"} if same else set())
         stated = each.get(full[0]) if isinstance(each, dict) else None

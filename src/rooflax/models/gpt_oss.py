@@ -50,7 +50,7 @@ NAMES = Names(
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     parts = read_biases(reader, True) | {"sinks": True, "theta": None}
-    attention = read_attention(reader, norm_eps=1e-5, kv_heads=8, **parts)
+    attention = read_attention(reader, norm_eps=1e-5, kv_heads=8, head_dim=64, **parts)
     attention = replace(attention, rope=_read_rope(reader, attention.head_dim))
     window = reader.size("sliding_window", 128)
     count = num_layers(reader)

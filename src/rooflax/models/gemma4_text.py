@@ -1,7 +1,7 @@
 """Gemma 4's text model: heads of other sizes in layers with a window than in those without.
 
 The file is longer than others, since it describes three kinds of models: dense ones (12B, 31B),
-whose layers without a window take keys for values; a mixture of experts beside a dense network
+whose layers without a window use their keys as values; a mixture of experts beside a dense network
 (26B-A4B); and those with an embedding per layer (E2B, E4B), whose last layers attend to the keys
 and values of layers before. Rejected: attention both ways, another vocabulary per layer.
 

@@ -1,6 +1,7 @@
 """GPT-OSS: mixture of experts, attention sinks, alternating windows, YaRN.
 
-Rejected: other layer patterns than full and sliding attention, other activations.
+The file is longer than others: the default of RoPE, the keys of experts and the names of tensors
+are its own. Rejected: other layer patterns than full and sliding attention, other activations.
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py; openai/gpt-oss, gpt_oss/torch/model.py.
 """

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.generation_config import read_generation_defaults
+from rooflax.loading.gguf_tokenizer import PRE_TOKENIZERS
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
+from tests import tokenizer_cases
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -51,6 +54,47 @@ def test_u10_single_bytes_and_all_ids_go_there_and_back(loaded, kind):
             assert tokenizer.decode(tokenizer.encode_plain(text)) == text
     for ids in cuts_of_the_vocabulary(tokenizer.vocab_size):
         assert tokenizer.decode(ids) == backend.decode(ids)
+
+
+EVERY_KIND = (*tokenizer_cases.BYTE_LEVEL, *tokenizer_cases.SENTENCEPIECE)
+WRITTEN = (
+    *TEXTS,
+    *tokenizer_cases.TEXTS,
+    "0 12 345 6789 01234567 3.14 ١٢٣ Ⅷ ½",
+    "漢字かなカナ한국어 中文。「日本語」",
+    "😀👩‍👩‍👧🇩🇪👍🏽",
+    "e\u0301 n\u0303o \u0915\u094d\u0937\u093f \u1112\u1161\u11ab a\u0308\u0323",
+    " a", "a ", "   a   ", " ", "\t", "\n", "\r\n\t x\t\ty \n \n\n  z\n",
+    "<|begin|><|endoftext|>", "a <|im_end|> b<|observation|>[gMASK]c <|user|>\n<s></s>",
+)  # fmt: skip
+
+
+def test_every_way_to_cut_text_is_among_the_kinds():
+    assert {PRE_TOKENIZERS[name] for name in tokenizer_cases.BYTE_LEVEL} == {
+        *PRE_TOKENIZERS.values()
+    }
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_ids_text_and_ends_of_every_kind_equal_transformers(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer_cases.write(tmp_path, kind)
+    ours, theirs = Tokenizer(tmp_path), auto_tokenizer(tmp_path)
+    cleaned = {"clean_up_tokenization_spaces": False}
+    for text in WRITTEN:
+        ids, bare = ours.encode(text), ours.encode(text, add_special_tokens=False)
+        assert ids == theirs(text)["input_ids"], text
+        assert bare == theirs.encode(text, add_special_tokens=False), text
+        for skip in (True, False):
+            how = {"skip_special_tokens": skip}
+            assert ours.decode(ids, **how) == theirs.decode(ids, **how, **cleaned), text
+            assert ours.decode(bare, **how) == theirs.decode(bare, **how, **cleaned), text
+        adds_bos = kind in tokenizer_cases.SENTENCEPIECE or tokenizer_cases.BYTE_LEVEL[kind][-1]
+        assert ids == [ours.bos_id] * adds_bos + bare, text
+        assert bare.count(ours.bos_id) == text.count(theirs.bos_token), text
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    ends = transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    assert [*read_generation_defaults(tmp_path).eos_token_ids] == ends and len(ends) == 2
 
 
 @pytest.mark.filterwarnings("default")

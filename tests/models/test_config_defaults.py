@@ -58,14 +58,52 @@ def check(raw, key, how, other):
     Null stands for several things, and transformers leaves it to the model: those are below.
     """
     ours, theirs = read_as_here(other), read_as_transformers(other)
-    if ours is None or theirs is None:
-        return False
+    if ours is None or theirs is None or (key, how) == ("per_layer_config", "null"):
+        return False  # the last is below, since transformers drops it
     assert read_as_here(theirs) == ours, f"{key} {how}"
     return True
 
 
+STATED = {
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
+"""What the defaults of transformers' classes lack to be a model that opens here."""
+REQUIRED = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+}  # fmt: skip
+REQUIRED_BY = {
+    "gpt_oss": {"max_position_embeddings"},
+    "ministral3": {"max_position_embeddings"},
+    "granitemoehybrid": {"num_local_experts", "layer_types"},
+    "glm4_moe": {"head_dim"},
+    "deepseek_v2": {"num_experts_per_tok"},
+}
+"""A file without one of these may be rejected by its name; of all others there is a default."""
+
+
+@pytest.mark.parametrize("name", sorted({raw["model_type"] for raw in goldens.VARIANTS.values()}))
+def test_every_key_that_a_family_reads_has_the_default_of_transformers(name):
+    """In transformers' own model of the family, where no key contradicts another's default."""
+    import transformers
+
+    whole = transformers.AutoConfig.for_model(name, **STATED.get(name, {})).to_dict()
+    required, wanted, keys = REQUIRED | REQUIRED_BY.get(name, set()), read_config(whole), set()
+    for key, how, other in changes(whole):
+        theirs = read_as_transformers(other) if how == "null" else whole
+        keys.add(key)
+        ours = read_as_here(other)
+        if ours is None:
+            assert how == "null" or key in required, f"{key} {how}"
+        elif theirs is not None and theirs.get(key, 0) == whole.get(key, 0):
+            assert ours == wanted, f"{key} {how}"
+    assert {"vocab_size", "tie_word_embeddings"} < keys
+
+
 @pytest.mark.parametrize("variant", goldens.VARIANTS)
 def test_keys_that_are_absent_or_null_have_the_defaults_of_transformers(variant):
+    """In a tiny model, whose kinds of layers the default of a class need not have."""
     raw = goldens.VARIANTS[variant]
     assert sum(check(raw, *change) for change in changes(raw)) > 5
 
@@ -76,10 +114,20 @@ def test_so_have_keys_of_text_parts(raw):
     found, raw = 0, raw | {"tie_word_embeddings": tied}
     for key, how, text in changes(raw["text_config"]):
         found += check(raw, key, how, raw | {"text_config": text})
-    for key, *change in changes(raw):
-        if key != "tie_word_embeddings":  # the checkpoint says it, by the head that it has
-            check(raw, key, *change)
     assert found > 5
+    for key, how, other in changes(raw):
+        if key not in ("tie_word_embeddings", "text_config"):  # the tensors say the first
+            assert check(raw, key, how, other) or how == "null", key
+
+
+@pytest.mark.parametrize("variant", [v for v in goldens.VARIANTS if v.startswith("gemma4_text")])
+def test_gemma4_without_heads_layer_by_layer_has_the_same_in_all(variant, tmp_path, monkeypatch):
+    """transformers takes the null, and drops it when it writes the file."""
+    raw = goldens.VARIANTS[variant] | {"per_layer_config": None}
+    monkeypatch.setitem(goldens.VARIANTS, variant, raw)
+    check_logits(variant, raw, tmp_path)
+    heads = {layer.attention.head_dim for layer in read_config(raw)[1].layers}
+    assert heads == {raw["head_dim"]} != {raw["global_head_dim"]}
 
 
 TOP = {}, {"rope_theta": 77.0}
@@ -121,8 +169,6 @@ def test_rope_is_what_transformers_takes_or_is_rejected(variant):
 def test_a_null_that_transformers_keeps_means_what_its_model_computes(
     variant, tmp_path, monkeypatch
 ):
-    import torch
-
     raw = goldens.VARIANTS[variant]
     for key, how, other in changes(raw):
         ours, theirs = read_as_here(other), read_as_transformers(other)
@@ -130,14 +176,20 @@ def test_a_null_that_transformers_keeps_means_what_its_model_computes(
             continue
         monkeypatch.setitem(goldens.VARIANTS, variant, other)
         try:
-            model = goldens.reference_model(variant)
-            with torch.no_grad():
-                wanted = model(torch.tensor(goldens.tokens())).logits.numpy()
-        except (TypeError, UnboundLocalError):  # it computes with the null
+            check_logits(variant, other, tmp_path / f"{key}-{how}", f"{key} {how}")
+        except (TypeError, UnboundLocalError):  # transformers computes with the null
             continue
-        folder = tmp_path / f"{key}-{how}"
-        model.save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(other))
-        loaded = load(folder, max_model_len=goldens.MAX_MODEL_LEN.get(variant))
-        logits = np.asarray(full_logits(loaded, goldens.tokens()))
-        np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE, err_msg=f"{key} {how}")
+
+
+def check_logits(variant, raw, folder, said=""):
+    """Of a folder with this object, which is `VARIANTS[variant]`, against transformers' model."""
+    import torch
+
+    model = goldens.reference_model(variant)
+    with torch.no_grad():
+        wanted = model(torch.tensor(goldens.tokens())).logits.numpy()
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(raw))
+    loaded = load(folder, max_model_len=goldens.MAX_MODEL_LEN.get(variant))
+    logits = np.asarray(full_logits(loaded, goldens.tokens()))
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE, err_msg=said)

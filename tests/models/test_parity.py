@@ -10,6 +10,7 @@ import pytest
 from rooflax import ExecutionOptions, SamplingParams, decode_step, new_cache, prefill
 from rooflax.nn.batch import Batch
 from tests import goldens
+from tests.marks import cases
 
 VARIANTS = [v for v in goldens.VARIANTS if v != "gpt_oss_short"]  # that one serves other tests
 EACH = goldens.each(VARIANTS)
@@ -124,14 +125,36 @@ def test_a_folder_that_transformers_wrote_opens(variant, original, tmp_path, ref
 
 
 def test_reference_kernels_equal_transformers_too(case):
-    options = ExecutionOptions(kernels="reference")
     this = case("gpt_oss")
+    logits = logits_by("reference", this.model, goldens.tokens())
+    np.testing.assert_allclose(
+        logits[:, list(this.reference.positions)], this.reference.logits, rtol=0, atol=TOLERANCE
+    )
+
+
+LONG = 126
+"""Tokens: beyond windows (7), a chunk of a recurrent layer (64) and original contexts (4 to 16)."""
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("variant", cases(VARIANTS, default=("gpt_oss", "qwen3_next")))
+def test_long_prompts_equal_transformers_by_both_kernels(case, variant):
+    import torch
+
+    tokens = np.random.RandomState(3).randint(0, goldens.VOCAB, (2, LONG)).astype(np.int32)
+    with torch.no_grad():
+        wanted = goldens.reference_model(variant)(torch.tensor(tokens).long()).logits.numpy()
+    for kernels in ("native", "xla"):
+        logits = logits_by(kernels, case(variant).model, tokens)
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE, err_msg=kernels)
+
+
+def logits_by(kernels, model, tokens):
+    """Of one full forward."""
+    options = ExecutionOptions(kernels=kernels)
 
     def forward(model, tokens):
         hidden, _ = model.forward(Batch.dense(tokens), None, options=options)
         return model.logits(hidden, options=options)
 
-    logits = np.asarray(jax.jit(forward)(this.model, goldens.tokens()))
-    np.testing.assert_allclose(
-        logits[:, list(this.reference.positions)], this.reference.logits, rtol=0, atol=TOLERANCE
-    )
+    return np.asarray(jax.jit(forward)(model, tokens))

@@ -25,4 +25,4 @@ def test_a_row_says_what_a_definition_rejects_and_which_files_there_are():
     cells = family_docs.row("gpt_oss").split(" | ")
     assert cells[:2] == ["| `gpt_oss`", "GPT-OSS"]
     assert "gpt-oss-20b" in cells[2] and cells[3] == "`gpt-oss`"
-    assert "other activations" in cells[4] and "3 tiny checkpoints" in cells[5]
+    assert "other activations" in cells[4] and "2 tiny checkpoints" in cells[5]

@@ -171,13 +171,13 @@ class GGUFWeights:
         layers of a model are alike, because they may be stacked.
         """
         kinds: dict[str, set[str]] = {}
-        products = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
-        for slot in products:
+        matmuls = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
+        for slot in matmuls:
             known = all(n in self.entries and self._keeps(slot, n) for n in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
             kinds.setdefault(slot.key, set()).update(found)
         formats = {key: format for key, found in kinds.items() if (format := _format(found))}
-        return {slot.name: formats[slot.key] for slot in products if slot.key in formats}
+        return {slot.name: formats[slot.key] for slot in matmuls if slot.key in formats}
 
     def _keeps(self, slot: Slot, name: str) -> bool:
         """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
@@ -349,7 +349,7 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
 
 
 def _shared(name: str) -> Table:
-    """The network that all tokens pass."""
+    """The shared expert."""
     parts = ("gate", "up", "down")
     return _renamed(*((f"{_MLP}.{name}.{p}_proj", f"blk.{{i}}.ffn_{p}_shexp") for p in parts))
 

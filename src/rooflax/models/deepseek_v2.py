@@ -1,7 +1,7 @@
 """DeepSeek-V2, V2-Lite and Coder-V2: latent attention, and experts by softmax over all of them.
 
 The first layers have no experts. Rejected: routing weights that are renormalised, biases of
-feed-forward networks, experts in some layers alone.
+feed-forward networks, a `moe_layer_freq` other than 1.
 
 Source: transformers, models/deepseek_v2/modeling_deepseek_v2.py; DeepSeek-AI, DeepSeek-V2, 2024.
 """

@@ -1,7 +1,7 @@
 """DeepSeek-V3, R1 and Moonlight: latent attention, and experts chosen by sigmoids and a bias.
 
 The first layers have no experts. The layer that predicts further tokens is skipped. Rejected:
-experts in some layers alone.
+a `moe_layer_freq` other than 1.
 
 Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py; DeepSeek-AI, DeepSeek-V3 Technical
 Report, 2024.

@@ -1,7 +1,7 @@
 """Gemma 3's text model: norms around each branch, five layers with a window to one without.
 
 Layers with a window have a RoPE of their own. EmbeddingGemma attends both ways, in windows of half
-the size. Rejected: soft-caps.
+the size. The file is longer than others, since it describes both. Rejected: soft-caps.
 
 Source: transformers, models/gemma3/modeling_gemma3.py; Gemma Team, Gemma 3 Technical Report, 2025.
 """
@@ -32,10 +32,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     causal = not reader.flag("use_bidirectional_attention", False)
     parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None, "causal": causal}
     attention = common.read_attention(reader, norm_eps=1e-6, **parts)
-    norm, scale = (
-        replace(attention.norm, plus_one=True),
-        reader.number("query_pre_attn_scalar", 256),
-    )
+    norm = replace(attention.norm, plus_one=True)
+    scale = reader.number("query_pre_attn_scalar", 256)
     attention = replace(attention, norm=norm, qk_norm=norm.eps, scale=scale**-0.5)
     activation = reader.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
     mlp = Mlp(reader.size("intermediate_size"), norm, activation, wiring=SANDWICH)

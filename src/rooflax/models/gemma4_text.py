@@ -1,7 +1,7 @@
 """Gemma 4's text model: heads of other sizes in layers with a window than in those without.
 
 The file is longer than others, since it describes three kinds of models: dense ones (12B, 31B),
-whose layers without a window take keys for values; a mixture of experts beside a dense network
+whose layers without a window use their keys as values; a mixture of experts beside a dense network
 (26B-A4B); and those with an embedding per layer (E2B, E4B), whose last layers attend to the keys
 and values of layers before. Rejected: attention both ways, another vocabulary per layer.
 
@@ -116,7 +116,11 @@ def _read_full_heads(
     count = reader.size("num_global_key_value_heads", local.num_kv_heads)
     dim = reader.size("global_head_dim", 512)
     each = reader.get("per_layer_config", None)
-    if each is not None or reader.is_null("per_layer_config"):  # null is no heads of their own
+    if reader.is_null("per_layer_config"):  # transformers: no layer has heads of its own
+        return local.num_kv_heads, local.head_dim
+    if each is not None:
+        if isinstance(each, dict):  # transformers pads the layers' numbers with zeros
+            each = {layer.lstrip("0") or "0": heads for layer, heads in each.items()}
         full = [str(index) for index, kind in enumerate(kinds) if kind == "full_attention"]
         only = {"head_dim"} | ({"num_key_value_heads"} if same else set())
         stated = each.get(full[0]) if isinstance(each, dict) else None

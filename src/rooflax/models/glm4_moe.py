@@ -1,7 +1,8 @@
-"""GLM-4.5 to 4.7: experts chosen by sigmoids and a bias, and a network that all tokens pass.
+"""GLM-4.5 to 4.7: experts chosen by sigmoids and a bias, and shared experts.
 
 The first layers have no experts; RoPE turns a part of each head. The layer that predicts further
-tokens is skipped. Rejected: groups of experts.
+tokens is skipped. The file is longer than others, since DeepSeek's families use its names and its
+reading of those layers. Rejected: groups of experts.
 
 Source: transformers, models/glm4_moe/modeling_glm4_moe.py; GLM-4.5 Team, GLM-4.5, 2025.
 """

@@ -1,6 +1,7 @@
 """GPT-2: LayerNorm, learned positions, fused c_attn, a two-layer MLP, biases everywhere.
 
-Rejected: cross attention, attention scaled by layer index, unscaled attention.
+The file is longer than others, since no key and no tensor is named as LLaMA's. Rejected: cross
+attention, attention scaled by layer index, unscaled attention.
 
 Source: transformers, models/gpt2/modeling_gpt2.py; Radford et al., 2019.
 """

@@ -1,6 +1,7 @@
 """GPT-OSS: mixture of experts, attention sinks, alternating windows, YaRN.
 
-Rejected: other layer patterns than full and sliding attention, other activations.
+The file is longer than others: the default of RoPE, the keys of experts and the names of tensors
+are its own. Rejected: other layer patterns than full and sliding attention, other activations.
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py; openai/gpt-oss, gpt_oss/torch/model.py.
 """
@@ -50,7 +51,7 @@ NAMES = Names(
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     parts = read_biases(reader, True) | {"sinks": True, "theta": None}
-    attention = read_attention(reader, norm_eps=1e-5, kv_heads=8, **parts)
+    attention = read_attention(reader, norm_eps=1e-5, kv_heads=8, head_dim=64, **parts)
     attention = replace(attention, rope=_read_rope(reader, attention.head_dim))
     window = reader.size("sliding_window", 128)
     count = num_layers(reader)

@@ -1,5 +1,6 @@
 """Granite 4 without Mamba layers and experts (350M, 1B, micro): Granite, with or without RoPE.
 
+The file is longer than others, since it reads which of the family's kinds of layers a model has.
 Rejected: Mamba layers, experts.
 
 Source: transformers, models/granitemoehybrid/modeling_granitemoehybrid.py; IBM, Granite 4.0, 2025.

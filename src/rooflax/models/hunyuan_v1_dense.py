@@ -1,6 +1,6 @@
 """Hunyuan 0.5B to 7B and Hunyuan-MT, dense: LLaMA with norms of every head after RoPE.
 
-"dynamic" scaling with an alpha is a larger theta. Rejected: "dynamic" without one.
+RoPE scaling "dynamic" with an alpha is a larger theta. Rejected: "dynamic" RoPE without an alpha.
 
 Source: transformers, models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py; Tencent, 2025.
 """
@@ -21,7 +21,6 @@ NAMES = Names(tuple(
     (f"layers.{{i}}.attn.{part[0]}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
     for part in ("query", "key")
 ))  # fmt: skip
-
 STATED = {
     "use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms",
     "use_rotary_pos_emb": True, "add_classification_head": False,

@@ -1,5 +1,7 @@
-"""What config.json says of DeepSeek's models: latent attention, and experts beside a network that
-all tokens pass. Where transformers has a default, a family gives it (`ConfigReader.assume`)."""
+"""What config.json says of DeepSeek's models: latent attention, experts and shared experts.
+
+Where transformers has a default, a family gives it (`ConfigReader.assume`).
+"""
 
 from __future__ import annotations
 

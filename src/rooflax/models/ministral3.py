@@ -1,6 +1,6 @@
-"""Ministral 3: Mistral whose queries grow with their position beyond the original context, YaRN.
+"""Ministral 3: Mistral with YaRN and an attention temperature by position (llama_4_scaling_beta).
 
-Devstral 2 is one whose queries grow by 0.
+Devstral 2 has a beta of 0, which changes nothing.
 
 Source: transformers, models/ministral3/modeling_ministral3.py.
 """

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 MoE (A2.7B, 57B-A14B): Qwen 2 with experts, and a gated network for all tokens.
+"""Qwen 1.5 and 2 MoE (A2.7B, 57B-A14B): Qwen 2 with experts, and a gated shared expert.
 
 Source: transformers, models/qwen2_moe/modeling_qwen2_moe.py; Qwen Team, Qwen2 Technical Report,
 2024.
@@ -49,13 +49,8 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
     moe = decoder.moe
     assert moe is not None
     written = common.write_decoder(decoder, "qwen2_moe", "Qwen2MoeForCausalLM")
-    windows = write_windows(common.windows_of(decoder))
-    return (
-        written
-        | write_mlps(decoder)
-        | windows
-        | {
-            "qkv_bias": decoder.layers[0].attention.qkv_bias,
-            "shared_expert_intermediate_size": moe.shared,
-        }
-    )
+    written |= write_mlps(decoder) | write_windows(common.windows_of(decoder))
+    return written | {
+        "qkv_bias": decoder.layers[0].attention.qkv_bias,
+        "shared_expert_intermediate_size": moe.shared,
+    }

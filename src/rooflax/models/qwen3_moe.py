@@ -27,7 +27,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     attention = common.read_attention(reader, norm_eps=1e-6, kv_heads=4, **biases)
     window = read_window(reader, 4096)
     window = window if reader.flag("use_sliding_window", False) else None
-    reader.get("max_window_layers", None)  # written, and read by nobody
+    reader.get("max_window_layers", None)  # files have it; it changes nothing
     attention = replace(attention, qk_norm=attention.norm.eps, window=window)
     dense, sparse = read_mlps(reader, attention.norm)
     mlps = (sparse if has else dense for has in read_sparse_layers(reader))

@@ -21,7 +21,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     parts = common.read_biases(reader) | {"kv_heads": 4, "theta": 2_000_000.0}
     attention = common.read_attention(reader, norm_eps=1e-6, **parts)
     ropes = [attention.rope if has_rope else None for has_rope in _read_rope_layers(reader)]
-    reader.get("max_window_layers", None)  # written, and read by nobody
+    reader.get("max_window_layers", None)  # files have it; it changes nothing
     window = reader.size("sliding_window", 0, least=0) or None
     window = window if reader.flag("use_sliding_window", False) else None
     default = common.layer_types(tuple(None if rope else window for rope in ropes))

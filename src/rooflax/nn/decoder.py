@@ -178,7 +178,7 @@ class Decoder:
             alike = mixer.window, getattr(mixer, "kv_heads", None)
             if not getattr(mixer, "reuses_kv", False):
                 latest[alike] = index
-            assert alike in latest, f"layer {index} has nobody's keys and values"
+            assert alike in latest, f"layer {index} has no layer whose keys and values it reuses"
             found.append(latest[alike])
         return tuple(found)
 

@@ -189,7 +189,7 @@ def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: 
             )
         if speculate is None:
             raise RequestError(
-                'num_draft_tokens is given and nobody drafts; add speculate="ngram" or a model.'
+                'num_draft_tokens is given without speculate; add speculate="ngram" or a model.'
             )
     if speculate is not None and not use_cache:
         raise RequestError("Speculative decoding needs the cache, and it is off; drop one of them.")

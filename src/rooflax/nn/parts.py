@@ -352,14 +352,14 @@ class Moe:
         activation: a name of ops.activation, of the gate; or GPT-OSS's.
         bias: of the router and of every expert's matmuls.
         renormalise: shares are of the chosen experts alone; else of all, and their sum is below 1.
-        shared: width of a network that all tokens pass; 0 is none.
+        shared: width of the shared expert(s); 0 is none.
         shared_gated: its result is multiplied by a gate of one number.
         biased: shares are sigmoids; a bias of each expert has a say in which are chosen.
         scale: of the shares.
         groups: of as many experts each; a token's experts are of the best `chosen_groups` of them,
             by their largest share, or, where shares are sigmoids, by the sum of two.
         stacked: one tensor of a checkpoint holds all experts; those of others are read, too.
-        beside: a network that all tokens pass, with a norm before it of its own. Then its result
+        beside: a dense network for all tokens, with a norm before it of its own. Then its result
             and that of the experts have a norm each, and the sum is wired as `beside` is.
         router_norm: the router reads what a norm of its own gives, times hidden^-1/2.
         expert_scales: every expert's share is multiplied by a number of its own.
@@ -508,7 +508,7 @@ class Moe:
         return h if onto is None else onto + h
 
     def _shared(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        """What the network gives that all tokens pass."""
+        """The output of the shared expert(s)."""
         assert isinstance(self.activation, str)
         norm = self.norm.of(w, "mlp.norm")
         activation = Activation(self.activation, gated=True)

@@ -1,4 +1,4 @@
-"""An embedding for each layer: what a token says to that layer alone, beside the residual stream.
+"""Per-layer embeddings: each layer adds a token's embedding of its own to the residual stream.
 
 Source: transformers, models/gemma4/modeling_gemma4.py; Gemma Team, Gemma 3n, 2025.
 """
@@ -25,8 +25,8 @@ LAYER = "model.layers.{i}"
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What a token's id and its embedding x say to each of the layers, `width` numbers e, and how a
-    layer adds them to its result y.
+    """The per-layer embedding e of a token, `width` numbers from its id and its embedding x, and
+    how a layer adds it to its result y.
 
         e = (table[id] * width^1/2 + norm(x @ projection * hidden^-1/2)) * 2^-1/2
         y + norm((activation(y @ gate) * e) @ up)

@@ -11,13 +11,14 @@ import pytest
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.models.config_reader import ConfigReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
 from rooflax.models.registry import family, read_config, read_config_json
 from rooflax.nn.batch import Batch
 from rooflax.nn.latent import LatentAttention
-from rooflax.nn.rope import RopeScaling
+from rooflax.nn.rope import RopeScaling, query_scale, rope_arrays
 from tests import goldens
 from tests.marks import cases
 
@@ -211,7 +212,6 @@ def test_changing_any_field_changes_weights_logits_or_length(name, logits_of):
     ids=lambda f: f.name,
 )
 def test_changing_any_field_of_rope_scaling_changes_the_table(field):
-    from rooflax.nn.rope import rope_arrays
 
     differs = False
     for kind, original in itertools.product(KINDS, (256, 31)):
@@ -380,6 +380,50 @@ def test_absurd_numbers_are_rejected(key):
             read_config(goldens.VARIANTS["gpt_oss"] | {key: value})
 
 
+LONG = "x" * 100_000
+HOSTILE = (
+    1e308, 5e-324, float("inf"), float("nan"), -1, -1e308, 10**400, 2**31 - 1, True, LONG,
+    [LONG], {"a": LONG}, {LONG: 1}, [], [{}], [None], None,
+)  # fmt: skip
+
+
+def with_values(raw, values, path=()):
+    """The object with each value at each of its keys, also those of objects in it."""
+    for key, inner in raw.items():
+        for value in values:
+            yield f"{path}.{key} = {value!r:.20}", raw | {key: value}
+        if isinstance(inner, dict):
+            for label, changed in with_values(inner, values, f"{path}.{key}"):
+                yield label, raw | {key: changed}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
+    """Without warnings of NumPy, which are errors here, and with finite tables."""
+    raw = goldens.VARIANTS[FAMILIES[name]]
+    reader = ConfigReader(raw)
+    family(name).config_from_hf(reader)
+    absent = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
+    keys = dict.fromkeys(reader._read) | absent | raw
+    for label, changed in with_values(keys, HOSTILE):
+        changed = {k: v for k, v in changed.items() if k in raw or v is not None}
+        try:
+            _, decoder = read_config(changed)
+        except (CheckpointError, UnsupportedModelError) as error:
+            said = str(error)
+            assert len(said) < 700 and "\n" not in said and said.endswith("."), label
+            continue
+        for rope in decoder.ropes:
+            tables = rope_arrays(64, 8, rope.theta, rope.scaling) if not is_long(rope) else ()
+            assert all(np.isfinite(table).all() for table in tables), label
+            query_scale(rope, 8)
+
+
+def is_long(rope):
+    """Whether its factors are for one size of heads."""
+    return rope.scaling is not None and rope.scaling.kind == "longrope"
+
+
 @pytest.mark.parametrize(
     ("variant", "change", "numbers"),
     [
@@ -426,6 +470,11 @@ def test_absurd_numbers_are_rejected(key):
         ),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": "x"}}, "mscale"),
         ("gpt_oss", {"rope_theta": 1.0}, "rope_theta = 1.0; with yarn .* above 1"),
+        ("llama_gqa", {"rope_theta": 1e308}, r"rope_theta = 1e\+308; RoPE takes"),
+        ("phi3_long", {"partial_rotary_factor": 1e308}, "partial_rotary_factor = 1e.308"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e308}}, "alpha = 1e"),
+        ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "block_ffn_dim_multiplier = 1e.308"),
+        ("lfm2", {"full_attn_idxs": 5, "layer_types": None}, "full_attn_idxs = 5; .* a list"),
         ("gpt_oss", {"rope_scaling": YARN.to_hf() | {"factor": 10**400}}, "must be finite"),
         ("llama_gqa", {"rope_scaling": {"rope_type": ["yarn"]}}, "must be a string"),
         ("llama_gqa", {"rope_scaling": {"type": {}}}, "must be a string"),

@@ -310,8 +310,8 @@ class _Metadata:
         value = self.get(key)
         if value is not None and value not in wanted:
             raise UnsupportedModelError(
-                f"{self.file.path} has {self._prefix + key} = {value!r}, which rooflax does not "
-                f"compute (only {' or '.join(map(repr, wanted))})."
+                f"{self.file.path} has {self._prefix + key} = {value!r:.80}, which rooflax does "
+                f"not compute (only {' or '.join(f'{x!r:.80}' for x in wanted)})."
             )
 
     def config(self) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from rooflax.ops.activation import ACTIVATIONS
 Windows = tuple[int | None, ...]
 MOST_EXPERTS = 10_000
 """A name of a tensor is made for each of a layer's."""
+MOST_DIMENSIONS = 2**16
+"""Of a head; their order in a checkpoint is listed."""
 
 
 def read_attention(
@@ -53,7 +55,7 @@ def read_attention(
             f"config.json has hidden_size = {hidden_size} and num_attention_heads = {num_heads}; "
             f"the first must be a multiple of the second unless head_dim is given."
         )
-    head_dim = reader.size("head_dim", head_dim or hidden_size // num_heads)
+    head_dim = reader.size("head_dim", head_dim or hidden_size // num_heads, most=MOST_DIMENSIONS)
     if head_dim % 2:
         raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
     norm = norm or NormKind(reader.number("rms_norm_eps", norm_eps))

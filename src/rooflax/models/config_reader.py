@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.nn.rope import Rope, RopeScaling
+from rooflax.nn.rope import MOST, Rope, RopeScaling
 
 WAIVED = (
     "_*", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
@@ -70,7 +70,7 @@ class ConfigReader:
 
     @property
     def model_type(self) -> str:
-        return str(self._raw.get("model_type"))
+        return str(self._raw.get("model_type"))[:80]
 
     def get(self, key: str, default: Any = MISSING) -> Any:
         """The value of `key`; a null counts as absent.
@@ -81,7 +81,9 @@ class ConfigReader:
         value = self._raw.get(key)
         if value is None:
             if default is MISSING:
-                raise CheckpointError(f"config.json has no {key!r}, which {self.model_type} needs.")
+                raise CheckpointError(
+                    f"config.json has no {key!r:.80}, which {self.model_type} needs."
+                )
             value = default
         self._read[key] = value
         return value
@@ -118,20 +120,22 @@ class ConfigReader:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise CheckpointError(
-                f"config.json has {key} = {value!r}; it must be a whole number from {least} "
+                f"config.json has {key} = {value!r:.80}; it must be a whole number from {least} "
                 f"to {most}."
             )
         return value
 
-    def number(self, key: str, default: Any = MISSING) -> float:
-        """A finite number above zero."""
+    def number(self, key: str, default: Any = MISSING, *, most: float = math.inf) -> float:
+        """A finite number above zero and, at most, `most`."""
         value = self.get(key, default)
-        return self._positive(key, value)
+        return self._positive(key, value, most=most)
 
     def flag(self, key: str, default: Any = MISSING) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json has {key} = {value!r}; it must be true or false.")
+            raise CheckpointError(
+                f"config.json has {key} = {value!r:.80}; it must be true or false."
+            )
         return value
 
     def expect(self, key: str, *supported: Any) -> None:
@@ -160,7 +164,8 @@ class ConfigReader:
         types = self.get("layer_types", list(default))
         if not isinstance(types, list) or any(kind not in known for kind in types):
             raise UnsupportedModelError(
-                f"config.json has layer_types = {types!r}; only {' and '.join(known)} are computed."
+                f"config.json has layer_types = {types!r:.80}; only {' and '.join(known)} are "
+                f"computed."
             )
         if len(types) != num_layers:
             raise CheckpointError(
@@ -188,7 +193,8 @@ class ConfigReader:
         top = self.get("rope_theta", None)
         if theta is not None and top is not None and theta != top:
             raise CheckpointError(
-                f"config.json gives two values of rope_theta, {top!r} and {theta!r}; keep one."
+                f"config.json gives two values of rope_theta, {top!r:.80} and "
+                f"{theta!r:.80}; keep one."
             )
         theta = theta if theta is not None else (top if top is not None else default_theta)
         dim = self._rotary_dim(rope, head_dim, partial)
@@ -196,11 +202,11 @@ class ConfigReader:
         if scales_queries:
             self._same_length(rope.pop("max_position_embeddings", None))
             beta = rope.pop("llama_4_scaling_beta", None)
-            beta = self._positive("llama_4_scaling_beta", beta, or_zero=True)
+            beta = self._positive("llama_4_scaling_beta", beta, or_zero=True, most=MOST)
         scaling = self._rope_scaling(rope, dim or head_dim)
         if scaling is not None and scaling.kind == "yarn" and theta <= 1:
             raise CheckpointError(
-                f"config.json has rope_theta = {theta!r}; with yarn scaling it must be above 1."
+                f"config.json has rope_theta = {theta!r:.80}; with yarn scaling it must be above 1."
             )
         if scales_queries and not (scaling and scaling.original_max_position):
             raise CheckpointError("config.json has llama_4_scaling_beta and no original context.")
@@ -218,7 +224,7 @@ class ConfigReader:
             return None
         inner, top = rope.pop(key, None), self.get(key, None)
         share = self._positive(key, next((x for x in (inner, top) if x is not None), partial))
-        dim = int(round(head_dim * share, 6))
+        dim = int(round(head_dim * min(share, 1.0), 6))
         if share > 1 or dim < 2 or dim % 2:
             raise CheckpointError(
                 f"config.json has {key} = {share!r} of head_dim = {head_dim}; so many dimensions, "
@@ -236,7 +242,9 @@ class ConfigReader:
         for key in ("rope_scaling", "rope_parameters"):
             value = self.get(key, None)
             if value is not None and not isinstance(value, dict):
-                raise CheckpointError(f"config.json has {key} = {value!r}; it must be an object.")
+                raise CheckpointError(
+                    f"config.json has {key} = {value!r:.80}; it must be an object."
+                )
             found += [value] if value else []
         if len(found) == 2:
             theta = self.get("rope_theta", default_theta)
@@ -259,20 +267,20 @@ class ConfigReader:
         for name in named:
             if name is not None and not isinstance(name, str):
                 raise CheckpointError(
-                    f"config.json has a RoPE scaling of type {name!r}; it must be a string."
+                    f"config.json has a RoPE scaling of type {name!r:.80}; it must be a string."
                 )
         kind = "longrope" if kind == "su" else kind
         for key in _IMAGE_ROPE_KEYS:
             rope.pop(key, None)
         if kind not in _ROPE_KEYS:
             raise UnsupportedModelError(
-                f"config.json asks for RoPE scaling of type {kind!r}, which rooflax does not "
+                f"config.json asks for RoPE scaling of type {kind!r:.80}, which rooflax does not "
                 f"compute (only {', '.join(_ROPE_KEYS)})."
             )
         unknown = sorted(set(rope) - set(_ROPE_KEYS[kind]))
         if unknown:
             raise UnsupportedModelError(
-                f"config.json's RoPE scaling of type {kind!r} has the key {unknown[0]!r}, "
+                f"config.json's RoPE scaling of type {kind!r:.80} has the key {unknown[0]!r:.80}, "
                 f"which rooflax does not read."
             )
         if kind == "default":
@@ -333,13 +341,15 @@ class ConfigReader:
         truncate = rope.get("truncate", True)
         if not isinstance(truncate, bool):
             raise CheckpointError(
-                f"config.json has rope_scaling.truncate = {truncate!r}; it must be true or false."
+                f"config.json has rope_scaling.truncate = {truncate!r:.80}; it must be true or "
+                f"false."
             )
         given = {}
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
                 zero = key != "attention_factor"  # an mscale of 0 counts as absent
-                given[key] = self._positive(f"rope_scaling.{key}", rope[key], or_zero=zero)
+                name = f"rope_scaling.{key}"
+                given[key] = self._positive(name, rope[key], or_zero=zero, most=MOST)
         fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
         if not 1e-6 <= slow < fast <= 1e6:
             raise CheckpointError(
@@ -362,14 +372,16 @@ class ConfigReader:
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
             raise CheckpointError(
-                f"config.json has rope_scaling.original_max_position_embeddings = {value!r}; it "
-                f"must be a whole number from 1 to {2**31 - 1}."
+                f"config.json has rope_scaling.original_max_position_embeddings = {value!r:.80}; "
+                f"it must be a whole number from 1 to {2**31 - 1}."
             )
         return number
 
-    def _positive(self, key: str, value: Any, *, or_zero: bool = False) -> float:
+    def _positive(
+        self, key: str, value: Any, *, or_zero: bool = False, most: float = math.inf
+    ) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"config.json has {key} = {value!r}; it must be a number.")
+            raise CheckpointError(f"config.json has {key} = {value!r:.80}; it must be a number.")
         try:
             number = float(value)
         except OverflowError:
@@ -377,7 +389,11 @@ class ConfigReader:
         if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
             least = "not below 0" if or_zero else "above 0"
             raise CheckpointError(
-                f"config.json has {key} = {value!r}; it must be finite and {least}."
+                f"config.json has {key} = {value!r:.80}; it must be finite and {least}."
+            )
+        if number > most:
+            raise CheckpointError(
+                f"config.json has {key} = {value!r:.80}; it must be at most {most:g}."
             )
         return number
 
@@ -403,9 +419,9 @@ class ConfigReader:
                 raise _not_computed(key, self._raw[key], wanted)
         if unknown:
             raise UnsupportedModelError(
-                f"config.json has {', '.join(map(repr, unknown[:10]))}, which rooflax does not "
-                f"read for {self.model_type}; if that changes no logit, pass "
-                f"ignore_config_keys {unknown[0]}."
+                f"config.json has {', '.join(f'{key!r:.80}' for key in unknown[:10])}, which "
+                f"rooflax does not read for {self.model_type}; if that changes no logit, pass "
+                f"ignore_config_keys {unknown[0]:.80}."
             )
 
     def _accepted(self, key: str) -> list[Any]:
@@ -415,8 +431,8 @@ class ConfigReader:
 
 def _not_computed(key: str, value: Any, wanted: Sequence[Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"config.json has {key} = {value!r}, which rooflax does not compute "
-        f"(only {' or '.join(map(repr, wanted))})."
+        f"config.json has {key} = {value!r:.80}, which rooflax does not compute "
+        f"(only {' or '.join(f'{x!r:.80}' for x in wanted)})."
     )
 
 

@@ -76,7 +76,7 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
 
 def _read_moe(reader: ConfigReader, norm: NormKind) -> Moe:
     reader.expect("hidden_act", "silu")
-    absent = reader.get("experts_per_token", 4)
+    absent = reader.size("experts_per_token", 4)
     count, chosen = read_experts(reader, "num_local_experts", 128, absent)
     alpha, limit = reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0)
     width = reader.size("intermediate_size")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION
-from rooflax.nn.rope import Rope
+from rooflax.nn.rope import MOST, Rope
 from rooflax.nn.weights import Stored
 
 NAMES = Names(tuple(
@@ -50,7 +51,11 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     for key in ("type", "rope_type"):
         scaling.expect(key, "dynamic")
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10_000.0))
-    theta *= scaling.number("alpha") ** (head_dim / (head_dim - 2))
+    if head_dim == 2:
+        raise CheckpointError(
+            "config.json has head_dim = 2 and rope_scaling.alpha, which needs more."
+        )
+    theta *= scaling.number("alpha", most=MOST) ** (head_dim / (head_dim - 2))
     scaling.finish()
     return Rope(theta)
 

@@ -68,7 +68,7 @@ def read_groups(reader: ConfigReader) -> dict[str, int]:
 
 def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     reader.assume(**SIZES)
-    rank, nope, turned, value = (reader.size(key) for key in SIZES)
+    rank, nope, turned, value = (reader.size(key, most=common.MOST_DIMENSIONS) for key in SIZES)
     heads = reader.size("num_attention_heads")
     for key, dim in (("num_key_value_heads", heads), ("head_dim", turned)):
         reader.expect(key, dim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.errors import UnsupportedModelError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
@@ -57,6 +57,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     kinds = dict(zip(KINDS, (Layer(attention, mlp), Layer(conv, mlp)), strict=True))
     count = common.num_layers(reader)
     full = reader.get("full_attn_idxs", list(range(count)))
+    if not isinstance(full, list):
+        raise CheckpointError(f"config.json has full_attn_idxs = {full!r:.80}; it must be a list.")
     default = [KINDS[i not in full] for i in range(count)]
     layers = [kinds[kind] for kind in reader.layer_types(count, default, KINDS)]
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
@@ -78,7 +80,7 @@ def _read_width(reader: ConfigReader) -> int:
     """Of the feed-forward network: by default two thirds of what is stated, rounded up."""
     width = reader.size("block_ff_dim", reader.get("intermediate_size", 12_288))
     multiple = reader.size("block_multiple_of", 256)
-    factor = reader.number("block_ffn_dim_multiplier", 1.0)
+    factor = reader.number("block_ffn_dim_multiplier", 1.0, most=1000)
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return width
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple

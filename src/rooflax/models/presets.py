@@ -156,5 +156,5 @@ def preset_config(model: str) -> dict[str, Any]:
     """
     name = model.removeprefix(PREFIX)
     if name not in PRESETS:
-        raise RequestError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
+        raise RequestError(f"There is no preset {name!r:.80}; there are {', '.join(PRESETS)}.")
     return PRESETS[name]

@@ -48,7 +48,8 @@ def family(name: str) -> Family:
     """The module of a family, imported when first asked for."""
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"model_type {name!r} is not one of those that rooflax computes: {', '.join(FAMILIES)}."
+            f"model_type {name!r:.80} is not one of those that rooflax computes: "
+            f"{', '.join(FAMILIES)}."
         )
     return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
 
@@ -97,8 +98,8 @@ def check_quantization(value: Any) -> None:
         method = value.get("quant_method", "mlx" if "group_size" in value else None)
     if method not in READ_QUANTIZATION:
         raise UnsupportedModelError(
-            f"config.json says the checkpoint is quantised by {method!r}, which rooflax does not "
-            f"read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."
+            f"config.json says the checkpoint is quantised by {method!r:.80}, which rooflax does "
+            f"not read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."
         )
 
 

@@ -13,6 +13,23 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from rooflax.errors import CheckpointError
+
+LEAST, MOST = 1e-6, 1e15
+"""Of theta and every factor: so float32 holds the angles of any position."""
+
+
+def _check(name: str, *values: float) -> None:
+    """
+    Raises:
+        CheckpointError: a number of which no table can be made.
+    """
+    for value in values:
+        if not LEAST <= value <= MOST:
+            raise CheckpointError(
+                f"The model has {name} = {value!r}; RoPE takes {LEAST:g} to {MOST:g}."
+            )
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -43,6 +60,12 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "attention_factor", "low_freq_factor", "high_freq_factor"):
+            _check(f"the RoPE scaling's {name}", getattr(self, name))
+        _check("the RoPE scaling's short_factor", *self.short_factor)
+        _check("the RoPE scaling's long_factor", *self.long_factor)
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` object of config.json."""
@@ -85,6 +108,9 @@ class Rope:
     scaling: RopeScaling | None = None
     dim: int | None = None
     query_beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("rope_theta", self.theta)
 
     def order(self, head_dim: int, interleaved: bool) -> tuple[int, ...] | None:
         """Which of a checkpoint's dimensions each of ours is; None if they are the same.

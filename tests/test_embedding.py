@@ -10,6 +10,7 @@ import pytest
 
 from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError, UnsupportedModelError, model_info
 from rooflax.engine.engine import Engine
+from rooflax.errors import CheckpointError, EngineError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from tests import goldens
 
@@ -262,6 +263,42 @@ def test_damaged_files_are_one_sentence(checkpoint):
         (folder / "modules.json").write_text(content)
         with pytest.raises(Exception, match=r"modules.json"):
             model_info(folder)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/", "link", "a\0b", "x/../../outside"])
+def test_a_module_outside_the_folder_is_rejected(checkpoint, path):
+    folder = checkpoint(f"inside{abs(hash(path))}", pooling("lasttoken"))
+    outside = folder.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "config.json").write_text(json.dumps(pooling("mean")[1]))
+    (folder / "link").symlink_to(outside)
+    lines = json.loads((folder / "modules.json").read_text())
+    lines[1]["path"] = path
+    (folder / "modules.json").write_text(json.dumps(lines))
+    with pytest.raises(CheckpointError, match="a module must be in that folder"):
+        model_info(folder)
+
+
+def test_a_transformer_elsewhere_is_rejected(checkpoint):
+    folder = checkpoint("elsewhere", pooling("lasttoken"))
+    lines = json.loads((folder / "modules.json").read_text())
+    lines[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(lines))
+    with pytest.raises(UnsupportedModelError, match="Transformer in '0_Transformer'"):
+        model_info(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_a_vector_that_is_not_finite_is_an_error(checkpoint, value):
+    dense = "sentence_transformers.models.Dense", {
+        "in_features": 54, "out_features": 7, "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }  # fmt: skip
+    folder = checkpoint(f"not finite {value}", pooling("lasttoken"), dense)
+    weight = {"linear.weight": np.full((7, 54), value, np.float32)}
+    write(folder / "2_Dense", weight)
+    with pytest.raises(EngineError, match="NaN or infinite"):
+        LLM(folder).embed("x")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 
 from rooflax.engine.request_checks import check_prompt, check_salt
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import NOT_FINITE
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.input_processor import InputProcessor
@@ -177,11 +178,17 @@ class Embedder:
         Args:
             dimensions: the first so many; None is all.
             normalize: to length one, after the cut; None is as the checkpoint says.
+
+        Raises:
+            EngineError: what ended one of them, or layers behind the pooling give NaN or infinity.
         """
         assert self.pooling is not None
         if not done:
             return np.zeros((0, dimensions or self.size), np.float32)
-        found = self.pooling.finish(_rows(done))[:, :dimensions]
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = self.pooling.finish(_rows(done))[:, :dimensions]
+        if not np.isfinite(found).all():
+            raise EngineError(NOT_FINITE)
         if self.pooling.normalizes if normalize is None else normalize:
             found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return found

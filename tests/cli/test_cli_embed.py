@@ -83,7 +83,9 @@ def test_every_flag_has_its_effect_or_is_rejected(rooflax, folder):
         np.testing.assert_allclose(vectors(ran.out)[1], vectors(plain.out)[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("line", ["{", "5", '{"text": 5}', '{"text": "x", "more": 1}', '{"id": 1}'])
+@pytest.mark.parametrize(
+    "line", ['""', '{"text": ""}', "{", "5", '{"text": 5}', '{"text": "x", "more": 1}', '{"id": 1}']
+)
 def test_a_line_that_is_no_text_is_named(rooflax, folder, line):
     ran = rooflax("embed", folder, "--input", "-", stdin=f'"x"\n{line}\n'.encode())
     assert (ran.code, ran.out) == (2, "") and "Line 2 of -" in ran.err

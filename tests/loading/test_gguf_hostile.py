@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rooflax import load
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.model_info import model_info
 from tests import gguf_cases
 
@@ -213,6 +214,47 @@ ARRAYS = {
         "split.count is not one whole number",
     ),
 }
+
+
+VALUES = (
+    1e308, 1e-300, float("inf"), float("nan"), -1, 0.0, 2.5, 2**32 - 1, 2**63, True, "x" * 100_000,
+    ["x" * 100_000], np.zeros(0, np.int32), np.array([1, 2]), np.arange(20_000),
+)  # fmt: skip
+MORE_KEYS = (
+    "rope.scaling.attn_factor", "rope.scaling.factor", "attention.head_count_kv", "block_count",
+    "nextn_predict_layers", "attention.sliding_window", "attention.recurrent_layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3.f32", "lfm2.bf16", "qwen3_5.bf16", "gemma4.bf16", "deepseek_v2.bf16", "olmo3.bf16"],
+)
+def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
+    file = GGUFFile(gguf_cases.FOLDER / f"{name}.gguf")
+    arch, sound = file.metadata["general.architecture"], file.metadata
+    yarn = {f"{arch}.rope.scaling.{key}": value for key, value in
+            (("type", "yarn"), ("factor", 4.0), ("attn_factor", 1.5))}  # fmt: skip
+    keys = [key for key in sound if not key.startswith(("tokenizer.", "general.sampling."))]
+    keys += ["general.sampling.temp", *(f"{arch}.{key}" for key in MORE_KEYS)]
+    for base in (sound, sound | yarn):
+        for key in dict.fromkeys(keys):
+            for value in VALUES:
+                file.metadata = base | {key: value}
+                try:
+                    read_gguf_config(file)
+                    gguf_generation_defaults(file)
+                except RooflaxError as error:
+                    said = str(error)
+                    assert len(said) < 900 and "\n" not in said, (key, f"{value!r:.20}")
+
+
+def test_a_count_of_layers_of_which_lists_are_made_has_a_limit(opened):
+    """The layers of a Granite 4, of which the metadata has the count alone."""
+    pairs = architecture("granite", pair("granite.rope.scaling.finetuned", 7, b"\0"))
+    for count in (0, 10_001, 2**32 - 1):
+        with pytest.raises(CheckpointError, match=f"block_count = {count}; .* from 1 to 10000"):
+            model_info(opened(build([*pairs, u32("granite.block_count", count)])))
 
 
 @pytest.mark.parametrize("case", ARRAYS)

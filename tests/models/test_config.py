@@ -237,6 +237,15 @@ def test_config_survives_its_own_config_json(name):
         assert read_config(written) == (name, config), variant
 
 
+def test_of_two_epsilons_the_familys_own_counts():
+    """As transformers has it; the other one alone is a key that nobody reads."""
+    raw = goldens.VARIANTS["lfm2"] | {"norm_eps": 1e-3}
+    _, config = read_config(raw | {"rms_norm_eps": 0.5})
+    assert {layer.attention.norm.eps for layer in config.layers} == {1e-3}
+    with pytest.raises(UnsupportedModelError, match="'rms_norm_eps'"):
+        read_config({k: v for k, v in raw.items() if k != "norm_eps"} | {"rms_norm_eps": 0.5})
+
+
 def test_layers_without_rope_stay_without_when_none_has_a_window():
     """EXAONE 4, whose layers without a window have RoPE only if there is no size of one."""
     raw = goldens.VARIANTS["exaone4"] | {"layer_types": ["full_attention"] * 4}
@@ -524,6 +533,9 @@ def test_config_json_that_is_not_there(tmp_path):
 
 def test_an_adapter_in_place_of_a_model_is_rejected_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
+        read_config_json(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
         read_config_json(tmp_path)
 

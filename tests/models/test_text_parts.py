@@ -206,6 +206,8 @@ def test_gemma4_with_heads_layer_by_layer_is_the_same_model():
     for other in ({"1": each["1"]}, each | {"2": each["1"]}, each | {"3": {"head_dim": 22}}, [1]):
         with pytest.raises(CheckpointError, match="per_layer_config = .*full_attention"):
             read_config(written | {"per_layer_config": other})
+    _, equal = read_config(written | {"per_layer_config": {}, "attention_k_eq_v": False})
+    assert len({(x.attention.head_dim, x.attention.num_kv_heads) for x in equal.layers}) == 1
 
 
 @pytest.mark.parametrize(

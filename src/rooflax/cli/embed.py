@@ -20,6 +20,8 @@ from rooflax.errors import RequestError
 if TYPE_CHECKING:
     import numpy as np
 
+    from rooflax.llm import LLM
+
 SUMMARY = "vectors of texts, as JSON lines"
 AT_ONCE = 8
 """Texts in a batch for every sequence that runs at once."""
@@ -52,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
     """Embeds, and writes a line for each text, in order."""
     if (args.prompt is None) == (args.input is None):
         raise RequestError("give the texts either as --prompt or as --input.")
-    texts = [(1, args.prompt)] if args.input is None else _read(args.input)
+    lines = [] if args.input is None else _read(args.input)
     llm = open_llm(args)
     how = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
+    texts = [(1, args.prompt)] if args.input is None else _encoded(llm, args, lines)
     size = AT_ONCE * llm.max_num_seqs
     with _output(args.output) as file:
         for begin in range(0, len(texts), size):
@@ -71,8 +74,27 @@ def numbers(vector: np.ndarray) -> list[float]:
     return [float(f"{number:.9g}") for number in vector]
 
 
-def _read(path: str) -> list[tuple[Any, str]]:
-    """The input's texts, each with its name: an id, or the number of its line.
+def _encoded(
+    llm: LLM, args: argparse.Namespace, lines: list[tuple[int, Any, str]]
+) -> list[tuple[Any, list[int]]]:
+    """The texts' ids, each with its name.
+
+    Raises:
+        RequestError: naming the line.
+    """
+    found = []
+    for number, name, text in lines:
+        try:
+            found.append((name, llm.embedder.text_ids(text, args.prompt_name, None)))
+        except RequestError as error:
+            if error.param == "prompt_name":
+                raise
+            raise RequestError(f"Line {number} of {args.input}: {error}") from None
+    return found
+
+
+def _read(path: str) -> list[tuple[int, Any, str]]:
+    """The input's texts, each with the number of its line and its name: an id, or that number.
 
     Raises:
         RequestError: naming the line.
@@ -86,7 +108,7 @@ def _read(path: str) -> list[tuple[Any, str]]:
             raise RequestError(
                 f"Line {number} of {path} must be a text, or an object with text and perhaps id."
             )
-        found.append((name, raw))
+        found.append((number, name, raw))
     return found
 
 

@@ -21,9 +21,9 @@ from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import Header
 from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
-from rooflax.models.common import layer_types
+from rooflax.models.common import MOST_LAYERS, layer_types
 from rooflax.models.registry import read_config
-from rooflax.nn.rope import inverse_frequencies
+from rooflax.nn.rope import LEAST, MOST, inverse_frequencies
 
 FAMILIES = {
     "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
@@ -315,6 +315,8 @@ class _Metadata:
             )
 
     def config(self) -> dict[str, Any]:
+        self._check_count("block_count", 1)
+        self._check_count("nextn_predict_layers", 0)
         has_kinds = self.family in HEADS_PER_KIND
         per_layer = self._kinds() if has_kinds else self._heads_per_layer()
         keys = ((key, hf) for key, hf in KEYS[self.family].items() if hf not in per_layer)
@@ -354,6 +356,17 @@ class _Metadata:
             raw["torch_dtype"] = "bfloat16"
         return raw | _end_tokens(self.file)
 
+    def _check_count(self, key: str, least: int) -> None:
+        """Lists are made of so many layers."""
+        count = self.file.metadata.get(self._prefix + key)
+        is_list = isinstance(count, list | np.ndarray)  # which `get` rejects
+        whole = type(count) is int and least <= count <= MOST_LAYERS
+        if not (count is None or is_list or whole):
+            raise CheckpointError(
+                f"{self.file.path} has {self._prefix + key} = {count!r:.80}; it must be a whole "
+                f"number from {least} to {MOST_LAYERS}."
+            )
+
     def _waive(self, *patterns: str) -> None:
         """Keys that change nothing here."""
         for key in self.file.metadata:
@@ -377,9 +390,11 @@ class _Metadata:
         has_convolutions = "shortconv.l_cache" in KEYS[self.family]
         counts = sorted(set(found) - ({0} if has_convolutions else set()))
         if len(counts) != 1:
+            shown = " and with ".join(f"{count!s:.20}" for count in counts[:4]) or "no"
+            shown += " and with others" if len(counts) > 4 else ""
             raise UnsupportedModelError(
-                f"{self.file.path} has layers with {' and with '.join(map(str, counts)) or 'no'} "
-                f"K/V heads, which rooflax does not compute."
+                f"{self.file.path} has layers with {shown} K/V heads, which rooflax does not "
+                f"compute."
             )
         types = ["full_attention" if heads else "conv" for heads in found]
         return {"num_key_value_heads": counts[0]} | (
@@ -548,7 +563,7 @@ class _Metadata:
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             times = self.get("rope.scaling.attn_factor", 1.0)
-            if times != 1.0:  # beside llama.cpp's own
+            if times != 1.0 and _is_positive(times) and _is_positive(factor):  # beside llama.cpp's
                 scaling["attention_factor"] = times * (1 + 0.1 * math.log(factor))
             found = {hf: self.get(f"rope.scaling.{key}") for key, hf in YARN.items()}
             scaling |= {hf: value for hf, value in found.items() if value is not None}
@@ -577,8 +592,12 @@ class _Metadata:
         if ROPE_FACTORS not in self.file.names():
             raise CheckpointError(f"{self.file.path} has no tensor {ROPE_FACTORS!r}.")
         info = self.file.info(ROPE_FACTORS)
-        usable = isinstance(head_dim, int) and isinstance(theta, int | float) and theta > 0
-        if not usable or info.dtype != "F32" or info.shape != (head_dim // 2,):
+        if not _is_positive(theta) or not LEAST <= theta <= MOST:
+            raise CheckpointError(
+                f"{self.file.path} has rope.freq_base = {theta!r:.80}; RoPE takes {LEAST:g} to "
+                f"{MOST:g}."
+            )
+        if not isinstance(head_dim, int) or info.dtype != "F32" or info.shape != (head_dim // 2,):
             raise CheckpointError(
                 f"{self.file.path}: {ROPE_FACTORS} is {info.dtype} {list(info.shape)}; wanted F32 "
                 f"and one factor for each of half the head's {head_dim} dimensions."
@@ -602,6 +621,11 @@ class _Metadata:
                     f"{self.file.path} has the metadata {shown!r}, which rooflax does not read; "
                     f"if that changes no logit, pass ignore_config_keys {shown}."
                 )
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number above zero."""
+    return type(value) in (int, float) and value > 0
 
 
 def is_latent(family: str) -> bool:
@@ -692,6 +716,6 @@ def gguf_generation_defaults(file: Header) -> GenerationDefaults:
         CheckpointError: a value has the wrong type or range.
     """
     found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING.items()}
-    found["do_sample"] = True if found["temperature"] else None
+    found["do_sample"] = True if _is_positive(found["temperature"]) else None
     found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
     return generation_defaults(found | _end_tokens(file), file.path)

@@ -98,8 +98,14 @@ def read_pooling(folder: Path) -> Pooling | None:
                 f"modules.json has {kind} as module {number}; the first one, and no other, must be "
                 f"a Transformer."
             )
+        place = _place(folder, path)
         if kind != "Transformer":
-            found = _with_module(found, kind, folder / path)
+            found = _with_module(found, kind, place)
+        elif place != folder.resolve():
+            raise UnsupportedModelError(
+                f"modules.json of {folder} has the Transformer in {path!r:.80}; rooflax reads the "
+                f"one beside it."
+            )
     if found is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     raw = read_json_object(folder / "config_sentence_transformers.json")
@@ -138,6 +144,23 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
             dense.append(DenseLayer(np.array(array, np.float32), None, IDENTITY))
             size = stored.shape[0]
     return Pooling(Pooler(pooling), tuple(dense), normalizes=True)
+
+
+def _place(folder: Path, path: str) -> Path:
+    """Where a module is: inside the folder.
+
+    Raises:
+        CheckpointError: the path leaves it.
+    """
+    try:
+        root, place = folder.resolve(), (folder / path).resolve()
+    except (OSError, ValueError, RuntimeError):  # a loop of links, a NUL
+        root, place = folder, Path()
+    if not place.is_relative_to(root):
+        raise CheckpointError(
+            f"modules.json of {folder} has the path {path!r:.80}; a module must be in that folder."
+        )
+    return place
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
 Windows = tuple[int | None, ...]
+MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
 """A name of a tensor is made for each of a layer's."""
 MOST_DIMENSIONS = 2**16
@@ -181,7 +182,7 @@ def read_dense(
 
 
 def num_layers(reader: ConfigReader) -> int:
-    return reader.size("num_hidden_layers", most=10_000)
+    return reader.size("num_hidden_layers", most=MOST_LAYERS)
 
 
 def read_decoder(

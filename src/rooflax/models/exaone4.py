@@ -33,7 +33,7 @@ def _read_kinds(reader: ConfigReader, window: int | None) -> list[str]:
     """`sliding_window_pattern` is a number, after which a layer has no window, or "LLLG"."""
     count, pattern = common.num_layers(reader), reader.get("sliding_window_pattern", 4)
     if isinstance(pattern, int):  # 0 where no layer has a window
-        period = reader.size("sliding_window_pattern", 4, least=0, most=10_000)
+        period = reader.size("sliding_window_pattern", 4, least=0, most=common.MOST_LAYERS)
         pattern = "L" * (period - 1) + "G"
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("LG"):
         raise CheckpointError(

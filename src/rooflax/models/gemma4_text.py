@@ -123,11 +123,11 @@ def _read_full_heads(
             each = {layer.lstrip("0") or "0": heads for layer, heads in each.items()}
         full = [str(index) for index, kind in enumerate(kinds) if kind == "full_attention"]
         only = {"head_dim"} | ({"num_key_value_heads"} if same else set())
-        stated = each.get(full[0]) if isinstance(each, dict) else None
+        stated = each.get(full[0]) if isinstance(each, dict) and each else each
         if (
             not isinstance(stated, dict)
             or set(stated) - only
-            or each != dict.fromkeys(full, stated)
+            or each not in ({}, dict.fromkeys(full, stated))
         ):
             raise CheckpointError(
                 f"config.json has per_layer_config = {each!r:.80}; it must give every layer of "

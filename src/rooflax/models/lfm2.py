@@ -18,6 +18,7 @@ from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
 from rooflax.nn.weights import Stored
+from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
 NAMES = Names((
@@ -48,8 +49,10 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("block_ffn_use_quantized_params", "ffn_use_quantized_params"):
         reader.expect(key, False)
     reader.expect("conv_dim", reader.size("hidden_size"))
-    reader.assume(rms_norm_eps=reader.number("norm_eps", 1e-5))
-    attention = common.read_attention(reader, norm_eps=1e-5, kv_heads=8, theta=1_000_000.0)
+    if reader.given("norm_eps"):
+        reader.waive("rms_norm_eps")
+    norm = NormKind(reader.number("norm_eps", 1e-5))
+    attention = common.read_attention(reader, norm=norm, kv_heads=8, theta=1_000_000.0)
     attention = replace(attention, qk_norm=attention.norm.eps)
     taps, bias = reader.size("conv_L_cache", 3, least=2), reader.flag("conv_bias", False)
     conv = ShortConv(reader.size("hidden_size"), taps, attention.norm, bias)

@@ -106,14 +106,14 @@ def check_quantization(value: Any) -> None:
 def read_config_json(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder, checked to be an object."""
     path = folder / "config.json"
+    if (folder / ADAPTER).is_file():
+        raise UnsupportedModelError(
+            f"{folder} holds an adapter ({ADAPTER}), which rooflax does not read; merge it into "
+            f"its base model and name the result."
+        )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if (folder / ADAPTER).is_file():
-            raise UnsupportedModelError(
-                f"{folder} holds an adapter ({ADAPTER}), which rooflax does not read; merge it "
-                f"into its base model and name the result."
-            ) from None
         inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
         hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
         raise CheckpointError(f"{folder} has no config.json; {hint}.") from None

@@ -421,6 +421,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+NOT_COMPARED = ("gpt_oss_short",)
+"""Variants that serve other tests, not the comparison with transformers."""
 MAX_MODEL_LEN = {"phi3_short": 131}
 """Contexts that are shorter than config.json allows: here longrope has its short factors."""
 

@@ -220,12 +220,14 @@ def run(
 
 
 def gathered_shapes(engine: Any) -> list[list[int]]:
-    """Of every all-gather in the programs that ran."""
+    """Of every all-gather in the programs that ran, but for int32: positions, never weights."""
     found = set()
     for _, lowered in engine.runner.lowered():
         for line in lowered.compile().as_text().splitlines():
             if re.search(r"\ball-gather(-start)?\(", line):
-                found |= set(re.findall(r"\w\d+\[([\d,]*)\]", line.split(" all-gather")[0]))
+                found |= set(
+                    re.findall(r"\b(?!s32)\w+\d+\[([\d,]*)\]", line.split(" all-gather")[0])
+                )
     return sorted([int(n) for n in shape.split(",") if n] for shape in found)
 
 

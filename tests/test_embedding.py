@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,7 +267,7 @@ def test_damaged_files_are_one_sentence(checkpoint):
 
 
 @pytest.mark.parametrize("path", ["../outside", "/", "link", "a\0b", "x/../../outside"])
-def test_a_module_outside_the_folder_is_rejected(checkpoint, path):
+def test_a_module_outside_the_folder_is_rejected(checkpoint, monkeypatch, path):
     folder = checkpoint(f"inside{abs(hash(path))}", pooling("lasttoken"))
     outside = folder.parent / "outside"
     outside.mkdir(exist_ok=True)
@@ -275,8 +276,10 @@ def test_a_module_outside_the_folder_is_rejected(checkpoint, path):
     lines = json.loads((folder / "modules.json").read_text())
     lines[1]["path"] = path
     (folder / "modules.json").write_text(json.dumps(lines))
-    with pytest.raises(CheckpointError, match="a module must be in that folder"):
-        model_info(folder)
+    monkeypatch.chdir(folder)
+    for name in (folder, Path()):
+        with pytest.raises(CheckpointError, match="a module must be in that folder"):
+            model_info(name)
 
 
 def test_a_transformer_elsewhere_is_rejected(checkpoint):

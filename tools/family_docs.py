@@ -26,8 +26,6 @@ TEXT_PARTS = {
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
 }  # fmt: skip
 """Families whose vision and audio parts are left out; GGUF files are of their text models."""
-NOT_PROOF = ("gpt_oss_short",)
-"""Tiny checkpoints that serve other tests, not the comparison with transformers."""
 
 
 def page(text: str) -> str:
@@ -57,9 +55,9 @@ def row(name: str) -> str:
 
 def proven(name: str) -> str:
     """Tiny checkpoints held to transformers, and published config.json files that open."""
-    from tests.goldens import VARIANTS
+    from tests.goldens import NOT_COMPARED, VARIANTS
 
-    tiny = [v for v, raw in VARIANTS.items() if raw["model_type"] == name and v not in NOT_PROOF]
+    tiny = [v for v, raw in VARIANTS.items() if raw["model_type"] == name and v not in NOT_COMPARED]
     published = ROOT / "tests" / "data" / "published_configs" / "configs.json"
     opens = [r["config"] for r in json.loads(published.read_text()) if r["outcome"] == "opens"]
     found = [config for config in opens if config["model_type"] == name]

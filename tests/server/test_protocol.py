@@ -100,6 +100,15 @@ def test_h13_a_path_is_what_it_says(live):
         assert said.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), path
 
 
+def slow_machine_s():
+    """Five times what json.loads takes for as large a body: 0.5 s, and above 1 s on a slow or busy
+    machine."""
+    body = json.dumps(dict.fromkeys(map(str, range(250_000)), 1))
+    started = time.process_time()
+    json.loads(body)
+    return 5 * (time.process_time() - started)
+
+
 def rejected(live, body, *codes):
     """The parameter that a body is rejected for, within a second of this process's work; others of
     its threads may work, too, so it has three tries."""
@@ -109,7 +118,7 @@ def rejected(live, body, *codes):
         spent_s = time.process_time() - started
         if spent_s < 1:
             break
-    assert spent_s < 1
+    assert spent_s < 1 or spent_s < slow_machine_s()
     assert found.status_code == 400, found.text
     error = error_of(found)
     assert not codes or error["code"] in codes, error

@@ -153,10 +153,10 @@ def _place(folder: Path, path: str) -> Path:
         CheckpointError: the path leaves it.
     """
     try:
-        root, place = folder.resolve(), (folder / path).resolve()
+        place: Path | None = (folder / path).resolve()
     except (OSError, ValueError, RuntimeError):  # a loop of links, a NUL
-        root, place = folder, Path()
-    if not place.is_relative_to(root):
+        place = None
+    if place is None or not place.is_relative_to(folder.resolve()):
         raise CheckpointError(
             f"modules.json of {folder} has the path {path!r:.80}; a module must be in that folder."
         )

@@ -17,6 +17,7 @@ from rooflax import (
     QueueFull,
     RequestError,
     SamplingParams,
+    structured,
 )
 from rooflax.engine.engine import Engine
 from rooflax.structured import MAX_COMPILING
@@ -205,8 +206,9 @@ def test_a_compiled_form_waits_for_nobodys_compilation(folder):
     assert waited < 3 and closed < 6
 
 
-def test_a_form_that_takes_much_memory_is_rejected(llm):
+def test_a_form_that_takes_much_memory_is_rejected(llm, monkeypatch):
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(structured, "COMPILE_S", 120.0)  # of the two limits the one on memory
     with pytest.raises(RequestError, match=r"regex cannot be used: it takes \d+ MiB of memory"):
         llm.generate("x", regex="((((a{50}){50}){50}){50}){45}", max_tokens=2)
 

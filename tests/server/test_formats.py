@@ -3,6 +3,7 @@ valid, whether its marks are special tokens or text, and whatever chooses the to
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -157,13 +158,21 @@ def tool(name, schema=STRICT, **more):
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
+@functools.cache
+def grammars_of(tokenizer):
+    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.token_to_id("<|eos|>")])
+
+
+def constrained(tokenizer, grammar):
+    eos = tokenizer.token_to_id("<|eos|>")
+    params = SamplingParams(grammar=grammar)
+    return eos, grammars_of(tokenizer).constraint(params, frozenset([eos]))
+
+
 def say_anything(tokenizer, grammar, rng, longest=600):
     """Tokens that a grammar lets through, drawn evenly; whether it came to its end."""
     size = tokenizer.vocab_size
-    eos = tokenizer.token_to_id("<|eos|>")
-    constraint = Grammars(tokenizer, size, [eos]).constraint(
-        SamplingParams(grammar=grammar), frozenset([eos])
-    )
+    eos, constraint = constrained(tokenizer, grammar)
     ids = []
     while not constraint.is_complete and len(ids) < longest:
         mask = constraint.mask
@@ -307,10 +316,7 @@ def test_reasoning_may_stand_before_a_form_or_a_call(tokenizer_of, name):
 
 def lets_through(tokenizer, grammar, text):
     """Whether all of a text may be said, and may end there."""
-    eos = tokenizer.token_to_id("<|eos|>")
-    constraint = Grammars(tokenizer, tokenizer.vocab_size, [eos]).constraint(
-        SamplingParams(grammar=grammar), frozenset([eos])
-    )
+    eos, constraint = constrained(tokenizer, grammar)
     spelled, rest = spelled_bytes(tokenizer), text.encode()
     while rest and not constraint.is_complete:
         mask = constraint.mask

@@ -9,10 +9,10 @@ pytestmark = pytest.mark.oldest_jax
 SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
 
 
-@pytest.mark.parametrize(
-    "format",
-    [pytest.param((), id="float32", marks=pytest.mark.slow), pytest.param(("-q", "int8"), id="int8")],
-)
+FLOAT32 = pytest.param((), id="float32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("format", [FLOAT32, pytest.param(("-q", "int8"), id="int8")])
 def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
     """The command compares the tokens itself; it ends with 1 only for a figure below its target."""
     ran = rooflax("bench", "preset:gpt2", *format, "--concurrent", "--trials", 1, *SHORT, "--json")

@@ -223,8 +223,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
 KEPT = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", "deepseek_v2", "deepseek_v3", *GEMMA4,
+    "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "seed_oss", "gemma3", "granite", "granite4",
+    "olmo2", "phi3", "ernie4_5", "glm4", "glm4_moe", "exaone4", "cohere2", "ministral3", "hunyuan",
 )  # fmt: skip
 """Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
+ASSUMED: dict[str, dict[str, Any]] = {
+    "hunyuan": {
+        "rope_theta": 1e4, "max_position_embeddings": 262_144,
+        "rope_scaling": {"type": "dynamic", "alpha": 9**0.75, "factor": 1.0},
+    },
+    "granite4": {
+        "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2,
+    },
+    "gemma3": {
+        "vocab_size": tokenizer_cases.VOCAB, "num_hidden_layers": 7, "query_pre_attn_scalar": 8,
+        "rope_local_base_freq": 10_000.0,
+    },
+}  # fmt: skip
+"""What the converter, and who reads its files, take for granted."""
 TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
 """Those that a family's files have, where the converter reads no other."""
 
@@ -284,10 +300,12 @@ def kept_sizes(name: str) -> dict[str, Any]:
         "linear_value_head_dim": 6, "head_dim": 8, "global_head_dim": 16, "top_k_experts": 2,
         "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1, "kv_lora_rank": 12,
         "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "shared_intermediate_size": 24, "mamba_d_head": 8,
     }  # fmt: skip
     raw = family_config(name)
     sizes |= {"num_key_value_heads": 4} if "kv_lora_rank" in raw else {}
-    return {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
+    found = {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
+    return found | ASSUMED.get(name, {})
 
 
 def converted_rows(name: str) -> dict[str, int]:

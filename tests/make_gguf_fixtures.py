@@ -122,13 +122,12 @@ def byte_level(name: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def sentencepiece(name: str, folder: Path, python: str) -> None:
+def sentencepiece(size: int, folder: Path, python: str) -> None:
     """Trains a SentencePiece model; what it makes of some texts is the reference."""
     text = folder / "text.txt"
     text.write_text("\n".join(line for line in TEXT if line.isascii()))
-    size = str(gguf_cases.CONFIGS[name]["vocab_size"] - 1)
     texts = json.dumps([line for chunk in TEXT[:3] for line in chunk.split("\n")])
-    subprocess.run([python, "-c", SENTENCEPIECE, text, folder, size, texts], check=True)
+    subprocess.run([python, "-c", SENTENCEPIECE, text, folder, str(size), texts], check=True)
     text.unlink()
     config = {
         "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
@@ -144,7 +143,7 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
         byte_level(name, kept)
         pre = BYTE_LEVEL[name][1]
     else:
-        sentencepiece(name, work, python)
+        sentencepiece(gguf_cases.CONFIGS[name]["vocab_size"] - 1, work, python)
         pre = "default"
         for file in ("ids.json", "tokenizer_config.json"):
             (work / file).rename(kept / file)
@@ -162,11 +161,18 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
         print(target.name, target.stat().st_size)
 
 
+MODELS = ("phi3", "ernie4_5")
+"""Families whose converter reads no tokenizer but SentencePiece's own file."""
+
+
 def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
     """The kept file of a family: a small checkpoint, converted."""
-    flags = ["--no-mtp"] if name.startswith("qwen3_") else []
+    flags = ["--no-mtp"] if name.startswith(("qwen3_5", "qwen3_next")) else []
     flags += ["--sentence-transformers-dense-modules"] if name == gguf_cases.EMBEDS else []
     gguf_cases.write_kept(work, name)
+    if name in MODELS:
+        sentencepiece(gguf_cases.family_config(name)["vocab_size"] - 1, work, python)
+        (work / "tokenizer.json").unlink()
     target = gguf_cases.kept(name)
     command = [llama_cpp, "gpt-2", "convert", str(work), "--outfile", str(target)]
     command += ["--outtype", "bf16", *flags]

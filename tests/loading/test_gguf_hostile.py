@@ -247,6 +247,7 @@ def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
                 except RooflaxError as error:
                     said = str(error)
                     assert len(said) < 900 and "\n" not in said, (key, f"{value!r:.20}")
+                    assert said.endswith("."), said
 
 
 def test_a_count_of_layers_of_which_lists_are_made_has_a_limit(opened):

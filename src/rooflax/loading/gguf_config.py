@@ -221,6 +221,8 @@ _NO_GROUPS = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 
 _IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3"), _NO_GROUPS
 )
+EXAONE4_WINDOWED = 64
+"""Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
 YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -331,6 +333,8 @@ class _Metadata:
         biases = BIAS_KEYS.get(self.family, {"attention_bias": "attn_q"})
         raw |= {key: part in biased for key, part in biases.items()}
         raw |= _AS_COMPUTED.get(self.family, {})
+        if self.family == "exaone4" and raw.get("num_hidden_layers") == EXAONE4_WINDOWED:
+            raw.setdefault("sliding_window", 4096)  # as llama.cpp has it
         raw = _IF_ABSENT.get(self.family, {}) | raw
         if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)

@@ -54,15 +54,20 @@ def row(name: str) -> str:
 
 
 def proven(name: str) -> str:
-    """Tiny checkpoints held to transformers, and published config.json files that open."""
+    """Tiny checkpoints and published chat templates held to transformers, and published config.json
+    files that open."""
     from tests.goldens import NOT_COMPARED, VARIANTS
 
     tiny = [v for v, raw in VARIANTS.items() if raw["model_type"] == name and v not in NOT_COMPARED]
-    published = ROOT / "tests" / "data" / "published_configs" / "configs.json"
-    opens = [r["config"] for r in json.loads(published.read_text()) if r["outcome"] == "opens"]
-    found = [config for config in opens if config["model_type"] == name]
+    data = ROOT / "tests" / "data"
+    rows = json.loads((data / "published_configs" / "configs.json").read_text())
+    configs = [r for r in rows if r["outcome"] == "opens" and r["config"]["model_type"] == name]
+    rows = json.loads((data / "published_templates.json").read_text())["templates"]
+    templates = [row for row in rows if name in row["families"]]
     parts = [f"{len(tiny)} tiny checkpoint{plural(tiny)}"] if tiny else ["as its text model"]
-    return ", ".join(parts + ([f"{len(found)} published config{plural(found)}"] if found else []))
+    for kind, found in (("config", configs), ("chat template", templates)):
+        parts += [f"{len(found)} published {kind}{plural(found)}"] if found else []
+    return ", ".join(parts)
 
 
 def plural(found: list) -> str:

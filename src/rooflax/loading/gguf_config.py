@@ -223,6 +223,8 @@ _IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}} | 
 )
 EXAONE4_WINDOWED = 64
 """Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
+_IF_ABSENT_OF = {("exaone4", EXAONE4_WINDOWED): {"sliding_window": 4096}}
+"""By family and number of layers."""
 YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -333,9 +335,8 @@ class _Metadata:
         biases = BIAS_KEYS.get(self.family, {"attention_bias": "attn_q"})
         raw |= {key: part in biased for key, part in biases.items()}
         raw |= _AS_COMPUTED.get(self.family, {})
-        if self.family == "exaone4" and raw.get("num_hidden_layers") == EXAONE4_WINDOWED:
-            raw.setdefault("sliding_window", 4096)  # as llama.cpp has it
-        raw = _IF_ABSENT.get(self.family, {}) | raw
+        of_size = _IF_ABSENT_OF.get((self.family, raw.get("num_hidden_layers")), {})
+        raw = _IF_ABSENT.get(self.family, {}) | of_size | raw
         if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
         if self._both_ways:

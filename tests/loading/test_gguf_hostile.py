@@ -246,7 +246,8 @@ def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
                     gguf_generation_defaults(file)
                 except RooflaxError as error:
                     said = str(error)
-                    assert len(said) < 900 and "\n" not in said, (key, f"{value!r:.20}")
+                    sentence = len(said) < 900 and "\n" not in said and said.endswith(".")
+                    assert sentence, (key, f"{value!r:.20}")
 
 
 def test_a_count_of_layers_of_which_lists_are_made_has_a_limit(opened):

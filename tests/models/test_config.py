@@ -337,8 +337,7 @@ def test_rope_stated_twice_must_agree():
     assert read_config(raw | {"rope_scaling": scaling, "rope_theta": 500.0}) == read_config(raw)
     with pytest.raises(CheckpointError, match="'factor'"):
         read_config(raw | {"rope_scaling": scaling | {"factor": 9.0}})
-    with pytest.raises(CheckpointError, match=r"rope_theta.*10.*500"):
-        read_config(raw | {"rope_theta": 10.0})
+    assert read_config(raw | {"rope_theta": 10.0}) == read_config(raw)  # the inner one counts
     with pytest.raises(CheckpointError, match="rope_scaling.*object"):
         read_config(raw | {"rope_scaling": 4.0})
 

@@ -113,7 +113,7 @@ class _Fields:
         self.path, self.values = path, values
 
     def _bad(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {name} is {self.values[name]!r:.60}, not {wanted}")
+        return CheckpointError(f"{self.path}: {name} is {self.values[name]!r:.60}, not {wanted}.")
 
     def number(
         self,

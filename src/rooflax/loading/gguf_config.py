@@ -218,9 +218,9 @@ _AS_COMPUTED = {
 }
 """What files cannot say, and llama.cpp computes."""
 _NO_GROUPS = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
-_IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}} | dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3"), _NO_GROUPS
-)
+_IF_ABSENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), _NO_GROUPS)
+EXAONE4_WINDOWED = 64
+"""Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
 YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -332,6 +332,9 @@ class _Metadata:
         raw |= {key: part in biased for key, part in biases.items()}
         raw |= _AS_COMPUTED.get(self.family, {})
         raw = _IF_ABSENT.get(self.family, {}) | raw
+        if self.family == "exaone4":
+            windowed = raw.get("num_hidden_layers") == EXAONE4_WINDOWED
+            raw.setdefault("sliding_window", 4096 if windowed else None)
         if self.family in ALL_ATTENTION:
             raw["layer_types"] = ["attention"] * raw.get("num_hidden_layers", 0)
         if self._both_ways:

@@ -20,6 +20,7 @@ from rooflax.errors import RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.gguf_config import (
     ALIASES,
+    EXAONE4_WINDOWED,
     FAMILIES,
     HEADS_PER_KIND,
     KEYS,
@@ -72,8 +73,6 @@ MLP_BIASES = ("gpt2", "llama", "granite", "gpt_oss")
 """Families of which llama.cpp adds biases in feed-forward networks."""
 LISTS_MERGES = ("gemma4_text",)
 """Families whose SentencePiece tokenizers llama.cpp wants with a list of merges."""
-EXAONE4_WINDOWED = 64
-"""Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
 PLAIN_QUERIES = (26, 27)
 """Layers of the DeepSeek models whose queries have no latent, by which llama.cpp knows them."""
 DIVIDED = ("llama3", "proportional")

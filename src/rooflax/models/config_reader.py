@@ -181,7 +181,7 @@ class ConfigReader:
         partial: float | None = None,
         scales_queries: bool = False,
     ) -> Rope:
-        """From `rope_theta` + `rope_scaling` or from `rope_parameters`.
+        """From `rope_theta` + `rope_scaling` or from `rope_parameters`, whose theta goes first.
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and
@@ -189,14 +189,8 @@ class ConfigReader:
             scales_queries: `rope_parameters` have `llama_4_scaling_beta`.
         """
         rope = self._stated_rope(default_theta)
-        theta = rope.pop("rope_theta", None)
-        top = self.get("rope_theta", None)
-        if theta is not None and top is not None and theta != top:
-            raise CheckpointError(
-                f"config.json gives two values of rope_theta, {top!r:.80} and "
-                f"{theta!r:.80}; keep one."
-            )
-        theta = theta if theta is not None else (top if top is not None else default_theta)
+        given = rope.pop("rope_theta", None), self.get("rope_theta", None)  # the inner one first
+        theta = next((value for value in given if value is not None), default_theta)
         dim = self._rotary_dim(rope, head_dim, partial)
         theta, beta = self._positive("rope_theta", theta), 0.0
         if scales_queries:

@@ -40,7 +40,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     thetas = 1e6, reader.number("rope_local_base_freq", 1e4)
     full, local = common.read_kinds_ropes(reader, attention.head_dim, *thetas)
     attention = replace(attention, rope=full)
-    window = reader.size("sliding_window", 4096)
+    window = reader.size("sliding_window", 4096, least=int(causal))
     window = window if causal else window // 2 + 1  # to each side, the token itself included
     windowed = replace(attention, rope=local, window=window)
     period = reader.size("sliding_window_pattern", 6)

@@ -128,7 +128,7 @@ def test_dense_layers_stand_behind_the_pooling(checkpoint):
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("window", [6, 7])
+@pytest.mark.parametrize("window", [0, 1, 6, 7])
 def test_attention_both_ways_as_embedding_gemma_has_it(tmp_path, references, window):
     config = {"use_bidirectional_attention": True, "sliding_window": window}
     reference = references("gemma3_text")

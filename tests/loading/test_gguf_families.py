@@ -14,9 +14,12 @@ import safetensors.numpy
 from rooflax import load
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_config import read_gguf_config
+from rooflax.loading.gguf_metadata import HeaderOnly, architecture_metadata
 from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.gguf_weights import tensor_entries
 from rooflax.loading.model_info import model_info
+from rooflax.models.registry import read_config
 from tests import gguf_cases, goldens
 
 FLOAT = gguf.GGUFValueType.FLOAT32
@@ -304,3 +307,15 @@ def test_keys_and_values_that_no_layer_reads_are_passed_over(tmp_path):
     assert len(tensors) == 3
     finished(extended(tmp_path / "m.gguf", source, tensors))
     same_models(tmp_path / "m.gguf", source)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(60, [None] * 60), (64, ([4096] * 3 + [None]) * 16)])
+def test_an_exaone4_of_64_layers_has_windows_that_its_file_need_not_state(count, wanted, tmp_path):
+    """As llama.cpp has it, which knows the model with windows by the number of its layers."""
+    raw = goldens.VARIANTS["exaone4_full"]
+    metadata = architecture_metadata(read_config(raw)[1], raw) | {"exaone4.block_count": count}
+    assert not [key for key in metadata if "window" in key]
+    layers = read_gguf_config(HeaderOnly(tmp_path, metadata, {}, {}))[1].layers
+    assert [layer.attention.window for layer in layers] == wanted
+    turned = [layer.attention.rope is not None for layer in layers]
+    assert turned == [count == 60 or bool(window) for window in wanted]

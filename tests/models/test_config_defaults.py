@@ -164,6 +164,14 @@ def test_rope_is_what_transformers_takes_or_is_rejected(variant):
     assert taken > 2
 
 
+@pytest.mark.parametrize("variant", ["llama_gqa", "exaone4", "gpt_oss", "hunyuan_v1_dense"])
+def test_a_theta_of_rope_parameters_goes_before_one_beside_them(variant):
+    rope = {"rope_parameters": DEFAULT | {"rope_theta": 55.0}, "rope_scaling": None}
+    raw = goldens.VARIANTS[variant] | rope
+    theirs = read_as_transformers(raw | {"rope_theta": 77.0})
+    assert read_config(raw | {"rope_theta": 77.0}) == read_config(theirs) == read_config(raw)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", goldens.VARIANTS)
 def test_a_null_that_transformers_keeps_means_what_its_model_computes(

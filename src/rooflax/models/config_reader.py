@@ -181,7 +181,7 @@ class ConfigReader:
         partial: float | None = None,
         scales_queries: bool = False,
     ) -> Rope:
-        """From `rope_theta` + `rope_scaling` or from `rope_parameters`.
+        """From `rope_theta` + `rope_scaling` or from `rope_parameters`, whose theta goes first.
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and

@@ -24,7 +24,6 @@ TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json
 ROWS = json.loads(TABLE.read_text())
 PUBLISHED_PRESETS = Path(presets.__file__).with_name("presets.json")
 NOT_COLLECTED = {
-    "granitemoehybrid",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "gemma4_text",

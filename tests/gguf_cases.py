@@ -221,26 +221,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")
+_TINY = {"hidden_size": 10}
+_PHI3 = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_FACTORS = {"type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [1.5, 3.0]}
+KEPT_CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": _TINY,
+    "mixtral": _TINY | {"num_local_experts": 3},
+    "qwen3_moe": _TINY,
+    "qwen2_moe": _TINY,
+    "seed_oss": _TINY,
+    "gemma3": {
+        "hidden_size": 12, "query_pre_attn_scalar": 8, "vocab_size": tokenizer_cases.VOCAB,
+    },
+    "granite": {},
+    "granite4": {
+        "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_conv": 4, "mamba_d_state": 16,
+        "mamba_n_heads": 4, "mamba_d_head": 8, "shared_intermediate_size": 24,
+    },
+    "olmo2": {},
+    "phi3": _PHI3,
+    "phi3_long": _PHI3 | {"rope_scaling": _FACTORS, "max_position_embeddings": 256},
+    "glm4": _TINY,
+    "glm4_moe": _TINY | {"n_routed_experts": 3},
+    "ernie4_5": _TINY,
+    "exaone4": _TINY,
+    "cohere2": {},
+    "ministral3": _TINY,
+    "hunyuan": _TINY
+    | {"rope_theta": 10_000.0, "max_position_embeddings": 262_144, "head_dim": 4},
+}  # fmt: skip
+"""What else the checkpoints of some kept files say; a factor or theta that follows from it is a
+number of float32, because a file has no other."""
+READ_AS = {"mistral": "llama", "granite4": "granite"}
+"""Families that the converter's files do not name, and the one of equal layers that they do."""
 KEPT = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "olmo3", "deepseek_v2", "deepseek_v3", *GEMMA4,
-    "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "seed_oss", "gemma3", "granite", "granite4",
-    "olmo2", "phi3", "ernie4_5", "glm4", "glm4_moe", "exaone4", "cohere2", "ministral3", "hunyuan",
+    *KEPT_CHANGES,
 )  # fmt: skip
-"""Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices."""
-ASSUMED: dict[str, dict[str, Any]] = {
-    "hunyuan": {
-        "rope_theta": 1e4, "max_position_embeddings": 262_144,
-        "rope_scaling": {"type": "dynamic", "alpha": 9**0.75, "factor": 1.0},
-    },
-    "granite4": {
-        "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2,
-    },
-    "gemma3": {
-        "vocab_size": tokenizer_cases.VOCAB, "num_hidden_layers": 7, "query_pre_attn_scalar": 8,
-        "rope_local_base_freq": 10_000.0,
-    },
-}  # fmt: skip
-"""What the converter, and who reads its files, take for granted."""
+"""Families of which a file by llama.cpp's converter is kept, of bfloat16 matrices; not Granite 4
+without RoPE, of which the converter writes another model."""
 TOKENIZERS = dict.fromkeys(GEMMA4, "gemma4")
 """Those that a family's files have, where the converter reads no other."""
 
@@ -253,7 +272,7 @@ def write_embedding_gemma(folder: Path) -> Path:
     """The checkpoint that it was made from."""
     sizes = kept_sizes("gemma3") | {
         "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True,
-        "vocab_size": tokenizer_cases.VOCAB,
+        "vocab_size": tokenizer_cases.VOCAB, "hidden_size": 16,
         "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 8,
         "rope_scaling": None, "rope_local_base_freq": 10_000.0,
     }  # fmt: skip
@@ -300,12 +319,11 @@ def kept_sizes(name: str) -> dict[str, Any]:
         "linear_value_head_dim": 6, "head_dim": 8, "global_head_dim": 16, "top_k_experts": 2,
         "hidden_size_per_layer_input": 6, "num_global_key_value_heads": 1, "kv_lora_rank": 12,
         "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
-        "shared_intermediate_size": 24, "mamba_d_head": 8,
     }  # fmt: skip
     raw = family_config(name)
     sizes |= {"num_key_value_heads": 4} if "kv_lora_rank" in raw else {}
-    found = {key: size for key, size in sizes.items() if raw.get(key)} | converted_rows(name)
-    return found | ASSUMED.get(name, {})
+    small = {key: size for key, size in sizes.items() if raw.get(key)}
+    return small | converted_rows(name) | KEPT_CHANGES.get(name, {})
 
 
 def converted_rows(name: str) -> dict[str, int]:

@@ -28,7 +28,7 @@ from tokenizers import (
 
 from tests import gguf_cases
 from tests.loading.conftest import TEXT
-from tests.tokenizer_cases import GPT4O, LLAMA3, QWEN2, TEMPLATE
+from tests.tokenizer_cases import GPT4O, LLAMA3, QWEN2, TEMPLATE, TEXTS
 
 # case: (pattern, name that llama.cpp knows it by, special tokens, eos, adds BOS)
 BYTE_LEVEL = {
@@ -91,6 +91,18 @@ sentencepiece.SentencePieceTrainer.train(
 processor = sentencepiece.SentencePieceProcessor(folder + "/tokenizer.model")
 json.dump([[t, processor.encode(t)] for t in json.loads(texts)], open(folder + "/ids.json", "w"))
 """
+TRAIN = """
+import sys, sentencepiece
+text, prefix, size = sys.argv[1:]
+sentencepiece.SentencePieceTrainer.train(
+    input=text, model_prefix=prefix, vocab_size=int(size), model_type="bpe", byte_fallback=True,
+    hard_vocab_limit=False, minloglevel=2,
+)
+"""
+CLASSES = {"phi3": "GPT2Tokenizer", "phi3_long": "GPT2Tokenizer"}
+"""Of tokenizers, by which the converter knows their kind."""
+WITH_SENTENCEPIECE = ("ernie4_5",)
+"""Families whose converter reads a tokenizer.model alone."""
 
 
 def byte_level(name: str, folder: Path) -> None:
@@ -122,12 +134,13 @@ def byte_level(name: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def sentencepiece(size: int, folder: Path, python: str) -> None:
+def sentencepiece(name: str, folder: Path, python: str) -> None:
     """Trains a SentencePiece model; what it makes of some texts is the reference."""
     text = folder / "text.txt"
     text.write_text("\n".join(line for line in TEXT if line.isascii()))
+    size = str(gguf_cases.CONFIGS[name]["vocab_size"] - 1)
     texts = json.dumps([line for chunk in TEXT[:3] for line in chunk.split("\n")])
-    subprocess.run([python, "-c", SENTENCEPIECE, text, folder, str(size), texts], check=True)
+    subprocess.run([python, "-c", SENTENCEPIECE, text, folder, size, texts], check=True)
     text.unlink()
     config = {
         "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
@@ -143,7 +156,7 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
         byte_level(name, kept)
         pre = BYTE_LEVEL[name][1]
     else:
-        sentencepiece(gguf_cases.CONFIGS[name]["vocab_size"] - 1, work, python)
+        sentencepiece(name, work, python)
         pre = "default"
         for file in ("ids.json", "tokenizer_config.json"):
             (work / file).rename(kept / file)
@@ -161,18 +174,27 @@ def make(name: str, llama_cpp: str, python: str, work: Path) -> None:
         print(target.name, target.stat().st_size)
 
 
-MODELS = ("phi3", "ernie4_5")
-"""Families whose converter reads no tokenizer but SentencePiece's own file."""
+def write_for_converter(folder: Path, name: str, python: str) -> None:
+    """The tokenizer's files as the converter asks for them."""
+    if name in CLASSES:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"tokenizer_class": CLASSES[name]}
+        path.write_text(json.dumps(config))
+    if name in WITH_SENTENCEPIECE:
+        text = folder / "text.txt"
+        text.write_text("\n".join(each for each in TEXTS if each.isascii()))
+        train = [python, "-c", TRAIN, text, folder / "tokenizer", "340"]
+        subprocess.run(train, check=True, capture_output=True)
+        text.unlink()
+        (folder / "tokenizer.json").unlink()
 
 
 def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
     """The kept file of a family: a small checkpoint, converted."""
-    flags = ["--no-mtp"] if name.startswith(("qwen3_5", "qwen3_next")) else []
+    flags = ["--no-mtp"] if name.startswith(("qwen3_next", "qwen3_5")) else []
     flags += ["--sentence-transformers-dense-modules"] if name == gguf_cases.EMBEDS else []
     gguf_cases.write_kept(work, name)
-    if name in MODELS:
-        sentencepiece(gguf_cases.family_config(name)["vocab_size"] - 1, work, python)
-        (work / "tokenizer.json").unlink()
+    write_for_converter(work, name, python)
     target = gguf_cases.kept(name)
     command = [llama_cpp, "gpt-2", "convert", str(work), "--outfile", str(target)]
     command += ["--outtype", "bf16", *flags]

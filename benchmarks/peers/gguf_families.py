@@ -34,6 +34,7 @@ from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.nn.batch import Batch
 from tests import gguf_cases, tokenizer_cases
+from tests.make_gguf_fixtures import write_for_converter
 
 HERE = Path(__file__).parent
 TOKENS = 41
@@ -64,20 +65,8 @@ AS_LLAMA_CPP = {
     "phi3": {"sliding_window": None},
 }  # fmt: skip
 """What llama.cpp computes whatever the file says, which `rooflax quantize` tells."""
-CLASSES = {"phi3": "GPT2Tokenizer", "phi3_long": "GPT2Tokenizer"}
-"""Of tokenizers, by which the converter knows their kind."""
-SENTENCEPIECE = ("ernie4_5",)
-"""Families whose converter reads a tokenizer.model alone."""
 FURTHER = ("qwen3_next", "qwen3_5")
 """Families whose converter wants layers that predict further tokens, unless it is told not to."""
-TRAIN = """
-import sys, sentencepiece
-text, prefix, size = sys.argv[1:]
-sentencepiece.SentencePieceTrainer.train(
-    input=text, model_prefix=prefix, vocab_size=int(size), model_type="bpe", byte_fallback=True,
-    hard_vocab_limit=False, minloglevel=2,
-)
-"""
 
 
 def token_ids() -> np.ndarray:
@@ -107,17 +96,7 @@ def convert(name: str, args: argparse.Namespace, work: Path) -> float | str:
     tokenizer = gguf_cases.TOKENIZERS.get(name, "gpt-2")
     changes = gguf_cases.converted_rows(name) | changes
     folder = gguf_cases.write_family(work / "source", name, tokenizer, **changes)
-    if name in CLASSES:
-        path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {
-            "tokenizer_class": CLASSES[name]
-        }))  # fmt: skip
-    if name in SENTENCEPIECE:
-        texts = [text for text in tokenizer_cases.TEXTS if text.isascii()]
-        (work / "text.txt").write_text("\n".join(texts))
-        train = [args.python, "-c", TRAIN, work / "text.txt", folder / "tokenizer", "340"]
-        subprocess.run(train, check=True, capture_output=True)
-        (folder / "tokenizer.json").unlink()
+    write_for_converter(folder, name, args.python)
     command = [args.python, HERE / "gguf_files.py", args.llama_cpp, folder, work / "converted"]
     command += ["f32", "--pre", "gpt-2", *(["--no-mtp"] if name.startswith(FURTHER) else [])]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -22,7 +22,6 @@ from rooflax import load
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.gguf_metadata import ARCHITECTURES
 from rooflax.loading.gguf_save import FILE_TYPES, save_gguf
 from rooflax.loading.gguf_weights import GGUFWeights
@@ -369,17 +368,6 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_rejected(case, tmp_path):
     folder = gguf_cases.write_family(tmp_path / "m", name, **changes)
     with pytest.raises(UnsupportedModelError, match=reason):
         save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
-
-
-def test_an_exaone_of_64_layers_has_the_windows_that_llama_cpp_computes(tmp_path):
-    folder = gguf_cases.write_family(tmp_path / "m", "exaone4")
-    file = GGUFFile(written(folder, tmp_path / "m.gguf", "F32"))
-    for layers, wanted in ((30, {None}), (64, {4096, None})):
-        file.metadata["exaone4.block_count"] = layers
-        _, config, _ = read_gguf_config(file)
-        assert {layer.attention.window for layer in config.layers} == wanted
-        full = [i for i, layer in enumerate(config.layers) if layer.attention.window is None]
-        assert full[-1] == layers - 1 and len(full) == (30 if layers == 30 else 16)
 
 
 def test_the_command_writes_a_file_that_is_not_replaced_unasked(checkpoint, tmp_path, capsys):

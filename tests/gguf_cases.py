@@ -268,6 +268,21 @@ EMBEDS = "embedding_gemma"
 """The kept file of a model that attends both ways, with layers behind its pooling."""
 
 
+def write_modules(folder: Path, pooling: str, *further: str) -> None:
+    """A checkpoint's modules.json: a pooling, and the folders of what is behind it."""
+    kinds = ("Transformer", "Pooling", *further)
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds) if number)]
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in zip(paths, kinds, strict=True)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    raw = {f"pooling_mode_{pooling}": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(raw))
+
+
 def write_embedding_gemma(folder: Path) -> Path:
     """The checkpoint that it was made from."""
     sizes = kept_sizes("gemma3") | {
@@ -277,17 +292,7 @@ def write_embedding_gemma(folder: Path) -> Path:
         "rope_scaling": None, "rope_local_base_freq": 10_000.0,
     }  # fmt: skip
     write_family(folder, "gemma3", **sizes)
-    paths = ("", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize")
-    kinds = [path.partition("_")[2] or "Transformer" for path in paths]
-    modules = [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"}
-        for path, kind in zip(paths, kinds, strict=True)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for path in paths[1:]:
-        (folder / path).mkdir()
-    pooling = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_modules(folder, "mean_tokens", "Dense", "Dense", "Normalize")
     for name, inner, outer in (("2_Dense", 16, 20), ("3_Dense", 20, 16)):
         raw = {"in_features": inner, "out_features": outer, "bias": False,
                "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rooflax import load
+from rooflax import LLM, load
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
@@ -456,17 +456,96 @@ def test_weights_beyond_a_types_scales_are_rejected(kind, weight, tmp_path):
     save_gguf(model_info(folder), tmp_path / "m.gguf", "BF16")
 
 
-def test_a_model_that_embeds_is_rejected(tmp_path):
+def embeds(folder, *further, **changes):
+    """A checkpoint of Qwen 3 that embeds by the last token."""
+    gguf_cases.write_family(folder, "qwen3", **changes)
+    gguf_cases.write_modules(folder, "lasttoken", *further)
+    return folder
+
+
+def write_dense(folder):
+    raw = {"in_features": 48, "out_features": 8, "bias": False,
+           "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = {"linear.weight": np.ones((8, 48), np.float32)}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_model_that_embeds_comes_back_with_its_pooling(tmp_path):
+    folder = embeds(tmp_path / "m", "Normalize")
+    prompts = {"prompts": {"query": "Find: ", "document": ""}}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    assert "the file has no prompts" in save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
+    ours, theirs = model_info(tmp_path / "m.gguf").pooling, model_info(folder).pooling
+    assert ours == dataclasses.replace(theirs, prompts={})
+    a, b = (LLM(str(each)).embed([[5, 9, 40], [7]]) for each in (tmp_path / "m.gguf", folder))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_that_embeds_needs_no_head(tmp_path):
+    folder = embeds(tmp_path / "m", "Normalize", tie_word_embeddings=False)
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    del tensors["lm_head.weight"]
+    safetensors.numpy.save_file(tensors, path)
+    file = GGUFFile(written(folder, tmp_path / "m.gguf", "F32"))
+    assert "output.weight" not in file.names()
+    assert model_info(tmp_path / "m.gguf").pooling == model_info(folder).pooling
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_layers_behind_the_pooling_are_written(kind, tmp_path):
+    """EmbeddingGemma's; the second has 20 inputs, which are no blocks of 32."""
+    folder = gguf_cases.write_embedding_gemma(tmp_path / "m")
+    file = GGUFFile(written(folder, tmp_path / "m.gguf", kind))
+    theirs = GGUFFile(gguf_cases.kept(gguf_cases.EMBEDS))
+    assert set(file.names()) == set(theirs.names())
+    kinds = [file.info(f"{name}.weight").dtype for name in ("dense_2", "dense_3")]
+    assert kinds == (["BF16"] * 2 if kind == "BF16" else ["F32"] * 2)
+    ours, wanted = model_info(tmp_path / "m.gguf"), model_info(folder)
+    assert not ours.config.is_causal
+    exact = np.float32 if kind != "BF16" else ml_dtypes.bfloat16
+    for a, b in zip(ours.pooling.dense, wanted.pooling.dense, strict=True):
+        np.testing.assert_array_equal(a.weight, b.weight.astype(exact).astype(np.float32))
+
+
+def with_tanh(folder):
+    """The first dense layer's activation."""
+    path = gguf_cases.write_embedding_gemma(folder) / "2_Dense" / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["activation_function"]
+    path.write_text(json.dumps(raw))
+
+
+def with_dense(folder):
+    embeds(folder, "Dense", "Normalize")
+    write_dense(folder / "2_Dense")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (embeds, "vectors that are not normalized"),
+        (with_dense, "qwen3 with dense layers behind it: 1"),
+        (with_tanh, "dense layer with a bias or an activation"),
+    ],
+)
+def test_a_pooling_that_llama_cpp_does_not_compute_is_rejected(write, said, tmp_path):
+    write(tmp_path / "m")
+    with pytest.raises(UnsupportedModelError, match=said):
+        save_gguf(model_info(tmp_path / "m"), tmp_path / "m.gguf", "F32")
+    assert list(tmp_path.iterdir()) == [tmp_path / "m"]
+
+
+def test_a_model_that_scores_is_rejected(tmp_path):
     folder = gguf_cases.write_family(tmp_path / "m", "qwen3")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    kinds = "Transformer", "Pooling"
-    modules = [
-        {"idx": i, "name": str(i), "path": ("", "1_Pooling")[i],
-         "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)
-    ]  # fmt: skip
+    gguf_cases.write_modules(folder, "lasttoken")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["type"] = "sentence_transformers.cross_encoder.modules.LogitScore"
     (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(UnsupportedModelError, match="embeds or scores"):
+    tokens = {"true_token_id": 7, "false_token_id": 8}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(tokens))
+    with pytest.raises(UnsupportedModelError, match="no score from"):
         save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
 
 

@@ -37,7 +37,7 @@ FAMILIES = {
 }  # fmt: skip
 """A file's architecture to our family."""
 BOTH_WAYS = {"gemma-embedding": "gemma3_text"}
-"""Those of models whose tokens attend both ways, which are read and not written."""
+"""Those of models whose tokens attend both ways."""
 ALIASES = {
     "mixtral": "llama", "mistral": "llama", "olmo3": "olmo2", "granitemoehybrid": "granite",
     "deepseek_v3": "deepseek2",

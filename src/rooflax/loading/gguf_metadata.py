@@ -20,6 +20,7 @@ from rooflax.errors import RooflaxError, UnsupportedModelError
 from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.gguf_config import (
     ALIASES,
+    BOTH_WAYS,
     EXAONE4_WINDOWED,
     FAMILIES,
     HEADS_PER_KIND,
@@ -42,6 +43,8 @@ from rooflax.nn.rope import Rope, inverse_frequencies
 
 ARCHITECTURES = {ours: arch for arch, ours in FAMILIES.items()} | ALIASES
 """Our family to a file's architecture."""
+OF_BOTH_WAYS = {ours: arch for arch, ours in BOTH_WAYS.items()}
+"""The same where tokens attend both ways."""
 
 FLOATS = (
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base",
@@ -138,6 +141,9 @@ def architecture_metadata(config: Decoder, raw: Mapping[str, Any]) -> Metadata:
     found |= _positions(name, config) | _layers(name, config, raw)
     found = {key: float(value) if key in FLOATS else value for key, value in found.items()}
     architecture = ARCHITECTURES[name]
+    if not config.is_causal:
+        found["attention.causal"] = False
+        architecture = OF_BOTH_WAYS.get(name, architecture)  # another's would be read as causal
     named = {f"{architecture}.{key}": value for key, value in found.items()}
     return {"general.architecture": architecture} | named
 

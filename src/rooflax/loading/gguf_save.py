@@ -33,6 +33,7 @@ from rooflax.loading.gguf_vocabulary import vocabulary_metadata
 from rooflax.loading.gguf_weights import Entry, stored_names, tensor_entries
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.packed import is_packed
+from rooflax.loading.pooling import GGUF_DENSE, gguf_pooling_metadata
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
@@ -127,10 +128,8 @@ def _header(
 ) -> tuple[Metadata, dict[str, TensorInfo], list[str]]:
     """Metadata and tensors, checked to be the model's, without layers for further tokens."""
     config = replace(info.config, names=replace(info.config.names, further=0))
-    if not (config.has_head and config.is_causal) or info.pooling is not None:
-        raise UnsupportedModelError(
-            f"{info.name} is a model that embeds or scores, of which no GGUF files are written."
-        )
+    if info.pooling and not config.has_head:  # as a file without one says
+        config = replace(config, has_head=True, tied_embeddings=True)
     raw = family(info.family).config_to_hf(config)
     tokenizer, defaults = info.tokenizer(), info.generation_defaults()
     vocabulary, notes = vocabulary_metadata(
@@ -147,8 +146,19 @@ def _header(
     }
     metadata |= sampling_metadata(defaults) | vocabulary
     tensors, factors = _tensors(raw["model_type"], config, kind), rope_tensors(config)
+    if info.pooling:
+        metadata |= gguf_pooling_metadata(info.pooling, metadata["general.architecture"])
+        dense = _dense(info).items()
+        tensors |= {name: _stored_as(array.shape, kind) for name, array in dense}
+        notes += ["the file has no prompts"] if any(info.pooling.prompts.values()) else []
     check_metadata(HeaderOnly(path, metadata, tensors, factors), raw["model_type"], config)
     return metadata, tensors, otherwise(raw["model_type"], config) + notes
+
+
+def _dense(info: ModelInfo) -> dict[str, np.ndarray]:
+    """Weights of layers behind the pooling."""
+    layers = info.pooling.dense if info.pooling else ()
+    return {f"{n}.weight": layer.weight for n, layer in zip(GGUF_DENSE, layers, strict=False)}
 
 
 def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
@@ -189,11 +199,16 @@ def _stored_shapes(
 
 
 def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
+    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
+    is_small = not is_matrix or any(part in name for part in FLOAT32)
+    return _stored_as(shape, "F32" if is_small else kind)
+
+
+def _stored_as(shape: Shape, kind: str) -> TensorInfo:
+    """A tensor of a type, or of float32 where its inputs do not divide into blocks."""
     from gguf import GGML_QUANT_SIZES
 
-    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
-    divides = max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0] == 0
-    if not is_matrix or not divides or any(part in name for part in FLOAT32):
+    if max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0]:
         kind = "F32"
     values, nbytes = GGML_QUANT_SIZES[_ggml_type(kind)]
     return TensorInfo(kind, shape, int(np.prod(shape)) // values * nbytes)
@@ -217,6 +232,7 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
         slot = own[placed.name]
         tensors = slot.weight.split(np.asarray(array), config.axis_sizes)
         yield from _stored(slot, tensors, entries).items()
+    yield from _dense(info).items()
 
 
 def _stored(

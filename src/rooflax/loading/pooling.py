@@ -146,6 +146,30 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
     return Pooling(Pooler(pooling), tuple(dense), normalizes=True)
 
 
+def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]:
+    """The keys that `gguf_pooling` reads; weights of `dense` are tensors beside them.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no such pooling.
+    """
+    has_dense = architecture == "gemma-embedding"
+    if pooling.scores:
+        reason = "score from two tokens' logits"
+    elif not pooling.normalizes:
+        reason = "vectors that are not normalized"
+    elif len(pooling.dense) not in (0, len(GGUF_DENSE) * has_dense):
+        reason = f"pooling of {architecture} with dense layers behind it: {len(pooling.dense)}"
+    elif any(d.bias is not None or d.activation != IDENTITY for d in pooling.dense):
+        reason = "dense layer with a bias or an activation"
+    else:
+        kinds = {ours: number for number, ours in GGUF_POOLING.items()}
+        found: dict[str, Any] = {"pooling_type": kinds[pooling.pooler.kind]}
+        for name, layer in zip(GGUF_DENSE, pooling.dense, strict=False):
+            found[f"{name}_feat_out"], found[f"{name}_feat_in"] = layer.weight.shape
+        return {f"{architecture}.{key}": value for key, value in found.items()}
+    raise UnsupportedModelError(f"llama.cpp computes no {reason}.")
+
+
 def _place(folder: Path, path: str) -> Path:
     """Where a module is: inside the folder.
 

@@ -258,7 +258,7 @@ class _Kernel:
         member = refs["members"][own]
         first_row = (member * self.panels + panel) * self.word_rows
 
-        given = None if self.packing else refs["values"].at[own // self.rows.share]
+        given: Any = None if self.packing else refs["values"].at[own // self.rows.share]
         copy = jnp.int32(0) if self.rows.shares is None else warpgroup
 
         def places(index: Any, lacking: Any) -> Any:
@@ -271,7 +271,7 @@ class _Kernel:
 
         def value(at: int, row: Any, place: Any, lacking: Any) -> jax.Array:
             """One of the values of a tile's inputs."""
-            if given is not None:
+            if self.packing is None:
                 return load(given.at[row, at, place], layout.reduce(1))
             found = load(refs["packed"].at[copy, at, place], layout.reduce(1))
             if self.word_rows % TILE and at == self.packing.count - 1:

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import rooflax
 from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError, UnsupportedModelError, model_info
 from rooflax.engine.engine import Engine
 from rooflax.errors import CheckpointError, EngineError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
-from tests import goldens
+from tests import gguf_cases, goldens
 
 HAVE_ORACLE = importlib.util.find_spec("sentence_transformers") is not None and goldens.HAVE_TORCH
 TEXTS = ["def f(x):", "return x + 1", "x", "while True: go on with some more words of text" * 2]
@@ -108,9 +109,9 @@ def test_vectors_equal_those_of_sentence_transformers(checkpoint, mode, normaliz
     np.testing.assert_allclose(llm.embed(TEXTS, dimensions=7), cut, atol=1e-5)
 
 
-@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
-@pytest.mark.filterwarnings("ignore")
-def test_dense_layers_stand_behind_the_pooling(checkpoint):
+@pytest.fixture(scope="module")
+def dense(checkpoint):
+    """Two layers behind the mean, one with a bias and tanh, and a default prompt."""
     rng = np.random.default_rng(0)
     kind = "sentence_transformers.models.Dense"
     identity, tanh = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
@@ -118,12 +119,48 @@ def test_dense_layers_stand_behind_the_pooling(checkpoint):
         "in_features": 54, "out_features": 20, "bias": False, "activation_function": identity,
     }  # fmt: skip
     second = {"in_features": 20, "out_features": 9, "bias": True, "activation_function": tanh}
-    folder = checkpoint("dense", pooling("mean_tokens"), (kind, first), (kind, second), NORMALIZE)
+    modules = pooling("mean_tokens"), (kind, first), (kind, second), NORMALIZE
+    folder = checkpoint("dense", *modules, default="query")
     weight = rng.normal(size=(20, 54)).astype(np.float32)
     write(folder / "2_Dense", {"linear.weight": weight})
     arrays = {"linear.weight": rng.normal(size=(9, 20)), "linear.bias": rng.normal(size=9)}
     write(folder / "3_Dense", {name: array.astype(np.float32) for name, array in arrays.items()})
-    np.testing.assert_allclose(LLM(folder).embed(TEXTS), oracle(folder, TEXTS), atol=1e-5)
+    return folder
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+def test_dense_layers_stand_behind_the_pooling(dense):
+    np.testing.assert_allclose(LLM(dense).embed(TEXTS), oracle(dense, TEXTS), atol=1e-5)
+
+
+def saved(folder, place, **how):
+    llm = LLM(folder, **how)
+    rooflax.save(llm.model, place, dtype="float32", files_from=llm.info.folder)
+    return llm, place
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("name", ["last", "dense"])
+def test_what_is_saved_embeds_as_before(name, quantize, request, tmp_path):
+    llm, folder = saved(request.getfixturevalue(name), tmp_path / "m", quantize=quantize)
+    again = LLM(saved(folder, folder)[1])  # in its own place
+    for how in ({}, {"prompt_name": "query"}):
+        np.testing.assert_array_equal(again.embed(TEXTS, **how), llm.embed(TEXTS, **how))
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["last", "dense"])
+def test_sentence_transformers_opens_what_is_saved(name, request, tmp_path):
+    llm, folder = saved(request.getfixturevalue(name), tmp_path / "m")
+    np.testing.assert_allclose(llm.embed(TEXTS), oracle(folder, TEXTS), atol=1e-5)
+
+
+def test_what_is_saved_from_a_gguf_file_embeds(tmp_path):
+    llm, folder = saved(gguf_cases.kept(gguf_cases.EMBEDS), tmp_path / "m")
+    ids = [[5, 9, 40], [7]]
+    np.testing.assert_array_equal(LLM(folder).embed(ids), llm.embed(ids))
 
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
@@ -331,6 +368,11 @@ def test_scores_are_the_share_of_one_token_against_another(reranker):
     for query, document in ((5, "x"), ("x", None)):
         with pytest.raises(RequestError, match="it must be text"):
             llm.rerank(query, [document])
+
+
+def test_what_is_saved_scores(reranker, tmp_path):
+    llm, folder = saved(reranker, tmp_path / "m")
+    assert LLM(folder).rerank("a", ["b", "c d"]) == llm.rerank("a", ["b", "c d"])
 
 
 QWEN3_RERANKER = (

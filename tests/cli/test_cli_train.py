@@ -159,6 +159,27 @@ def test_other_data_in_the_same_folder_is_rejected(rooflax, data):
     assert "data.json is damaged" in ran.err
 
 
+def test_text_that_changed_is_said_once_a_run_has_begun(rooflax, data):
+    """A run that never began reads it anew; one that did goes on where the text is gone."""
+    (data / "short").mkdir()
+    (data / "short/1.txt").write_text("a b")
+    ran = train(rooflax, *NEW, "--held-out-fraction", 0, data="short")
+    assert ran.code == 2 and "give more text" in ran.err
+    for path in (data / "texts").iterdir():
+        (data / "short" / path.name).write_bytes(path.read_bytes())
+    assert train(rooflax, *NEW, "--held-out-fraction", 0, data="short").code == 0
+    with open(data / "short/1.txt", "a") as file:
+        file.write("more")
+    ran = train(rooflax, *NEW, "--held-out-fraction", 0, data="short")
+    assert (ran.code, len(ran.err.splitlines())) == (2, 1)
+    assert "what short held before it changed; give another --out" in ran.err
+    for path in (data / "short").iterdir():
+        path.unlink()
+    (data / "short").rmdir()
+    ran = train(rooflax, *NEW, "--held-out-fraction", 0, data="short")
+    assert ran.code == 0 and "was complete" in ran.err
+
+
 @pytest.mark.parametrize("format", ["int8", "int4", "mxfp4"])
 def test_quantized_weights_are_rejected_before_anything_is_read(rooflax, tmp_path, format):
     folder, out = tmp_path / "quantized", tmp_path / "run"

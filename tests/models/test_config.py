@@ -275,6 +275,10 @@ def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(na
     expected = read_config(goldens.VARIANTS[FAMILIES[name]])
     assert read_config(raw, ignore=["new_attention_trick"]) == expected
     assert read_config(raw, ignore=["new_*"]) == expected
+    with pytest.raises(RequestError, match="names 'new_trick', which config.json has not"):
+        read_config(raw, ignore=["new_attention_trick", "new_trick"])
+    nested = {**raw, "text_part": {"new_trick": 1}}
+    assert read_config(nested, ignore=["new_trick", "new_attention_trick", "text_part"]) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -616,9 +620,10 @@ def test_preset_parameters_are_those_of_the_models_they_are_named_after():
         assert config.num_parameters == count, preset
 
 
-def test_an_unknown_preset_names_those_there_are():
-    with pytest.raises(RequestError, match="'gpt5'.*gpt2-tiny"):
-        preset_config("preset:gpt5")
+def test_an_unknown_preset_names_one_that_is_close():
+    said = r"'gpt3' \(did you mean gpt2\?\); `rooflax models` lists them"
+    with pytest.raises(RequestError, match=said):
+        preset_config("preset:gpt3")
 
 
 @pytest.mark.parametrize("variant", ["qwen2_window", "qwen3", "qwen3_moe"])

@@ -354,7 +354,8 @@ def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
     of = f"{known['num_running']} x {gib(each)} of running sequences"
     kept = f"{snapshots} for the prefix cache, at most {gib(known['budget_bytes'])}"
     return [("  state", gib(each * known["num_running"]), of),
-            ("  snapshots", gib(each * snapshots), kept)]  # fmt: skip
+            ("  snapshots", gib(each * snapshots), kept),
+            ("  zeros", gib(each), "that a sequence begins with")]  # fmt: skip
 
 
 def _streaming_section(known: dict[str, Any] | None) -> list[str]:

@@ -98,7 +98,7 @@ def _print(found: dict[str, Any]) -> None:
     print("presets (random weights, for measuring)")
     rows = [
         (m["model"], m["family"], f"{billions(m['parameters'])} parameters")
-        for m in found["presets"]
+        for m in sorted(found["presets"], key=lambda m: (m["family"], m["parameters"]))
     ]
     _print_rows(rows, right=(2,))
 

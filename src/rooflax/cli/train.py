@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,13 @@ from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, REMAT, Trai
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
+    from rooflax.train.corpus import Document
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
 SUMMARY = "train from scratch or from a checkpoint"
+DIGEST = "sha256"
+"""Key of data.json: of the text."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
     "special_tokens_map.json", "chat_template.jinja",
@@ -211,24 +216,23 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus, Corpus | None]:
-    """The tokenizer and the two token files, made once; a resumed run opens them.
+    """The tokenizer and the two token files, made once; a run that goes on opens them.
 
     Raises:
         RequestError: the folder holds a run on other data, or there is no text.
         CheckpointError: what the folder says of its data is damaged.
     """
+    from rooflax.train.checkpoint import list_checkpoints
     from rooflax.train.data import open_corpus
 
     info = _data_settings(args) | {"config": start.raw}
     note = out / "data.json"
-    if note.exists():
-        if _read_note(note) != info:
-            raise RequestError(
-                f"{out} holds a run on other data, another tokenizer or another config; give the "
-                f"same flags to go on, or another --out."
-            )
-    else:
-        _encode(args, start, out)
+    other = _difference(_read_note(note), info, args) if note.exists() else None
+    if other and list_checkpoints(out / "checkpoints"):
+        raise RequestError(f"{out} holds a run on {other} another --out.")
+    if other or not note.exists():
+        note.unlink(missing_ok=True)
+        info[DIGEST] = _encode(args, start, out)
         temporary = out / "data.json.tmp"
         temporary.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, note)
@@ -238,10 +242,10 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
     return open_corpus(out / "training.bin"), held_out
 
 
-def _read_note(note: Path) -> Any:
+def _read_note(note: Path) -> dict[str, Any]:
     try:
-        return json.loads(note.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        return dict(json.loads(note.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError):
         raise CheckpointError(
             f"{note} is damaged, so that the run in {note.parent} cannot go on; give another --out."
         ) from None
@@ -253,11 +257,32 @@ def _data_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
 
 
-def _encode(args: argparse.Namespace, start: _Start, out: Path) -> None:
+def _difference(found: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> str:
+    """What a run's data.json says otherwise. Text that is gone is not looked for: the token files
+    are there."""
+    digest = found.pop(DIGEST, None)  # 0.1.0 wrote none
+    if found != info:
+        return "other data, another tokenizer or another config; give the same flags to go on, or"
+    is_there = all(Path(path).exists() for path in args.data)
+    if digest and is_there and _digest(_documents(args)) != digest:
+        return f"what {' '.join(args.data)} held before it changed; give"
+    return ""
+
+
+def _digest(documents: Iterable[Document]) -> str:
+    found = hashlib.sha256()
+    for document in documents:
+        found.update(json.dumps([document.name, document.text]).encode())
+    return found.hexdigest()
+
+
+def _encode(args: argparse.Namespace, start: _Start, out: Path) -> str:
+    """Writes the token files; the digest of the text."""
     from rooflax.train.corpus import split_held_out
     from rooflax.train.data import separator_of, write_corpus
 
-    training, held_out = split_held_out(_documents(args), args.held_out_fraction)
+    documents = list(_documents(args))
+    training, held_out = split_held_out(documents, args.held_out_fraction)
     if held_out and not training:
         raise RequestError(
             f"all {len(held_out)} documents are held out; give more, or less to "
@@ -284,9 +309,10 @@ def _encode(args: argparse.Namespace, start: _Start, out: Path) -> None:
         for name, part in (("training.bin", training), ("held_out.bin", held_out)):
             texts = (document.text for document in part)
             write_corpus(out / name, texts, tokenizer.backend, separator)
+    return _digest(documents)
 
 
-def _documents(args: argparse.Namespace) -> Any:
+def _documents(args: argparse.Namespace) -> Iterator[Document]:
     from rooflax.train.corpus import file_documents, folder_documents
 
     for path in map(Path, args.data):

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{llm.info.name} has no files that transformers could open.")
     if llm.info.gguf is not None:
         raise RequestError(
-            f"{llm.info.name} is a GGUF file, of which transformers leaves out the RoPE scaling; "
+            f"{llm.info.name} is a GGUF file, whose metadata transformers reads only in part; "
             f"verify the checkpoint it was made from."
         )
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)

@@ -22,7 +22,7 @@ from rooflax.loading.generation_config import GenerationDefaults, generation_def
 from rooflax.loading.gguf import Header
 from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
 from rooflax.models.common import MOST_LAYERS, layer_types
-from rooflax.models.registry import read_config
+from rooflax.models.registry import check_waived, read_config
 from rooflax.nn.rope import LEAST, MOST, inverse_frequencies
 
 FAMILIES = {
@@ -618,6 +618,7 @@ class _Metadata:
 
     def finish(self, ignore: Sequence[str]) -> None:
         """Rejects the architecture's keys that were not read."""
+        check_waived(ignore, self.file.metadata, str(self.file.path))
         for key in self.file.metadata:
             known = not key.startswith(self._prefix) or key in self._read
             if not known and not any(fnmatchcase(key, pattern) for pattern in ignore):

@@ -90,16 +90,22 @@ def _byte_level(parts: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
     cut = _cut(parts)
     name = next((name for name, other in PRE_TOKENIZERS.items() if other == cut), None)
     if cut is None or name is None:
-        raise _unsupported(
-            f"llama.cpp has no name for how it cuts text, {_shown(parts['pre_tokenizer'])} after "
-            f"{_shown(parts['normalizer'])}."
-        )
+        raise _unnamed(parts)
     composes = "llama.cpp does not compose characters (NFC), which the tokenizer does first"
     return {"model": "gpt2", "pre": name}, [composes] if cut.nfc else []
 
 
-def _shown(part: Any) -> str:
-    return f"{json.dumps(part, ensure_ascii=False):.200}"
+def _unnamed(parts: Mapping[str, Any]) -> UnsupportedModelError:
+    steps = [
+        f"{step['type']} at {str(*pattern.values()):.60}"
+        if (pattern := step.get("pattern"))
+        else step["type"]
+        for part, key in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"))
+        for step in _steps(parts[part], key)
+    ]
+    return _unsupported(
+        f"llama.cpp has no name for how it cuts text ({', then '.join(steps) or 'not at all'})."
+    )
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
@@ -150,10 +156,7 @@ def _sentencepiece(parts: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
                 f"tokenizer {'at the start alone' if scheme == 'first' else 'where none is'}"
             )
     elif steps[has_prefix:] != [replaces] or any(not _finds_no_space(step) for step in before):
-        raise _unsupported(
-            f"llama.cpp has no name for how it cuts text, {_shown(parts['pre_tokenizer'])} after "
-            f"{_shown(parts['normalizer'])}."
-        )
+        raise _unnamed(parts)
     return {"model": "llama", "pre": "default", "add_space_prefix": has_prefix}, notes
 
 

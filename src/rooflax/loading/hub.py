@@ -121,8 +121,8 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
         return f"{repo_id} is neither a folder nor a valid hub id (owner/name)"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return (
-            f"{repo_id}{at} is not (completely) in the local cache and the hub is not reached: "
-            "go online once to download it, or give a folder"
+            f"there is no folder {repo_id}, and the hub's {repo_id}{at} is not (completely) in the "
+            "local cache and the hub is not reached: go online once to download it"
         )
     summary = " ".join(str(error).split())[:200] or type(error).__name__
     return f"downloading {repo_id}{at} failed: {summary}"

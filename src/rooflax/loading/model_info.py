@@ -155,7 +155,7 @@ def model_info(
     name, config = read_config(raw, ignore=ignore_config_keys)
     pooling = read_pooling(folder)
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
-        has_head = "lm_head.weight" in Checkpoint(folder).names()
+        has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)
     return ModelInfo(shown, folder, name, config, raw, pooling=pooling)
 

@@ -22,6 +22,7 @@ from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import read_json_object
+from rooflax.loading.safetensors import TensorToWrite
 from rooflax.nn.pooler import Pooler
 
 KINDS = {"lasttoken": "last", "mean": "mean"}
@@ -35,6 +36,8 @@ ACTIVATIONS = {
     "torch.nn.modules.activation.Tanh": np.tanh,
 }
 IDENTITY = next(iter(ACTIVATIONS))
+MODULES = "sentence_transformers.models"
+SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
 GGUF_DENSE = ("dense_2", "dense_3")
 """Matrices of layers behind the pooling in GGUF files, in their order."""
 GGUF_POOLING = {1: "mean", 3: "last"}
@@ -144,6 +147,57 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
             dense.append(DenseLayer(np.array(array, np.float32), None, IDENTITY))
             size = stored.shape[0]
     return Pooling(Pooler(pooling), tuple(dense), normalizes=True)
+
+
+def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorToWrite]]:
+    """What `read_pooling` reads: bytes, or tensors, by their paths below the folder.
+
+    Args:
+        size: of hidden states.
+    """
+    if pooling.scores:
+        tokens = zip(("true_token_id", "false_token_id"), pooling.pooler.tokens, strict=True)
+        modules: list[tuple[str, dict[str, Any]]] = [("LogitScore", dict(tokens))]
+    else:
+        key = next(k for k, mode in LEGACY_MODES.items() if KINDS.get(mode) == pooling.pooler.kind)
+        modules = [("Pooling", {"word_embedding_dimension": size, key: True})]
+        modules += [("Dense", _dense_settings(layer)) for layer in pooling.dense]
+        modules += [("Normalize", {})] * pooling.normalizes
+    texts: dict[str, Any] = {
+        "config_sentence_transformers.json": {
+            "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
+        },
+        "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"}],
+    }  # fmt: skip
+    found: dict[str, bytes | list[TensorToWrite]] = {}
+    dense = iter(pooling.dense)
+    for number, (kind, settings) in enumerate(modules, start=1):
+        path = f"{number}_{kind}"
+        package = SCORES if kind == "LogitScore" else MODULES
+        entry = {"idx": number, "name": str(number), "path": path, "type": f"{package}.{kind}"}
+        texts["modules.json"].append(entry)
+        texts[f"{path}/config.json"] = settings
+        if kind == "Dense":
+            found[f"{path}/model.safetensors"] = _dense_tensors(next(dense))
+    written = {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items()}
+    return found | {name: text.encode() for name, text in written.items()}
+
+
+def _dense_settings(layer: DenseLayer) -> dict[str, Any]:
+    outer, inner = layer.weight.shape
+    return {
+        "in_features": inner, "out_features": outer, "bias": layer.bias is not None,
+        "activation_function": layer.activation,
+    }  # fmt: skip
+
+
+def _dense_tensors(layer: DenseLayer) -> list[TensorToWrite]:
+    arrays = {"linear.weight": layer.weight, "linear.bias": layer.bias}
+    return [
+        TensorToWrite(name, "F32", array.shape, lambda array=array: array)
+        for name, array in arrays.items()
+        if array is not None
+    ]
 
 
 def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rooflax.errors import RequestError
 from rooflax.loading import packed
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import read_gguf_config
+from rooflax.loading.pooling import gguf_pooling, pooling_files, read_pooling
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.offloading import AnyModel, whole
@@ -44,6 +45,9 @@ COMPANIONS = (
 )  # fmt: skip
 """Files of a checkpoint that belong to its tokenizer and its generation defaults."""
 
+File = Path | bytes | list[TensorToWrite]
+"""One to copy, its bytes, or its tensors."""
+
 WRITTEN = frozenset({"config.json", "model.safetensors", *COMPANIONS})
 
 
@@ -60,13 +64,17 @@ def save(
         model: with its layers unrolled or stacked, all in memory.
         dtype: of the file, "bfloat16", "float32" or "float16"; quantised weights stay as they are.
         files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
-            generation defaults and end-of-sequence ids go along.
+            generation defaults, end-of-sequence ids, and how it embeds or scores go along.
     """
     source = Path(files_from) if files_from is not None else None
     raw: Mapping[str, Any] = {}
+    files: dict[str, File] = {}
     if source is not None:
-        is_gguf = source.is_file()
-        raw = read_gguf_config(GGUFFile(source))[2] if is_gguf else read_config_json(source)
+        gguf = GGUFFile(source) if source.is_file() else None
+        raw = read_gguf_config(gguf)[2] if gguf else read_config_json(source)
+        pooling = gguf_pooling(gguf) if gguf else read_pooling(source)
+        files = companions(source)
+        files |= pooling_files(pooling, model.config.hidden_size) if pooling else {}
     eos = raw.get("eos_token_id")
 
     model = whole(model)
@@ -81,11 +89,12 @@ def save(
         dtype=dtype,
         eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         bos_token_id=raw.get("bos_token_id"),
-        files=companions(source) if source else None,
+        files=files,
+        may_replace=WRITTEN | {name.partition("/")[0] for name in files},
     )
 
 
-def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, Path | bytes]:
+def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, File]:
     """What belongs to a checkpoint's tokenizer: files of its folder, or made from its GGUF file."""
     if source.is_file():
         return {**Tokenizer(source).files()}
@@ -102,7 +111,7 @@ def save_model(
     eos_token_ids: Sequence[int] = (),
     bos_token_id: int | None = None,
     generation: Mapping[str, Any] | None = None,
-    files: Mapping[str, Path | bytes] | None = None,
+    files: Mapping[str, File] | None = None,
     may_replace: frozenset[str] = WRITTEN,
 ) -> None:
     """Writes config.json, generation_config.json and model.safetensors.
@@ -148,8 +157,11 @@ def save_model(
         _write_json(new / "generation_config.json", ends | dict(generation or {}))
         write_safetensors(new / "model.safetensors", tensors(name, config, weights, dtype))
         for target, source in (files or {}).items():
+            (new / target).parent.mkdir(exist_ok=True)
             if isinstance(source, bytes):
                 (new / target).write_bytes(source)
+            elif isinstance(source, list):
+                write_safetensors(new / target, source)
             else:
                 shutil.copyfile(source, new / target)
 

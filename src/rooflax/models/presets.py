@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, did_you_mean
 
 PREFIX = "preset:"
 EMBEDDED_NAME, CHAT_NAME = EMBEDDED = ("rooflax-python-5m", "rooflax-chat-5m")
@@ -156,5 +156,6 @@ def preset_config(model: str) -> dict[str, Any]:
     """
     name = model.removeprefix(PREFIX)
     if name not in PRESETS:
-        raise RequestError(f"There is no preset {name!r:.80}; there are {', '.join(PRESETS)}.")
+        meant = did_you_mean(name, PRESETS)
+        raise RequestError(f"There is no preset {name!r:.80}{meant}; `rooflax models` lists them.")
     return PRESETS[name]

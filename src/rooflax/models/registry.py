@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
@@ -54,6 +55,21 @@ def family(name: str) -> Family:
     return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
 
 
+def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> None:
+    """
+    Raises:
+        RequestError: one of the keys (or patterns) is not there, nor in an object within.
+    """
+    found, parts = set(keys), [keys]
+    while parts:
+        inner = [value for value in parts.pop().values() if isinstance(value, Mapping)]
+        found.update(*inner)
+        parts += inner
+    for pattern in ignore:
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
+            raise RequestError(f"ignore_config_keys names {pattern!r:.80}, which {where} has not.")
+
+
 def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[str, Decoder]:
     """The family's name and its architecture, from the object in config.json.
 
@@ -63,7 +79,9 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
     Raises:
         UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.
         CheckpointError: a key is missing or has an impossible value.
+        RequestError: a key to waive is not there.
     """
+    check_waived(ignore, raw, "config.json")
     name = raw.get("model_type")
     if not isinstance(name, str):
         raise CheckpointError("config.json has no model_type; it must name the architecture.")

@@ -42,6 +42,17 @@ def test_a_huge_preset_is_known_without_loading(rooflax, nothing_loads):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_widths_of_dense_layers_of_experts_and_of_shared_ones_are_told_apart(rooflax):
+    found = json.loads(rooflax("inspect", "preset:deepseek-v3", "--json").out)["architecture"]
+    widths = {key: value for key, value in found.items() if "intermediate" in key}
+    assert widths == {
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "shared_expert_intermediate_size": 2048,
+    }
+    assert found["num_dense_layers"] == 3
+
+
 def test_batch_length_and_width_change_the_estimate(rooflax):
     def memory(*flags):
         return json.loads(rooflax("inspect", "preset:gpt2-tiny", *flags, "--json").out)["memory"]

@@ -75,6 +75,7 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
 def architecture(config: Decoder) -> dict[str, Any]:
     """Sizes, and what the layers are made of; of several kinds of layer, how many of each."""
     from rooflax.nn.latent import LatentAttention
+    from rooflax.nn.parts import Mlp
 
     attention, moe = config.attention, config.moe
     found: dict[str, Any] = {
@@ -87,7 +88,12 @@ def architecture(config: Decoder) -> dict[str, Any]:
         "head_dim": config.head_dim,
     }
     if moe is not None:
+        dense = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, Mlp)]
+        found["intermediate_size"] = max(dense, default=moe.width)
         found |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
+        if dense:
+            found |= {"num_dense_layers": len(dense), "moe_intermediate_size": moe.width}
+        found |= {"shared_expert_intermediate_size": moe.shared} if moe.shared else {}
     found |= {
         "max_position": config.max_position,
         "norm_eps": config.norm.eps,

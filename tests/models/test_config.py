@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, RooflaxError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.initialize import random_weights
@@ -652,3 +652,30 @@ def test_a_window_that_is_null_is_none(variant):
 def test_what_is_not_computed_names_the_page_of_the_families(variant, change, said):
     with pytest.raises(UnsupportedModelError, match=f"{said}.*docs/models.md"):
         read_config(goldens.VARIANTS[variant] | change)
+
+
+GONE = object()
+OTHER_VALUES = (GONE, None, 1, 0.5, True)
+
+
+def with_other_values(raw):
+    """config.json with one key, also of an object within, changed."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from (raw | {key: inner} for inner in with_other_values(value))
+        for other in OTHER_VALUES:
+            changed = {k: v for k, v in raw.items() if k != key}
+            yield changed if other is GONE else changed | {key: other}
+
+
+@pytest.mark.parametrize("name", goldens.VARIANTS)
+def test_a_value_is_rejected_or_written_as_it_was_read(name):
+    opened = 0
+    for raw in with_other_values(goldens.VARIANTS[name]):
+        try:
+            found, config = read_config(raw)
+        except RooflaxError:
+            continue
+        assert read_config(family(found).config_to_hf(config))[1] == config, raw
+        opened += 1
+    assert opened > 10

@@ -86,7 +86,10 @@ def _read_width(reader: ConfigReader) -> int:
     factor = reader.number("block_ffn_dim_multiplier", 1.0, most=1000)
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return width
-    return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    found = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    if found == 0:
+        raise CheckpointError(f"config.json has block_ff_dim = {width}, two thirds of which are 0.")
+    return found
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

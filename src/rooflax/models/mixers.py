@@ -51,9 +51,9 @@ def write_mixers(decoder: Decoder) -> dict[str, Any]:
     kinds = [isinstance(layer.attention, GatedDelta) for layer in decoder.layers]
     delta = next((x.attention for x in decoder.layers if isinstance(x.attention, GatedDelta)), None)
     moe = decoder.moe
-    shared = {"shared_expert_intermediate_size": moe.shared} if moe else {}
-    written = shared | common.rotary_share(decoder)
-    written["layer_types"] = [KINDS[kind] for kind in kinds]
+    written: dict[str, Any] = {"layer_types": [KINDS[kind] for kind in kinds]}
+    written |= common.rotary_share(decoder)
+    written |= {"shared_expert_intermediate_size": moe.shared} if moe else {}
     return written if delta is None else written | {
         "linear_num_key_heads": delta.num_heads,
         "linear_num_value_heads": delta.num_heads * delta.group,

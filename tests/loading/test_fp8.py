@@ -1,6 +1,7 @@
 """Checkpoints of e4m3 codes with scales are their numbers, exactly."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,29 @@ def test_scales_that_do_not_fit_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"has scales .* each block of \[7, 7\]"):
         load(folder)
     raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"]["weight_block_size"] = "all"
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="weight_block_size = 'all'"):
-        model_info(folder).weights()
+    for wrong in ("all", [0, 16], [-1, -1], [], 0):
+        raw["quantization_config"]["weight_block_size"] = wrong
+        (folder / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(CheckpointError, match=re.escape(f"weight_block_size = {wrong!r}")):
+            model_info(folder).weights()
+
+
+@pytest.mark.parametrize("block", [BLOCK, [1000, 1000]], ids=["blocks", "whole"])
+@pytest.mark.parametrize("has_scales", [False, True], ids=["codes", "scales"])
+def test_codes_have_scales_and_nothing_else_has(block, has_scales, tmp_path):
+    """Codes alone are other numbers than those that they stand for."""
+    declared = {"quant_method": "fp8", "weight_block_size": block}
+
+    def change(tensors):
+        coded(tensors, block)
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        if has_scales:
+            tensors[name] = tensors[name].astype(np.float32)
+        else:
+            del tensors[f"{name}_scale_inv"]
+
+    how = {"config": {"quantization_config": declared}, "change": change}
+    folder = goldens.write_checkpoint(tmp_path / "c", VARIANT, goldens.committed(VARIANT), **how)
+    said = "is F32 and has scales" if has_scales else "is F8_E4M3 and has no scales"
+    with pytest.raises(CheckpointError, match=f"q_proj.weight {said}"):
+        load(folder)

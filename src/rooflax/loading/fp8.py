@@ -51,21 +51,33 @@ class Fp8Weights:
         self._scales = {n: n + end for n in names for end in SCALES if n + end in present}
         other = {*self._scales.values(), *(n for n in names if n.endswith(ACTIVATIONS))}
         self._names = [n for n in names if n not in other]
-        block = raw["quantization_config"].get("weight_block_size") or BLOCK
-        if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int for n in block):
-            raise CheckpointError(f"config.json has weight_block_size = {block!r:.80}; wanted two.")
+        block = raw["quantization_config"].get("weight_block_size")
+        block = BLOCK if block is None else block
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(type(n) is int and n > 0 for n in block)
+        ):
+            raise CheckpointError(
+                f"config.json has weight_block_size = {block!r:.80}; it must be two whole numbers "
+                f"above 0."
+            )
         self._block = block
 
     def names(self) -> list[str]:
         return self._names
 
     def info(self, name: str) -> TensorInfo:
-        """Raises: CheckpointError: codes and scales do not fit each other."""
+        """Raises: CheckpointError: codes and scales do not fit each other, or one is not there."""
         info = self._source.info(name)
+        if info.dtype.startswith("F8_") != (name in self._scales):
+            has = "no scales, without which its codes are no numbers"
+            has = has if name not in self._scales else "scales, which belong to F8 codes alone"
+            raise CheckpointError(f"{name} is {info.dtype} and has {has}.")
         if name not in self._scales:
             return info
         scales = self._source.info(self._scales[name]).shape
-        blocks = tuple(-(-n // max(b, 1)) for n, b in zip(info.shape, self._block, strict=False))
+        blocks = tuple(-(-n // b) for n, b in zip(info.shape, self._block, strict=False))
         if len(info.shape) != 2 or (scales not in ((), (1,)) and scales != blocks):
             raise CheckpointError(
                 f"{name} {list(info.shape)} has scales {list(scales)}; wanted one, or one for each "

@@ -57,6 +57,7 @@ def pooling(mode, size=54):
     }  # fmt: skip
 
 
+IDENTITY = {"activation_function": "torch.nn.modules.linear.Identity"}
 NORMALIZE = ("sentence_transformers.models.Normalize", {})
 SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 
@@ -253,6 +254,8 @@ def test_options_change_no_vector(llm, last, how):
     ("how", "param"),
     [
         ({"prompt_name": "passage"}, "prompt_name"),
+        ({"prompt_name": ["query"]}, "prompt_name"),
+        ({"prompt": 5}, "prompt"),
         ({"dimensions": 55}, "dimensions"),
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": 1.5}, "dimensions"),
@@ -282,7 +285,15 @@ def test_a_model_without_modules_does_not_embed():
     [
         ([pooling("cls_token")], "The pooling is cls"),
         ([("x.Pooling", {"pooling_mode": ["mean", "max"]})], "mean and max"),
+        ([("x.Pooling", {"pooling_mode": 5})], "The pooling is 5"),
+        ([("x.Pooling", {"pooling_mode": [["mean"]]})], "The pooling is .'mean'"),
+        ([("x.Pooling", {"pooling_mode": {"mean": 1}})], "The pooling is .'mean'"),
         ([("x.Pooling", {"pooling_mode": "mean", "include_prompt": False})], "leaves out prompts"),
+        ([pooling("mean_tokens"), ("x.Dense", {"activation_function": []})], "the activation ."),
+        (
+            [pooling("mean_tokens"), ("x.Dense", IDENTITY | {"module_input_name": "tokens"})],
+            "module_input_name = 'tokens'",
+        ),
         ([NORMALIZE], "has a Normalize where"),
         ([pooling("lasttoken"), ("x.CNN", {})], "has a CNN where"),
         ([pooling("lasttoken"), (TRANSFORMER["type"], {})], "as module 2"),
@@ -292,6 +303,35 @@ def test_a_model_without_modules_does_not_embed():
 def test_modules_that_are_not_computed_are_named(checkpoint, modules, said):
     folder = checkpoint("bad", *modules)
     with pytest.raises(UnsupportedModelError, match=said):
+        model_info(folder)
+
+
+def test_lower_case_is_not_done(checkpoint):
+    folder = checkpoint("lower", pooling("lasttoken"))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    with pytest.raises(UnsupportedModelError, match="do_lower_case"):
+        model_info(folder)
+
+
+@pytest.mark.parametrize("default", [[], {}, ["query"], 5])
+def test_the_default_prompt_is_a_name(checkpoint, default):
+    folder = checkpoint("default", pooling("lasttoken"), default=default)
+    with pytest.raises(CheckpointError, match="one of the names"):
+        model_info(folder)
+
+
+def test_dense_layers_fit_what_stands_before_them(checkpoint):
+    sizes = {"in_features": 53, "out_features": 7, "bias": False}
+    folder = checkpoint("narrow", pooling("lasttoken"), ("x.Dense", IDENTITY | sizes))
+    write(folder / "2_Dense", {"linear.weight": np.ones((7, 53), np.float32)})
+    with pytest.raises(CheckpointError, match="in_features = 53 behind 54"):
+        model_info(folder)
+
+
+@pytest.mark.parametrize("token", [goldens.VOCAB, 2**40])
+def test_tokens_of_a_score_are_in_the_vocabulary(checkpoint, token):
+    folder = checkpoint("tokens", (SCORE, {"true_token_id": 5, "false_token_id": token}))
+    with pytest.raises(CheckpointError, match=f"{token}.*has {goldens.VOCAB}"):
         model_info(folder)
 
 
@@ -360,6 +400,7 @@ def test_scores_are_the_share_of_one_token_against_another(reranker):
         ids = llm.encode(f"<query>what is x<document>{document}>")
         logits = llm.logits(ids)[-1].astype(np.float64)
         assert score == pytest.approx(1 / (1 + np.exp(logits[40] - logits[17])), abs=1e-5)
+    assert llm.rerank("what is x", []) == []
     told = llm.rerank("what is x", documents, instruction="be strict")
     assert told != scores
     assert llm.rerank("what is x", documents[:1]) == pytest.approx(scores[:1], abs=1e-6)

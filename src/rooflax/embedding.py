@@ -97,6 +97,8 @@ class Embedder:
         Raises:
             RequestError: it is neither text nor ids, it is too long, or no prompt has the name.
         """
+        if not isinstance(prompt, str | None):
+            raise RequestError(f"prompt is {prompt!r:.80}; it must be text.", param="prompt")
         before = self._prompt(prompt_name) if prompt is None else prompt
         text = before + text if isinstance(text, str) else text
         return self._checked(self._processor.prompt_ids(text, new_tokens=0))
@@ -105,7 +107,7 @@ class Embedder:
         pooling = self.pooling
         prompts = {} if pooling is None else pooling.prompts
         name = name if name is not None or pooling is None else pooling.default_prompt
-        if name is not None and name not in prompts:
+        if name is not None and not (isinstance(name, str) and name in prompts):
             raise RequestError(
                 f"{self._info.name} has no prompt {name!r:.60}; it has "
                 f"{', '.join(prompts) or 'none'}.",
@@ -195,7 +197,7 @@ class Embedder:
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
         """Probabilities of the first token against the second."""
-        logits = _rows(done).astype(np.float64)
+        logits = _rows(done).astype(np.float64) if done else ()
         return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
 
 

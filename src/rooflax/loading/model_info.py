@@ -153,7 +153,7 @@ def model_info(
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
     raw = _with_one_tie(read_config_json(folder), folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
-    pooling = read_pooling(folder)
+    pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
         has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)

@@ -35,9 +35,13 @@ ACTIVATIONS = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": np.tanh,
 }
+VECTOR = "sentence_embedding"
+"""What a dense layer reads and writes: a text's vector."""
 IDENTITY = next(iter(ACTIVATIONS))
 MODULES = "sentence_transformers.models"
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
+TRANSFORMER = "sentence_bert_config.json"
+"""Settings of the first module."""
 GGUF_DENSE = ("dense_2", "dense_3")
 """Matrices of layers behind the pooling in GGUF files, in their order."""
 GGUF_POOLING = {1: "mean", 3: "last"}
@@ -84,12 +88,15 @@ class Pooling:
         return vectors
 
 
-def read_pooling(folder: Path) -> Pooling | None:
+def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | None:
     """What `modules.json` says; None where there is none.
+
+    Args:
+        hidden_size, vocab_size: of the transformer.
 
     Raises:
         UnsupportedModelError: it names what is not computed here.
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or does not fit the transformer.
     """
     modules = _read_modules(folder)
     if not modules:
@@ -109,18 +116,39 @@ def read_pooling(folder: Path) -> Pooling | None:
                 f"modules.json of {folder} has the Transformer in {path!r:.80}; rooflax reads the "
                 f"one beside it."
             )
+        elif read_json_object(place / TRANSFORMER).get("do_lower_case"):
+            raise UnsupportedModelError(
+                f"{TRANSFORMER} of {folder} has do_lower_case, which rooflax does not do."
+            )
     if found is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
+    _check_sizes(found, folder, hidden_size, vocab_size)
     raw = read_json_object(folder / "config_sentence_transformers.json")
     prompts = raw.get("prompts") or {}
     default = raw.get("default_prompt_name")
     are_texts = isinstance(prompts, dict) and all(isinstance(p, str) for p in prompts.values())
-    if not are_texts or not (default is None or default in prompts):
+    is_name = default is None or (isinstance(default, str) and default in prompts)
+    if not are_texts or not is_name:
         raise CheckpointError(
             f"config_sentence_transformers.json of {folder} has prompts {prompts!r:.60} and the "
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
     return replace(found, prompts=prompts, default_prompt=default)
+
+
+def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> None:
+    for layer in pooling.dense:
+        outer, inner = layer.weight.shape
+        if inner != size:
+            raise CheckpointError(
+                f"{folder} has a dense layer of in_features = {inner} behind {size} numbers."
+            )
+        size = outer
+    if pooling.scores and max(pooling.pooler.tokens) >= vocab_size:
+        raise CheckpointError(
+            f"{folder} scores by the tokens {pooling.pooler.tokens}; its vocabulary has "
+            f"{vocab_size}."
+        )
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling | None:
@@ -279,10 +307,10 @@ def _with_module(found: Pooling | None, kind: str, folder: Path) -> Pooling:
 
 def _pooler(raw: Mapping[str, Any]) -> Pooler:
     mode = raw.get("pooling_mode") or [m for key, m in LEGACY_MODES.items() if raw.get(key)]
-    modes = [mode] if isinstance(mode, str) else list(mode)
-    if len(modes) != 1 or modes[0] not in KINDS:
+    modes = mode if isinstance(mode, list) else [mode]
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in KINDS:
         raise UnsupportedModelError(
-            f"The pooling is {' and '.join(map(str, modes)) or 'nothing'}; rooflax computes "
+            f"The pooling is {' and '.join(map(str, modes)) or 'nothing':.80}; rooflax computes "
             f"{' or '.join(KINDS)}."
         )
     if raw.get("include_prompt", True) is not True:
@@ -292,11 +320,18 @@ def _pooler(raw: Mapping[str, Any]) -> Pooler:
 
 def _read_dense(raw: Mapping[str, Any], folder: Path) -> DenseLayer:
     activation = raw.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if activation not in ACTIVATIONS or raw.get("use_residual"):
+    is_known = isinstance(activation, str) and activation in ACTIVATIONS
+    if not is_known or raw.get("use_residual"):
         raise UnsupportedModelError(
-            f"A dense layer of {folder.name} has the activation {activation} or a residual; "
+            f"A dense layer of {folder.name} has the activation {activation!s:.80} or a residual; "
             f"rooflax computes {', '.join(ACTIVATIONS)} without one."
         )
+    for key in ("module_input_name", "module_output_name"):
+        if raw.get(key) not in (None, VECTOR):
+            raise UnsupportedModelError(
+                f"A dense layer of {folder.name} has {key} = {raw[key]!r:.80}; rooflax computes "
+                f"those of {VECTOR} alone."
+            )
     source = Checkpoint(folder)
     names = set(source.names())
     wanted = {"linear.weight", "linear.bias"} if raw.get("bias", True) else {"linear.weight"}

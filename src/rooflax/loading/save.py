@@ -72,7 +72,8 @@ def save(
     if source is not None:
         gguf = GGUFFile(source) if source.is_file() else None
         raw = read_gguf_config(gguf)[2] if gguf else read_config_json(source)
-        pooling = gguf_pooling(gguf) if gguf else read_pooling(source)
+        sizes = model.config.hidden_size, model.config.vocab_size
+        pooling = gguf_pooling(gguf) if gguf else read_pooling(source, *sizes)
         files = companions(source)
         files |= pooling_files(pooling, model.config.hidden_size) if pooling else {}
     eos = raw.get("eos_token_id")

@@ -314,6 +314,7 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("llama_gqa", {"swiglu_limit_comment": "seven"}),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}),
         ("gpt_oss", {"hidden_act": "relu"}),
+        ("glm4", {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}),
         ("glm4_moe", {"n_group": 2}),
         ("deepseek_v2", {"norm_topk_prob": True}),
         ("deepseek_v2", {"topk_method": "noaux_tc"}),

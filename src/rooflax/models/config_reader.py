@@ -198,6 +198,11 @@ class ConfigReader:
             beta = rope.pop("llama_4_scaling_beta", None)
             beta = self._positive("llama_4_scaling_beta", beta, or_zero=True, most=MOST)
         scaling = self._rope_scaling(rope, dim or head_dim)
+        if partial is not None and scaling is not None and scaling.kind == "proportional":
+            raise UnsupportedModelError(
+                f"config.json asks for RoPE scaling of type 'proportional', which rooflax does not "
+                f"compute for {self.model_type}."
+            )
         if scaling is not None and scaling.kind == "yarn" and theta <= 1:
             raise CheckpointError(
                 f"config.json has rope_theta = {theta!r:.80}; with yarn scaling it must be above 1."

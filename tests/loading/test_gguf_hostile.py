@@ -14,6 +14,7 @@ from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.model_info import model_info
+from rooflax.loading.tokenizer import Tokenizer
 from tests import gguf_cases
 
 pytestmark = pytest.mark.oldest_jax
@@ -204,6 +205,25 @@ def test_tokenizers_that_do_not_hold_together(case, opened):
         model_info(opened(content)).tokenizer()
 
 
+@pytest.mark.parametrize(("key", "start"), [("model", "gpt2"), ("pre", "llama-bpe")])
+def test_names_of_tokenizers_of_any_length_are_one_sentence(key, start, opened):
+    file = GGUFFile(opened(HEADER))
+    assert file.metadata[f"tokenizer.ggml.{key}"] == start
+    file.metadata |= {f"tokenizer.ggml.{key}": "x" * 100_000}
+    with pytest.raises(UnsupportedModelError, match="'xxx") as caught:
+        Tokenizer(file)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_newline_that_is_no_token_is_named_in_one_line(opened):
+    file = GGUFFile(opened(HEADER))
+    merges = ["\n \n", *file.metadata["tokenizer.ggml.merges"]]
+    file.metadata |= {"tokenizer.ggml.merges": merges}
+    with pytest.raises(CheckpointError, match="does not hold together") as caught:
+        Tokenizer(file)
+    assert "\n" not in str(caught.value)
+
+
 STRINGS = struct.pack("<IQ", 8, 1) + text("llama")
 NUMBERS = struct.pack("<IQ2I", 4, 2, 1, 2)
 ARRAYS = {
@@ -248,6 +268,16 @@ def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
                     said = str(error)
                     assert len(said) < 900 and "\n" not in said, (key, f"{value!r:.20}")
                     assert said.endswith("."), said
+
+
+@pytest.mark.parametrize("name", ["llama3.f32", "gpt2.f32", "lfm2.bf16", "cohere2.bf16"])
+@pytest.mark.parametrize("end", ["context_length", "_epsilon"])
+def test_keys_that_llama_cpp_wants_of_every_file_are_required(name, end):
+    """A family's default in their place is another model without a word."""
+    file = GGUFFile(gguf_cases.FOLDER / f"{name}.gguf")
+    file.metadata = {key: value for key, value in file.metadata.items() if not key.endswith(end)}
+    with pytest.raises(CheckpointError, match=rf"has no \S+{end}, which"):
+        read_gguf_config(file)
 
 
 def test_a_count_of_layers_of_which_lists_are_made_has_a_limit(opened):

@@ -44,6 +44,8 @@ ALIASES = {
 }  # fmt: skip
 """Families whose files have another's architecture."""
 
+REQUIRED = ("context_length", "_epsilon")
+"""Ends of keys without which llama.cpp opens no file (llama-model.cpp, src/models/)."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
@@ -261,6 +263,7 @@ def read_gguf_config(
     except RooflaxError as error:
         reason = str(error).replace("config.json", "the config.json that its metadata stands for")
         raise type(error)(f"{file.path}: {reason}") from None
+    reader.check_required()
     return name, config, raw
 
 
@@ -615,6 +618,15 @@ class _Metadata:
                 f"{self.file.path}: {ROPE_FACTORS} does not hold the factors of {kind} scaling."
             )
         return found
+
+    def check_required(self) -> None:
+        """Keys that llama.cpp wants of every file, where families have a default."""
+        for suffix in REQUIRED:
+            keys = [key for key in KEYS[self.family] if key.endswith(suffix)]
+            if keys and all(self.get(key) is None for key in keys):
+                raise CheckpointError(
+                    f"{self.file.path} has no {self._prefix}{keys[0]}, which every such file has."
+                )
 
     def finish(self, ignore: Sequence[str]) -> None:
         """Rejects the architecture's keys that were not read."""

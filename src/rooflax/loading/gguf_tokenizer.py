@@ -182,7 +182,7 @@ def read_gguf_tokenizer(
         backend = _sentencepiece(vocabulary, is_listed=kind == LISTED)
     else:
         raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of the kind {kind!r}; only 'gpt2', 'llama' and "
+            f"{file.path} has a tokenizer of the kind {kind!r:.80}; only 'gpt2', 'llama' and "
             f"{LISTED!r} are read."
         )
     _add_tokens(backend, vocabulary)
@@ -267,7 +267,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = vocabulary.get("pre", str, "default")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{vocabulary.file.path} cuts its text by the pre-tokenizer {name!r}; only "
+            f"{vocabulary.file.path} cuts its text by the pre-tokenizer {name!r:.80}; only "
             f"{', '.join(PRE_TOKENIZERS)} are read."
         )
     cut = PRE_TOKENIZERS[name]
@@ -298,7 +298,8 @@ def _build(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options
     try:
         return models.BPE(vocab=vocabulary.model_vocabulary(), merges=list(merges), **options)
     except Exception as error:  # the Rust side raises bare Exception
-        raise vocabulary.bad(f"does not hold together: {str(error)[:200]}") from None
+        reason = " ".join(str(error).split())  # a token of a newline may be in it
+        raise vocabulary.bad(f"does not hold together: {reason[:200]}") from None
 
 
 def _sentencepiece(vocabulary: _Vocabulary, *, is_listed: bool) -> tokenizers.Tokenizer:

@@ -188,6 +188,13 @@ def test_messages_that_are_none(messages, reason):
         render("{{ messages }}", messages)
 
 
+@pytest.mark.parametrize("name", ["tools", "documents"])
+@pytest.mark.parametrize("value", [5, True, "x", {"a": 1}, [5], [None]])
+def test_tools_and_documents_that_are_none(name, value):
+    with pytest.raises(RequestError, match=f"{name} is .*not a list of dicts"):
+        render("{{ messages }}", CHATS[0], **{name: value})
+
+
 def test_messages_nested_without_end():
     nested = []
     for _ in range(200):

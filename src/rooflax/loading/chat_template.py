@@ -112,10 +112,18 @@ def _variables(
 ) -> dict[str, Any]:
     return _plain_items(special_tokens) | {
         "messages": _plain_messages(messages),
-        "tools": None if tools is None else _plain(list(tools), "tools"),
-        "documents": None if documents is None else _plain(list(documents), "documents"),
+        "tools": _plain_dicts(tools, "tools"),
+        "documents": _plain_dicts(documents, "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
+
+
+def _plain_dicts(values: Any, name: str) -> Any:
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple) or not all(isinstance(x, Mapping) for x in values):
+        raise RequestError(f"{name} is {values!r:.80}, not a list of dicts", param=name)
+    return _plain(list(values), name)
 
 
 def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:

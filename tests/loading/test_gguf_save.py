@@ -464,10 +464,10 @@ def embeds(folder, *further, **changes):
 
 
 def write_dense(folder):
-    raw = {"in_features": 48, "out_features": 8, "bias": False,
+    raw = {"in_features": 96, "out_features": 8, "bias": False,
            "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(raw))
-    tensors = {"linear.weight": np.ones((8, 48), np.float32)}
+    tensors = {"linear.weight": np.ones((8, 96), np.float32)}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
 

@@ -185,7 +185,7 @@ class ConfigReader:
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and
-                another share is rejected.
+                another share is rejected. A null in config.json is all, as in transformers.
             scales_queries: `rope_parameters` have `llama_4_scaling_beta`.
         """
         rope = self._stated_rope(default_theta)
@@ -222,6 +222,7 @@ class ConfigReader:
                 rope.pop(key, None)
             return None
         inner, top = rope.pop(key, None), self.get(key, None)
+        partial = 1.0 if self.is_null(key) else partial
         share = self._positive(key, next((x for x in (inner, top) if x is not None), partial))
         dim = int(round(head_dim * min(share, 1.0), 6))
         if share > 1 or dim < 2 or dim % 2:

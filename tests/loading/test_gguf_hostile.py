@@ -270,14 +270,39 @@ def test_any_value_of_any_key_is_read_or_rejected_in_one_sentence(name):
                     assert said.endswith("."), said
 
 
-@pytest.mark.parametrize("name", ["llama3.f32", "gpt2.f32", "lfm2.bf16", "cohere2.bf16"])
-@pytest.mark.parametrize("end", ["context_length", "_epsilon"])
+WANTED = {
+    "llama3.f32": (), "gpt2.f32": (), "lfm2.bf16": (), "granite.bf16": ("logit_scale",),
+    "cohere2.bf16": ("logit_scale", "sliding_window"), "gemma4.bf16": ("sliding_window",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [(name, end) for name, own in WANTED.items() for end in ("context_length", "_epsilon", *own)],
+)
 def test_keys_that_llama_cpp_wants_of_every_file_are_required(name, end):
     """A family's default in their place is another model without a word."""
     file = GGUFFile(gguf_cases.FOLDER / f"{name}.gguf")
     file.metadata = {key: value for key, value in file.metadata.items() if not key.endswith(end)}
     with pytest.raises(CheckpointError, match=rf"has no \S+{end}, which"):
         read_gguf_config(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "wanted"),
+    [
+        ("granite", "granite.attention.scale", {"attention_multiplier": 0.5}),
+        ("gemma3", "gemma3.attention.sliding_window", {"layer_types": {"full_attention"}}),
+    ],
+)
+def test_keys_that_are_absent_are_what_llama_cpp_takes(name, key, wanted):
+    """src/models/ of llama.cpp; families' own defaults are others."""
+    file = GGUFFile(gguf_cases.kept(name))
+    file.metadata = {k: value for k, value in file.metadata.items() if k != key}
+    _, config, raw = read_gguf_config(file)
+    found = {hf: set(raw[hf]) if isinstance(raw[hf], list) else raw[hf] for hf in wanted}
+    assert found == pytest.approx(wanted) if name != "gemma3" else found == wanted
+    assert name != "gemma3" or {layer.attention.window for layer in config.layers} == {None}
 
 
 def test_a_count_of_layers_of_which_lists_are_made_has_a_limit(opened):

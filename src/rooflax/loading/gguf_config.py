@@ -46,6 +46,11 @@ ALIASES = {
 
 REQUIRED = ("context_length", "_epsilon")
 """Ends of keys without which llama.cpp opens no file (llama-model.cpp, src/models/)."""
+REQUIRED_OF = {
+    "cohere2": ("logit_scale", "attention.sliding_window"), "granite": ("logit_scale",),
+    "gemma4_text": ("attention.sliding_window",), "gpt_oss": ("attention.sliding_window",),
+}  # fmt: skip
+"""The same by family."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight",
@@ -223,6 +228,8 @@ _NO_GROUPS = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 
 _IF_ABSENT: dict[str, dict[str, Any]] = {"exaone4": {"sliding_window": None}} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3"), _NO_GROUPS
 )
+NO_WINDOW = ("gemma3_text",)
+"""Families of which no layer has a window where the file has no size of one."""
 EXAONE4_WINDOWED = 64
 """Layers of the EXAONE 4 that has windows, by which llama.cpp knows it."""
 _IF_ABSENT_OF = {("exaone4", EXAONE4_WINDOWED): {"sliding_window": 4096}}
@@ -354,6 +361,8 @@ class _Metadata:
             raw |= self._window_layers()
         if self.family in QUERY_SCALE:
             raw |= _query_scale(raw)
+        if self.family in NO_WINDOW and not raw.get("sliding_window") and not self._both_ways:
+            raw["layer_types"] = ["full_attention"] * raw.get("num_hidden_layers", 0)
         if has_kinds:
             raw |= self._kinds_whole(raw)
         elif is_latent(self.family):
@@ -539,6 +548,9 @@ class _Metadata:
         if "expert_count" not in KEYS[self.family]:
             self.expect("expert_count", 0)
             self.expect("expert_used_count", 0)
+        scale = self.get("attention.scale") if "attention.scale" in KEYS[self.family] else 1
+        if not scale and type(head_dim) is int and head_dim > 0:  # llama.cpp's where it is absent
+            partial["attention_multiplier"] = head_dim**-0.5
         theta = raw.get("rope_theta", 10_000.0)
         if "rope.freq_base_swa" not in KEYS[self.family]:
             self.expect("rope.freq_base_swa", theta)
@@ -621,7 +633,7 @@ class _Metadata:
 
     def check_required(self) -> None:
         """Keys that llama.cpp wants of every file, where families have a default."""
-        for suffix in REQUIRED:
+        for suffix in (*REQUIRED, *REQUIRED_OF.get(self.family, ())):
             keys = [key for key in KEYS[self.family] if key.endswith(suffix)]
             if keys and all(self.get(key) is None for key in keys):
                 raise CheckpointError(

@@ -275,7 +275,7 @@ def test_an_unknown_key_is_an_error_that_names_it_unless_the_caller_waives_it(na
     expected = read_config(goldens.VARIANTS[FAMILIES[name]])
     assert read_config(raw, ignore=["new_attention_trick"]) == expected
     assert read_config(raw, ignore=["new_*"]) == expected
-    with pytest.raises(RequestError, match="names 'new_trick', which config.json has not"):
+    with pytest.raises(RequestError, match="names 'new_trick', which config.json does not have"):
         read_config(raw, ignore=["new_attention_trick", "new_trick"])
     nested = {**raw, "text_part": {"new_trick": 1}}
     assert read_config(nested, ignore=["new_trick", "new_attention_trick", "text_part"]) == expected

@@ -67,7 +67,9 @@ def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> 
         parts += inner
     for pattern in ignore:
         if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
-            raise RequestError(f"ignore_config_keys names {pattern!r:.80}, which {where} has not.")
+            raise RequestError(
+                f"ignore_config_keys names {pattern!r:.80}, which {where} does not have."
+            )
 
 
 def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[str, Decoder]:

@@ -158,6 +158,19 @@ def test_sentence_transformers_opens_what_is_saved(name, request, tmp_path):
     np.testing.assert_allclose(llm.embed(TEXTS), oracle(folder, TEXTS), atol=1e-5)
 
 
+def test_a_text_that_sentence_transformers_would_cut_is_rejected(checkpoint, tmp_path):
+    folder = checkpoint("short", pooling("lasttoken"), NORMALIZE)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
+    for llm in (LLM(folder), LLM(saved(folder, tmp_path / "m")[1])):
+        assert llm.embed([[5, 9, 40]]).shape == (1, 54)
+        with pytest.raises(RequestError, match=r"4 .*3"):
+            llm.embed([[5, 9, 40, 7]])
+    for value in (0, -1, True, "3", 2.5):
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": value}))
+        with pytest.raises(CheckpointError, match=f"max_seq_length = {value!r}"):
+            model_info(folder)
+
+
 def test_what_is_saved_from_a_gguf_file_embeds(tmp_path):
     llm, folder = saved(gguf_cases.kept(gguf_cases.EMBEDS), tmp_path / "m")
     ids = [[5, 9, 40], [7]]

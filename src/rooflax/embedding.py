@@ -142,6 +142,8 @@ class Embedder:
 
     def _checked(self, ids: list[int]) -> list[int]:
         longest = self._processor.max_model_len
+        if self.pooling is not None and self.pooling.max_tokens is not None:
+            longest = min(longest, self.pooling.max_tokens)
         check_prompt(ids, self._info.config.vocab_size, longest, new_tokens=0)
         return ids
 

@@ -72,6 +72,7 @@ class Pooling:
         normalizes: vectors have length one.
         prompts: texts to put before a text, by name; `default_prompt` is the name of one.
         scores: the vector is a score: how much more likely the first of two tokens is.
+        max_tokens: of a text; sentence-transformers cuts a longer one. None is the context.
     """
 
     pooler: Pooler
@@ -80,6 +81,7 @@ class Pooling:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     scores: bool = False
+    max_tokens: int | None = None
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """[texts, hidden] of the engine as the checkpoint's vectors, before they are cut."""
@@ -101,7 +103,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     modules = _read_modules(folder)
     if not modules:
         return None
-    found: Pooling | None = None
+    found, max_tokens = None, None
     for number, (kind, path) in enumerate(modules):
         if (kind == "Transformer") != (number == 0):
             raise UnsupportedModelError(
@@ -116,10 +118,8 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
                 f"modules.json of {folder} has the Transformer in {path!r:.80}; rooflax reads the "
                 f"one beside it."
             )
-        elif read_json_object(place / TRANSFORMER).get("do_lower_case"):
-            raise UnsupportedModelError(
-                f"{TRANSFORMER} of {folder} has do_lower_case, which rooflax does not do."
-            )
+        else:
+            max_tokens = _read_max_tokens(folder)
     if found is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     _check_sizes(found, folder, hidden_size, vocab_size)
@@ -133,7 +133,23 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
             f"config_sentence_transformers.json of {folder} has prompts {prompts!r:.60} and the "
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
-    return replace(found, prompts=prompts, default_prompt=default)
+    return replace(found, prompts=prompts, default_prompt=default, max_tokens=max_tokens)
+
+
+def _read_max_tokens(folder: Path) -> int | None:
+    """What the first module's settings say; of lower case, that there is none."""
+    raw = read_json_object(folder / TRANSFORMER)
+    if raw.get("do_lower_case"):
+        raise UnsupportedModelError(
+            f"{TRANSFORMER} of {folder} has do_lower_case, which rooflax does not do."
+        )
+    most = raw.get("max_seq_length")
+    if most is not None and not (type(most) is int and most > 0):
+        raise CheckpointError(
+            f"{TRANSFORMER} of {folder} has max_seq_length = {most!r:.80}; it must be a whole "
+            f"number above 0."
+        )
+    return most
 
 
 def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> None:
@@ -192,6 +208,7 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         modules += [("Dense", _dense_settings(layer)) for layer in pooling.dense]
         modules += [("Normalize", {})] * pooling.normalizes
     texts: dict[str, Any] = {
+        TRANSFORMER: {"max_seq_length": pooling.max_tokens},
         "config_sentence_transformers.json": {
             "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
         },

@@ -6,16 +6,14 @@ tokenizer are kept beside the GGUF files. tests/make_gguf_fixtures.py makes all 
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from rooflax.models.registry import read_config
-from tests import goldens, tokenizer_cases
+from tests import goldens, pooling_cases, tokenizer_cases
 
 FOLDER = Path(__file__).parent / "data" / "gguf"
 
@@ -268,21 +266,6 @@ EMBEDS = "embedding_gemma"
 """The kept file of a model that attends both ways, with layers behind its pooling."""
 
 
-def write_modules(folder: Path, pooling: str, *further: str) -> None:
-    """A checkpoint's modules.json: a pooling, and the folders of what is behind it."""
-    kinds = ("Transformer", "Pooling", *further)
-    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds) if number)]
-    modules = [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"}
-        for path, kind in zip(paths, kinds, strict=True)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for path in paths[1:]:
-        (folder / path).mkdir()
-    raw = {f"pooling_mode_{pooling}": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(raw))
-
-
 def write_embedding_gemma(folder: Path) -> Path:
     """The checkpoint that it was made from."""
     sizes = kept_sizes("gemma3") | {
@@ -292,13 +275,13 @@ def write_embedding_gemma(folder: Path) -> Path:
         "rope_scaling": None, "rope_local_base_freq": 10_000.0,
     }  # fmt: skip
     write_family(folder, "gemma3", **sizes)
-    write_modules(folder, "mean_tokens", "Dense", "Dense", "Normalize")
-    for name, inner, outer in (("2_Dense", 16, 20), ("3_Dense", 20, 16)):
-        raw = {"in_features": inner, "out_features": outer, "bias": False,
-               "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
-        (folder / name / "config.json").write_text(json.dumps(raw))
-        weight = np.random.RandomState(inner).randn(outer, inner).astype(np.float32)
-        save_file({"linear.weight": weight}, folder / name / "model.safetensors")
+    widths = {"2_Dense": (16, 20), "3_Dense": (20, 16)}
+    layers = (pooling_cases.dense(*each) for each in widths.values())
+    modules = pooling_cases.pooling("mean_tokens", 16), *layers, pooling_cases.NORMALIZE
+    pooling_cases.write_modules(folder, *modules)
+    for path, (inner, outer) in widths.items():
+        weight = np.random.RandomState(inner).randn(outer, inner)
+        pooling_cases.write_dense(folder / path, weight)
     return folder
 
 

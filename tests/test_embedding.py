@@ -15,10 +15,20 @@ from rooflax.engine.engine import Engine
 from rooflax.errors import CheckpointError, EngineError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from tests import gguf_cases, goldens
+from tests.pooling_cases import (
+    DENSE,
+    IDENTITY,
+    NORMALIZE,
+    SCORE,
+    TRANSFORMER,
+    pooling,
+    write_dense,
+    write_modules,
+)
+from tests.pooling_cases import dense as dense_layer
 
 HAVE_ORACLE = importlib.util.find_spec("sentence_transformers") is not None and goldens.HAVE_TORCH
 TEXTS = ["def f(x):", "return x + 1", "x", "while True: go on with some more words of text" * 2]
-TRANSFORMER = {"name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 PROMPTS = {"query": "Instruct: find.\nQuery: ", "document": ""}
 
 
@@ -35,13 +45,7 @@ def write(folder, arrays):
 
 def add_modules(folder, *modules, prompts=PROMPTS, default=None):
     """modules.json of a transformer and these: (type, config)."""
-    lines = [TRANSFORMER]
-    for index, (kind, config) in enumerate(modules, start=1):
-        path = f"{index}_{kind.rpartition('.')[2]}"
-        lines.append({"idx": index, "name": str(index), "path": path, "type": kind})
-        (folder / path).mkdir(exist_ok=True)
-        (folder / path / "config.json").write_text(json.dumps(config))
-    (folder / "modules.json").write_text(json.dumps(lines))
+    write_modules(folder, *modules)
     (folder / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": prompts, "default_prompt_name": default})
     )
@@ -49,17 +53,6 @@ def add_modules(folder, *modules, prompts=PROMPTS, default=None):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def pooling(mode, size=54):
-    return "sentence_transformers.models.Pooling", {
-        "word_embedding_dimension": size, f"pooling_mode_{mode}": True, "include_prompt": True,
-    }  # fmt: skip
-
-
-IDENTITY = {"activation_function": "torch.nn.modules.linear.Identity"}
-NORMALIZE = ("sentence_transformers.models.Normalize", {})
-SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +107,13 @@ def test_vectors_equal_those_of_sentence_transformers(checkpoint, mode, normaliz
 def dense(checkpoint):
     """Two layers behind the mean, one with a bias and tanh, and a default prompt."""
     rng = np.random.default_rng(0)
-    kind = "sentence_transformers.models.Dense"
-    identity, tanh = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
-    first = {
-        "in_features": 54, "out_features": 20, "bias": False, "activation_function": identity,
+    second = DENSE, {
+        "in_features": 20, "out_features": 9, "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
     }  # fmt: skip
-    second = {"in_features": 20, "out_features": 9, "bias": True, "activation_function": tanh}
-    modules = pooling("mean_tokens"), (kind, first), (kind, second), NORMALIZE
+    modules = pooling("mean_tokens"), dense_layer(54, 20), second, NORMALIZE
     folder = checkpoint("dense", *modules, default="query")
-    weight = rng.normal(size=(20, 54)).astype(np.float32)
-    write(folder / "2_Dense", {"linear.weight": weight})
+    write_dense(folder / "2_Dense", rng.normal(size=(20, 54)))
     arrays = {"linear.weight": rng.normal(size=(9, 20)), "linear.bias": rng.normal(size=9)}
     write(folder / "3_Dense", {name: array.astype(np.float32) for name, array in arrays.items()})
     return folder
@@ -383,13 +373,9 @@ def test_a_transformer_elsewhere_is_rejected(checkpoint):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_a_vector_that_is_not_finite_is_an_error(checkpoint, value):
-    dense = "sentence_transformers.models.Dense", {
-        "in_features": 54, "out_features": 7, "bias": False,
-        "activation_function": "torch.nn.modules.linear.Identity",
-    }  # fmt: skip
-    folder = checkpoint(f"not finite {value}", pooling("lasttoken"), dense)
-    weight = {"linear.weight": np.full((7, 54), value, np.float32)}
-    write(folder / "2_Dense", weight)
+    modules = pooling("lasttoken"), dense_layer(54, 7)
+    folder = checkpoint(f"not finite {value}", *modules)
+    write_dense(folder / "2_Dense", np.full((7, 54), value))
     with pytest.raises(EngineError, match="NaN or infinite"):
         LLM(folder).embed("x")
 

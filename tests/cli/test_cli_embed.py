@@ -8,7 +8,8 @@ import pytest
 from rooflax import LLM
 from rooflax.cli.main import parser_of
 from tests import goldens
-from tests.test_embedding import NORMALIZE, TEXTS, add_modules, pooling
+from tests.pooling_cases import NORMALIZE, pooling
+from tests.test_embedding import TEXTS, add_modules
 
 pytestmark = pytest.mark.oldest_jax
 

@@ -32,6 +32,7 @@ from rooflax.nn.decoder import Names
 from rooflax.nn.storage import is_head
 from tests import gguf_cases, goldens, tokenizer_cases
 from tests.marks import cases
+from tests.pooling_cases import NORMALIZE, SCORE, dense, pooling, write_dense, write_modules
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -459,20 +460,12 @@ def test_weights_beyond_a_types_scales_are_rejected(kind, weight, tmp_path):
 def embeds(folder, *further, **changes):
     """A checkpoint of Qwen 3 that embeds by the last token."""
     gguf_cases.write_family(folder, "qwen3", **changes)
-    gguf_cases.write_modules(folder, "lasttoken", *further)
+    write_modules(folder, pooling("lasttoken", 96), *further)
     return folder
 
 
-def write_dense(folder):
-    raw = {"in_features": 96, "out_features": 8, "bias": False,
-           "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw))
-    tensors = {"linear.weight": np.ones((8, 96), np.float32)}
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-
-
 def test_a_model_that_embeds_comes_back_with_its_pooling(tmp_path):
-    folder = embeds(tmp_path / "m", "Normalize")
+    folder = embeds(tmp_path / "m", NORMALIZE)
     prompts = {"prompts": {"query": "Find: ", "document": ""}}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     assert "the file has no prompts" in save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
@@ -483,7 +476,7 @@ def test_a_model_that_embeds_comes_back_with_its_pooling(tmp_path):
 
 
 def test_a_model_that_embeds_needs_no_head(tmp_path):
-    folder = embeds(tmp_path / "m", "Normalize", tie_word_embeddings=False)
+    folder = embeds(tmp_path / "m", NORMALIZE, tie_word_embeddings=False)
     path = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     del tensors["lm_head.weight"]
@@ -518,8 +511,8 @@ def with_tanh(folder):
 
 
 def with_dense(folder):
-    embeds(folder, "Dense", "Normalize")
-    write_dense(folder / "2_Dense")
+    embeds(folder, dense(96, 8), NORMALIZE)
+    write_dense(folder / "2_Dense", np.ones((8, 96)))
 
 
 @pytest.mark.parametrize(
@@ -539,12 +532,7 @@ def test_a_pooling_that_llama_cpp_does_not_compute_is_rejected(write, said, tmp_
 
 def test_a_model_that_scores_is_rejected(tmp_path):
     folder = gguf_cases.write_family(tmp_path / "m", "qwen3")
-    gguf_cases.write_modules(folder, "lasttoken")
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[1]["type"] = "sentence_transformers.cross_encoder.modules.LogitScore"
-    (folder / "modules.json").write_text(json.dumps(modules))
-    tokens = {"true_token_id": 7, "false_token_id": 8}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(tokens))
+    write_modules(folder, (SCORE, {"true_token_id": 7, "false_token_id": 8}))
     with pytest.raises(UnsupportedModelError, match="no score from"):
         save_gguf(model_info(folder), tmp_path / "m.gguf", "F32")
 

@@ -12,9 +12,10 @@ import pytest
 from rooflax import LLM, AsyncLLM
 from rooflax.server import tables
 from tests import goldens
+from tests.pooling_cases import NORMALIZE, SCORE, pooling
 from tests.server.live import serving
 from tests.server.test_apis import mutated
-from tests.test_embedding import NORMALIZE, SCORE, TEXTS, add_modules, pooling
+from tests.test_embedding import TEXTS, add_modules
 
 EMBED = {
     "input": ["x", [5, 6]], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",

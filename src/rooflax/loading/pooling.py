@@ -44,6 +44,8 @@ TRANSFORMER = "sentence_bert_config.json"
 """Settings of the first module."""
 GGUF_DENSE = ("dense_2", "dense_3")
 """Matrices of layers behind the pooling in GGUF files, in their order."""
+GGUF_WITH_DENSE = ("gemma-embedding",)
+"""Architectures of which llama.cpp has such."""
 GGUF_POOLING = {1: "mean", 3: "last"}
 """Of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
 
@@ -251,7 +253,7 @@ def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]
     Raises:
         UnsupportedModelError: llama.cpp has no such pooling.
     """
-    has_dense = architecture == "gemma-embedding"
+    has_dense = architecture in GGUF_WITH_DENSE
     if pooling.scores:
         reason = "score from two tokens' logits"
     elif not pooling.normalizes:

@@ -531,7 +531,7 @@ def test_a_schema_is_kept_as_it_came_and_params_can_be_compared():
 
 def test_g4_compiled_forms_are_kept_and_the_oldest_is_dropped(llm, monkeypatch):
     tried = []
-    monkeypatch.setattr(structured, "_try_apart", lambda *given: tried.append(given[2]))
+    monkeypatch.setattr(structured, "_try_apart", lambda kind, text: tried.append(text))
     monkeypatch.setattr(structured, "KEPT", 2)
     grammars = Grammars(llm.tokenizer, goldens.VOCAB, ())
     for pattern in ("aa", "bb", "aa", "cc", "aa", "bb"):

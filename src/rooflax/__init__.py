@@ -1,14 +1,14 @@
 """rooflax: language models in JAX, straight from their checkpoints.
 
-Names are resolved when first used, so `import rooflax` imports no jax.
+Names are resolved when first used, so `import rooflax` imports no jax, and nothing else either.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, which is not imported: see __main__
 if TYPE_CHECKING:
+    from typing import Any
+
     from rooflax.async_llm import AsyncLLM
     from rooflax.completion import Completion, Delta
     from rooflax.engine.sampling_params import SamplingParams
@@ -92,7 +92,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rooflax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,42 @@
-"""`python -m rooflax`."""
+"""The installed command, and `python -m rooflax`: both leave the current folder out of imports.
 
-from rooflax.cli.main import entry
+Only what Python has imported by itself may be imported before that.
+"""
+
+import os
+import sys
+
+
+def _leave_current_folder(by_module: bool) -> None:
+    """Removes the current folder from sys.path, unless rooflax or a full name in PYTHONPATH is it.
+
+    Args:
+        by_module: started by `python -m`, which put that folder in front.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:  # it was deleted
+        return
+    if os.path.dirname(os.path.dirname(os.path.realpath(__file__))) == os.path.realpath(here):
+        return
+    added = int(by_module and not sys.flags.safe_path)
+    entries = os.environ.get("PYTHONPATH", "") if not sys.flags.ignore_environment else ""
+    named = entries.split(os.pathsep) if entries else []
+    if here not in named and any(os.path.normpath(entry) == os.curdir for entry in named):
+        added += 1
+    for _ in range(added):
+        entry = next((path for path in sys.path if (path or here) == here), None)
+        if entry is not None:
+            sys.path.remove(entry)
+
+
+def entry() -> None:
+    """The console script."""
+    _leave_current_folder(by_module=__name__ == "__main__")
+    from rooflax.cli.main import main
+
+    sys.exit(main(sys.argv[1:]))
+
 
 if __name__ == "__main__":
     entry()

@@ -7,8 +7,6 @@ which hold a mask over the vocabulary and are told what was chosen.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -16,11 +14,11 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rooflax import processes
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import NO_CONTINUATION
 from rooflax.errors import QueueFull, RequestError, first_line
@@ -258,7 +256,7 @@ class Grammars:
             from rooflax import grammar_probe
         except ImportError:
             raise RequestError(MISSING.format(kind=kind)) from None
-        _try_apart(Path(grammar_probe.__file__), kind, text)
+        _try_apart(kind, text)
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         compiled = grammar_probe.with_stack(
@@ -317,18 +315,15 @@ class _Vocabulary:
         return found
 
 
-def _try_apart(program: Path, kind: str, text: str) -> None:
+def _try_apart(kind: str, text: str) -> None:
     """
     Raises:
         RequestError: compiling fails, or goes beyond its limits of time, memory and depth.
     """
-    command = [sys.executable, "-P", str(program)]
     given = json.dumps({"kind": kind, "text": text})
     try:
-        done = subprocess.run(
-            command, input=given, capture_output=True, encoding="utf-8", timeout=COMPILE_S
-        )
-    except subprocess.TimeoutExpired:
+        done = processes.run("rooflax.grammar_probe", given=given, timeout_s=COMPILE_S)
+    except processes.TimeoutExpired:
         raise RequestError(
             f"{kind} takes more than {COMPILE_S:g} s to compile; make it simpler."
         ) from None

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rooflax.cli import main as main_module
+from rooflax.__main__ import entry
 from rooflax.cli import models
 from rooflax.cli.main import VERBS, main
 from rooflax.errors import CheckpointError, EngineError, RequestError
@@ -150,6 +150,6 @@ def test_sigint_ends_generate_with_130_and_no_traceback():
 def test_the_console_script_is_entry(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rooflax", "frob"])
     with pytest.raises(SystemExit) as ended:
-        main_module.entry()
+        entry()
     assert ended.value.code == 2
     assert main(["--version"]) == 0

@@ -54,7 +54,9 @@ def plots(document: dict[str, Any]) -> list[Plot]:
     """The plots that this document has something to show for."""
     import matplotlib
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # matplotlib reads a matplotlibrc in the current folder first
+        matplotlib.rcParams.update(STYLE)
         return [
             Plot(name, caption, _svg(figure, name))
             for name, caption, figure in _drawn(document)

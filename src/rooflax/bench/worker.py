@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
+from rooflax import processes
 from rooflax.bench.workload import Workload
 from rooflax.errors import EngineError, RequestError, RooflaxError
 
@@ -30,13 +30,11 @@ def measure_apart(work: Workload, job: str = "measure", **arguments: Any) -> dic
         RequestError: the row's settings are at fault.
         EngineError: the process failed.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "rooflax.bench.worker", job],
-        input=json.dumps({"work": work.as_json(), "arguments": arguments}),
-        env=_environment(work),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = processes.run(
+        "rooflax.bench.worker",
+        [job],
+        given=json.dumps({"work": work.as_json(), "arguments": arguments}),
+        environment=_environment(work),
     )
     if done.returncode == 0:
         return json.loads(done.stdout)

@@ -207,6 +207,5 @@ class _HarmonyWriter:
                 self._thinking = False
             terminal.write(text)
         elif self._show_thinking:
-            shown = terminal.dim(terminal.harmless(text), sys.stderr)
-            print(shown, end="", file=sys.stderr, flush=True)
+            terminal.write_faint(text)
             self._thinking = True

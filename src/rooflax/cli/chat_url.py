@@ -109,8 +109,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
             _reject(reply)
         for thought, text in _pieces(reply):
             if thought and shows_thinking:
-                shown = terminal.dim(terminal.harmless(thought), sys.stderr)
-                print(shown, end="", file=sys.stderr, flush=True)
+                terminal.write_faint(thought)
                 is_thinking = True
             if text and is_thinking:
                 terminal.say()

@@ -146,8 +146,7 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
     done, begun, last = [], False, ""
     for delta in deltas:
         if echo and not begun:
-            shown = terminal.dim(terminal.harmless(prompt), sys.stderr)
-            print(shown, end="", file=sys.stderr, flush=True)
+            terminal.write_faint(prompt)
         begun = True
         if delta.text:
             terminal.write(delta.text)

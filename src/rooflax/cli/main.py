@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import re
 import sys
 import traceback
@@ -42,11 +41,6 @@ VERBS = (
 )
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-
-
-def entry() -> None:
-    """The console script."""
-    sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,7 +144,7 @@ def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, BrokenPipeError):
-        _let_go_of_stdout()
+        terminal.let_go_of(sys.stdout)
         return DONE
     if isinstance(error, KeyboardInterrupt):
         _drop_output()
@@ -211,12 +205,4 @@ def _drop_output() -> None:
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        _let_go_of_stdout()
-
-
-def _let_go_of_stdout() -> None:
-    """Points stdout at nothing, so that the interpreter's last flush cannot fail."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        terminal.let_go_of(sys.stdout)

@@ -6,12 +6,11 @@ import contextlib
 import http.client
 import re
 import shlex
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
+from rooflax import processes
 from rooflax.errors import EngineError, RequestError
 
 LISTENING = re.compile(r"listening on (http://127\.0\.0\.1:\d+)")
@@ -41,11 +40,14 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         RequestError: the server rejects the model or a flag.
         EngineError: it fails.
     """
-    command = [sys.executable, "-m", "rooflax", "serve", *([model] if model else []), *flags]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", "0"],
-        stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    process = processes.start(
+        "rooflax",
+        ["serve", *([model] if model else []), *flags, "--host", "127.0.0.1", "--port", "0"],
+        stderr=processes.PIPE,
+        stdin=processes.DEVNULL,
+        encoding="utf-8",
+        errors="replace",
+    )
     said: list[str] = []
     assert process.stderr is not None
     reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
@@ -61,7 +63,7 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         process.terminate()
         try:
             process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        except processes.TimeoutExpired:
             process.kill()
             process.wait()
         if reader.ident is not None:
@@ -69,7 +71,7 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         process.stderr.close()
 
 
-def _url(process: subprocess.Popen[str], said: list[str]) -> str:
+def _url(process: processes.Popen[str], said: list[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:
         said.append(line)

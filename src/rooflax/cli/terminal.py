@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,28 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 def say(line: str = "", *, is_faint: bool = False) -> None:
     """A line for people, on stderr, without control characters."""
     line = harmless(line)
-    print(dim(line, sys.stderr) if is_faint else line, file=sys.stderr, flush=True)
+    _to_stderr((dim(line, sys.stderr) if is_faint else line) + "\n")
+
+
+def write_faint(text: str) -> None:
+    """Text to stderr at once, in faint letters on a terminal."""
+    _to_stderr(dim(harmless(text), sys.stderr))
+
+
+def _to_stderr(text: str) -> None:
+    """Writes for people who may be gone: where stderr is broken, what follows goes nowhere."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        let_go_of(sys.stderr)
+
+
+def let_go_of(stream: Any) -> None:
+    """Points a broken stream at nothing, so that no later write or flush of it fails."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -75,13 +97,13 @@ def statuses(quiet: bool) -> Iterator[Callable[[str], None]]:
 
     def say(text: str) -> None:
         if shown:
-            print(f"{CLEAR_LINE}{DIM}{text} ...{PLAIN}", end="", file=sys.stderr, flush=True)
+            _to_stderr(f"{CLEAR_LINE}{DIM}{text} ...{PLAIN}")
 
     try:
         yield say
     finally:
         if shown:
-            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+            _to_stderr(CLEAR_LINE)
 
 
 def byte_progress(text: str, total: int, quiet: bool) -> Any:

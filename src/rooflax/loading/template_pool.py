@@ -13,14 +13,13 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rooflax import processes
 from rooflax.errors import EngineError
 from rooflax.loading.frames import read_frame, write_frame
 
@@ -137,12 +136,14 @@ class _Worker:
     def __init__(self) -> None:
         self.used = self.late = False
         # No preexec_fn: it would be Python code after a fork, next to the threads of JAX.
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-X", "utf8", "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
+        self._process = processes.start(
+            _MODULE,
+            environment=_environment(),
+            options=("-S",),
+            lifeline=False,
+            stdin=processes.PIPE,
+            stdout=processes.PIPE,
+            stderr=processes.DEVNULL,
             start_new_session=True,
         )
 
@@ -173,7 +174,7 @@ class _Worker:
         self._process.kill()
 
     def _why(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(processes.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
         if self.late or (os.name == "posix" and code == -signal.SIGXCPU):

@@ -16,10 +16,19 @@ def plot_curves(lines: list[dict[str, Any]], path: Path) -> bool:
         False if matplotlib is not installed; then nothing is written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib
     except ImportError:
         return False
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # matplotlib reads a matplotlibrc in the current folder first
+        _plot(lines, path)
+    return True
+
+
+def _plot(lines: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     steps = [line for line in lines if "loss" in line]
     held_out = [line for line in lines if "held_out_loss" in line]
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -35,7 +44,6 @@ def plot_curves(lines: list[dict[str, Any]], path: Path) -> bool:
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, format="png")
-    return True
 
 
 def _draw(axes: Any, lines: list[dict[str, Any]], field: str, **style: Any) -> None:

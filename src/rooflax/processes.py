@@ -1,0 +1,115 @@
+"""Starts our own Python processes: isolated from the current folder, ended with us.
+
+Every child comes from here; a test rejects a module that imports `subprocess` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import site
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any
+
+__all__ = ["DEVNULL", "PIPE", "Popen", "TimeoutExpired", "run", "start"]
+
+
+def start(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    lifeline: bool = True,
+    **pipes: Any,
+) -> Popen[Any]:
+    """Starts `python -P -m module`, whose standard streams are UTF-8.
+
+    Args:
+        environment: in place of ours.
+        options: further ones of the interpreter.
+        lifeline: the child gets SIGTERM when this process is gone or drops the returned object,
+            however it ended; not on Windows. One that ends with its stdin needs none.
+        pipes: arguments of Popen.
+    """
+    command = [sys.executable, "-P", "-X", "utf8", *options, "-m"]
+    variables = _isolated(os.environ if environment is None else environment)
+    if not lifeline or os.name != "posix":
+        return Popen([*command, module, *arguments], env=variables, **pipes)
+    read, write = os.pipe()
+    try:
+        child: Popen[Any] = Popen(
+            [*command, "rooflax.child", str(read), module, *arguments],
+            env=variables,
+            pass_fds=(read,),
+            **pipes,
+        )
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    weakref.finalize(child, os.close, write)
+    return child
+
+
+def run(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    given: str,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a child to its end and captures what it prints.
+
+    Args:
+        given: the text of its stdin.
+
+    Raises:
+        TimeoutExpired: it was killed after `timeout_s`.
+    """
+    child = start(
+        module,
+        arguments,
+        environment=environment,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
+    with child:
+        try:
+            out, err = child.communicate(given, timeout=timeout_s)
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, out, err)
+
+
+def _isolated(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment whose PYTHONPATH names no current folder, and names rooflax's where it must.
+
+    An empty entry means the current folder to Python, as "." does; one that is written out stays.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [entry for entry in entries if os.path.normpath(entry) != os.curdir]
+    home = str(Path(__file__).resolve().parents[1])
+    if home in map(os.path.realpath, sys.path) and home not in _installed():
+        folders.append(home)  # a script or PYTHONPATH brought us here, so the child needs it too
+    variables = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    return variables | ({"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))} if folders else {})
+
+
+def _installed() -> set[str]:
+    """Folders that every interpreter of this environment searches by itself."""
+    folders = site.getsitepackages()
+    with contextlib.suppress(TypeError):  # no user folder can be named
+        folders.append(site.getusersitepackages())
+    return {os.path.realpath(folder) for folder in folders}

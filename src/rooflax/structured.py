@@ -1,7 +1,7 @@
 """Structured output: from a JSON schema, a regex or a Lark grammar to the tokens that may follow.
 
-llguidance, an extra, does the parsing; here it meets the tokenizer. The engine sees `Guide`s only,
-which hold a mask over the vocabulary and are told what was chosen.
+llguidance, an extra, does the parsing; here it meets the tokenizer. The engine sees `Constraint`s
+only, which hold a mask over the vocabulary and are told what was chosen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class GrammarConstraint:
-    """The tokens that may come next, as an `engine.sequence.Guide`.
+    """The tokens that may come next, as an `engine.sequence.Constraint`.
 
     Args:
         matcher: an `llguidance.LLMatcher` of its own, at the beginning of a text.

@@ -99,8 +99,8 @@ def _weights(
     for slot in config.slots():
         size = math.prod(slot.weight.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
-        prequantized = storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16)
-        num_bytes += int(prequantized * share)
+        stored = storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16)
+        num_bytes += int(stored * share)
         if len(slot.weight.axis_names) > 1:
             operations += int(2 * size * rows)
     return num_bytes, operations

@@ -1,4 +1,4 @@
-"""`StreamedFunctions`: the step functions of a model whose layers are streamed.
+"""`OffloadedFunctions`: the step functions of a model some of whose layers are offloaded.
 
 A step is the embedding, then every layer by a program that all layers of a group share, then what
 the step function does with the hidden states. The number of programs does not grow with the depth.
@@ -35,7 +35,7 @@ def step_functions(
 
 
 class OffloadedFunctions:
-    """As `StepFunctions`, of a `StreamedModel`; one step per dispatch."""
+    """As `StepFunctions`, of an `OffloadedModel`; one step per dispatch."""
 
     def __init__(self, options: ExecutionOptions, **run: Any):
         self._whole = whole = StepFunctions(options, None, max_steps=1, **run)

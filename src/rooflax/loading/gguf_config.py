@@ -694,8 +694,8 @@ def llama3_scaling(divisors: np.ndarray, frequencies: np.ndarray) -> dict[str, A
     high = float(f"{1 - 1 / start:.4g}")
     original = round(slope * 2 * math.pi * (high - 1))
     turns = original * frequencies / (2 * math.pi)
-    prequantized = np.clip((turns - 1) / (high - 1), 0, 1)
-    wanted = 1 / (prequantized + (1 - prequantized) / factor)
+    kept = np.clip((turns - 1) / (high - 1), 0, 1)
+    wanted = 1 / (kept + (1 - kept) / factor)
     if original < 1 or not np.allclose(divisors, wanted, rtol=MAX_FACTOR_ERROR, atol=0):
         return None
     return {

@@ -200,8 +200,8 @@ def _environment() -> dict[str, str]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             folders.append(str(Path(spec.origin).resolve().parents[1]))
-    prequantized = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    return prequantized | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
 
 
 _pools: dict[int, _Pool] = {}

@@ -196,9 +196,9 @@ class _Marking(NodeTransformer):
         )
 
     def _except_first_argument(self, node: Any) -> nodes.Node:
-        prequantized, node.args = node.args[:1], node.args[1:]
+        first, node.args = node.args[:1], node.args[1:]
         self.generic_visit(node)
-        node.args = [*prequantized, *node.args]
+        node.args = [*first, *node.args]
         return node
 
     def _visit_all(self, node: nodes.Node) -> nodes.Node:

@@ -103,7 +103,7 @@ class WeightReader:
             if array is None:
                 yield slot, self._made(slot, _as_it_is if in_stack else None)
             else:
-                yield slot, array if in_stack else self._prequantized_as(slot, array)
+                yield slot, array if in_stack else self._kept(slot, array)
             self._done(slot, progress)
 
     def _done(self, slot: Slot, progress: Callable[[int], None] | None) -> None:
@@ -183,7 +183,7 @@ class WeightReader:
             check_finite(slot, array)
         return array
 
-    def _prequantized_as(self, slot: Slot, array: np.ndarray) -> Any:
+    def _kept(self, slot: Slot, array: np.ndarray) -> Any:
         return self._storage.keep(slot, array, self._config)
 
     def _made(self, slot: Slot, put: Put | None = None) -> Any:
@@ -198,7 +198,7 @@ class WeightReader:
             return array
 
         if self._place is None:
-            return self._prequantized_as(slot, read(None))
+            return self._kept(slot, read(None))
         return self._place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
 
     def _packed(self, slot: Slot, prequantized: Prequantized, put: Put | None) -> Any:

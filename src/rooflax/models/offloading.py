@@ -1,4 +1,4 @@
-"""`StreamedModel`: a model of which some layers are read from the file at every step.
+"""`OffloadedModel`: a model of which some layers are read from the file at every step.
 
 What the budget holds stays in memory. The other layers are read one ahead of the computation, in
 the same order at every step, into memory that was taken once. How a layer is read is the caller's.

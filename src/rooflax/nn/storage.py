@@ -180,7 +180,7 @@ def check_groups(slot: Slot, format: str, inner: int) -> None:
 def part_shape(
     slot: Slot, config: Decoder, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`product_shape` of a part of this shape."""
+    """`matmul_shape` of a part of this shape."""
     if is_head(slot, config):
         return shape[1:], shape[:1]
     inner = len(slot.weight.in_out_shape(config.axis_sizes)[0])

@@ -1,4 +1,5 @@
-# Everything a fresh machine needs: `make demo` runs the main job, `make test` the tests.
+# Everything a fresh machine needs: `make demo` runs the main job, `make test` the tests, and `make lint`
+# and `make sanitize` what stands beside them; `make nightly` is all of it, with every case of every test.
 # PYTHON=... chooses the interpreter, VENV=... the environment, WORKERS=... the tests' processes.
 
 PYTHON ?= python3
@@ -17,23 +18,27 @@ endef
 export PROMPT
 # Tests and demos start Python many times: it must keep what it compiled, whatever the machine says.
 export PYTHONDONTWRITEBYTECODE =
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo test suite test-all lint sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo unit test nightly lint sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
 
-test: lint sanitize suite
+# The tiers (CONTRIBUTING.md): unit tests compile nothing; engine tests, the rest that is not marked slow,
+# compile; nightly adds what is, with XLA's own optimisations, in one process: some of it measures time.
+unit: $(VENV)/.installed-test
+	$(PYTEST) -m "unit and not slow"
 
-suite: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.installed-test
+	$(PYTEST)
 
-test-all: $(VENV)/.installed-test lint
+nightly: lint sanitize
 	XLA_FLAGS= $(BIN)/python -m pytest -m "slow or not slow"
 
 lint: $(VENV)/.installed-test
@@ -46,7 +51,7 @@ lint: $(VENV)/.installed-test
 # without a compiler. What needs no jaxlib can run while that is installed.
 sanitize: build/sanitized build/fuzzed
 
-# More draws than `make test` makes.
+# More draws than `make sanitize` makes.
 FUZZ = 100000
 fuzz: build/sanitized $(VENV)/.installed-test
 	OPTIMISE=-O1 tools/fuzz.sh $(CXX) $(BIN)/python $(FUZZ)

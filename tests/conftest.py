@@ -34,7 +34,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-from rooflax.engine.compilation import enable_persistent_cache  # noqa: E402
+from rooflax.engine.compilation import REQUEST, enable_persistent_cache  # noqa: E402
 
 enable_persistent_cache()
 
@@ -45,12 +45,32 @@ NEWER_JAX = jax.__version_info__ >= (0, 11)
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not has_mark(item, "first"))
     for item in items:
-        if NEWER_JAX and has_mark(item, "oldest_jax") and not has_mark(item, "every_jax"):
+        of_oldest = has_mark(item, "oldest_jax") or has_mark(item, "unit")
+        if NEWER_JAX and of_oldest and not has_mark(item, "every_jax"):
             item.add_marker(pytest.mark.slow)
 
 
 def has_mark(item, name):
     return item.get_closest_marker(name) is not None
+
+
+@pytest.fixture(autouse=True)
+def _unit_tests_compile_nothing(request):
+    """So that the tier stays quick: a test that compiles belongs to the engine's."""
+    before = _num_compiled
+    yield
+    assert not has_mark(request.node, "unit") or _num_compiled == before
+
+
+_num_compiled = 0
+
+
+def _count(event, *_, **__):
+    global _num_compiled
+    _num_compiled += event == REQUEST
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,7 @@ def cases(
 
     Args:
         values: plain ones, tuples of several arguments, or cases that have a `name`.
-        slow: of these (values, or their names), those that only `make test-all` runs.
+        slow: of these (values, or their names), those that only `make nightly` runs.
         default: the ones that are not slow, instead of `slow`.
         every_jax: those that run on every JAX, in a module that is `oldest_jax`.
 

@@ -11,7 +11,7 @@ from rooflax.models.memory import estimate
 from rooflax.nn.storage import Storage
 from rooflax.ops.accelerator import block_size
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}
 

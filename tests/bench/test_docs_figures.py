@@ -8,7 +8,7 @@ import pytest
 from benchmarks import optimizations, rules
 from tests.product.snippets import ROOT
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 SCHEMA = json.loads(resources.files("rooflax.bench").joinpath("bench.schema.json").read_text())
 

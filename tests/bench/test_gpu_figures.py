@@ -38,6 +38,7 @@ def run(out, *arguments):
     return lines, (out / "table.md").read_text()
 
 
+@pytest.mark.slow  # 48 s of processor time, of a tool of the docs
 def test_the_whole_dry_run(tmp_path):
     """Every case has a result: where there are no kernels from XLA, and its line says so."""
     lines, table = run(tmp_path)

@@ -15,7 +15,7 @@ from rooflax.bench.report import ablation_cells
 from rooflax.errors import RequestError
 from rooflax.models.memory import gib
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 pytest.importorskip("matplotlib")
 

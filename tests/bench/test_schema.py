@@ -14,7 +14,7 @@ from rooflax.bench.workload import Workload
 from rooflax.nn.execution import KERNELS, ExecutionOptions
 from tests.bench.samples import row
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 

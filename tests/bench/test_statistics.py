@@ -11,7 +11,7 @@ from rooflax.bench.statistics import Summary, doubts, paired_ratio, unpaired_rat
 from rooflax.bench.workload import Workload
 from rooflax.errors import RequestError
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def test_summary_by_hand():

@@ -9,7 +9,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
 from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, True, "1", [1])
 NOT_WHOLE = (*NOT_NUMBERS, 1.5, 2.0)

@@ -18,7 +18,7 @@ from rooflax.engine.scheduler import Scheduler
 from rooflax.engine.sequence import Sequence, with_siblings
 from rooflax.nn.layout import blocks_needed
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 BLOCK_SIZE = 4
 SLOTS = 3

@@ -12,7 +12,7 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.chat_template import encode_chat, render
 from rooflax.loading.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}

@@ -9,7 +9,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import INDEX_FILE, WEIGHTS_FILE, Checkpoint
 from rooflax.loading.safetensors import write_safetensors
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def write(path, *names):

@@ -7,7 +7,7 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def write(folder, name, value):

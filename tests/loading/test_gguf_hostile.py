@@ -17,7 +17,7 @@ from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from tests import gguf_cases
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 SMALL = gguf_cases.gguf("llama3", "q4_0")
 HEADER = SMALL.read_bytes()

@@ -10,7 +10,7 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading import hub
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -24,7 +24,7 @@ from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import FAMILIES
 from tests import tokenizer_cases
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FURTHER = os.environ.get("PUBLISHED_TEMPLATES")
 TABLE = Path(__file__).parents[1] / "data" / "published_templates.json"

@@ -13,7 +13,7 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading import safetensors as st
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def file_bytes(header, data=b""):

@@ -17,7 +17,7 @@ from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
 from tests import tokenizer_cases
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]
 TEXTS = [

@@ -18,7 +18,7 @@ from rooflax.models.presets import PRESETS
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())

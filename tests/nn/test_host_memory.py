@@ -6,6 +6,8 @@ import pytest
 
 from rooflax.nn.host_memory import anonymous_bytes, give_back_freed
 
+pytestmark = pytest.mark.unit
+
 CHUNK, COUNT = 1 << 16, 1000
 
 

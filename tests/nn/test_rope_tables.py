@@ -7,6 +7,8 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.rope import inverse_frequencies, rope_arrays
 from tests import goldens
 
+pytestmark = pytest.mark.unit
+
 HEAD_DIM, THETA = goldens.ROPE_HEAD_DIM, goldens.ROPE_THETA
 
 

@@ -7,7 +7,7 @@ import pytest
 import rooflax
 from tests.product.snippets import ROOT
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 SPEC = importlib.util.spec_from_file_location("api_docs", ROOT / "tools" / "api_docs.py")
 api_docs = importlib.util.module_from_spec(SPEC)

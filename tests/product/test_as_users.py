@@ -13,7 +13,7 @@ from tests.product.snippets import ROOT
 
 @pytest.fixture(scope="module")
 def found():
-    """What tests/matmul/as_users.py prints."""
+    """What tests/product/as_users.py prints."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.product.as_users"],

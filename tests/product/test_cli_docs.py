@@ -7,7 +7,7 @@ import pytest
 from rooflax.cli.docs import page
 from rooflax.cli.main import VERBS, main
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 

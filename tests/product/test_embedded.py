@@ -49,6 +49,7 @@ def test_held_out_text_is_200_kb_with_its_licence() -> None:
     assert "PYTHON SOFTWARE FOUNDATION LICENSE" in licence
 
 
+@pytest.mark.slow  # 24 s of processor time
 def test_perplexity_is_what_the_card_says() -> None:
     card = (embedded_folder() / "README.md").read_text(encoding="utf-8")
     said = re.search(r"\| perplexity \| ([\d.]+) on .*\(([\d.]+) bits per byte\)", card)

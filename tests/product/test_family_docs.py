@@ -7,7 +7,7 @@ import pytest
 
 from rooflax.models.registry import FAMILIES
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("family_docs", ROOT / "tools" / "family_docs.py")

@@ -5,7 +5,7 @@ import pytest
 
 from tools import gpu_docs, gpu_estimate, hlo, sass
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def code(*lines):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.product.snippets import ROOT
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 PACKAGE = ROOT / "src/rooflax"
 NAME = r"[A-Za-z_]\w*"

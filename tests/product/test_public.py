@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import rooflax
+
+pytestmark = pytest.mark.unit
 
 
 def test_all_is_exact_and_resolves() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rooflax.models.registry import FAMILIES
 from tests.product.snippets import ROOT
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 SOURCES = sorted((ROOT / "src" / "rooflax").rglob("*.py"))
 

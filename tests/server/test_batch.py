@@ -17,7 +17,7 @@ from rooflax.server.errors import ENGINE_FAILED
 from tests.cli.test_cli_flags import flags_of
 from tests.server.hostile import answering, whole
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 def line(name, body, **more):

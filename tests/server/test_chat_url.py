@@ -16,7 +16,7 @@ from rooflax.errors import EngineError, QueueFull
 from tests.server.hostile import CHUNKED, answering, events, whole
 from tests.server.live import wait_for
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rooflax.server.fields import Table
 from tests.product.snippets import ROOT
 from tests.server.live import ScriptedLLM, serving
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

@@ -24,7 +24,7 @@ from tests.cli.test_cli_flags import (
     flags_of,
 )
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAFTS | DEVICE | {
     "--mesh": ["tensor=2"], "--quiet": [], "--verbose": [], "--help": None,

@@ -23,7 +23,7 @@ from rooflax.structured import Grammars
 from tests.loading.conftest import byte_level
 from tests.server.test_reader import cut, read
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FORMATS = {each.name: each for each in formats()}
 MARKS = {

@@ -30,7 +30,7 @@ from rooflax.server.service import MAX_WAITING_CONTEXTS
 from rooflax.server.settings import Settings, host_is_allowed, host_name
 from tests.server.live import ScriptedLLM, serving, wait_for
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"content-type": "application/json"}

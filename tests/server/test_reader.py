@@ -20,7 +20,7 @@ from rooflax.server.reader import Event, Reader
 from tests.loading import conftest as tokenizers
 from tests.loading.test_chat_template import TEMPLATES
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FORMATS = {each.name: each for each in formats()}
 ARGUMENTS = {"city": "Oslo", "days": [1, 2], "note": 'a "b" {c} </x> \\ é 日本\n'}

@@ -16,7 +16,7 @@ from rooflax.server.formats.response_template import Unreadable, read_response_t
 from tests.server.test_reader import cut, of_kind, read  # noqa: F401
 from tests.server.test_tools import CHAT, MESSAGES, tool
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 THINK = {"open": "<think>", "close": "</think>"}
 OBJECT = {"type": "function", "function": "{content}"}

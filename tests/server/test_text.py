@@ -15,7 +15,7 @@ from rooflax.loading.incremental import spelled_bytes
 from tests.product.snippets import ROOT
 from tests.server.test_fields import CHAT, ask, in_single_bytes
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 NAUGHTY = json.loads((ROOT / "tests" / "data" / "naughty.json").read_text(encoding="utf-8"))
 """In the manner of the "big list of naughty strings"."""

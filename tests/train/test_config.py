@@ -9,7 +9,7 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",

@@ -16,7 +16,7 @@ from rooflax.train.corpus import (
     split_held_out,
 )
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 
 @pytest.fixture

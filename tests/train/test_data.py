@@ -13,7 +13,7 @@ from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.data import Rows, open_corpus, pack, separator_of, write_corpus
 from tests.train import tiny
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = pytest.mark.unit
 
 END = 9  # the separator in hand-written rows
 

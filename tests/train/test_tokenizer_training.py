@@ -18,6 +18,8 @@ from rooflax.train.tokenizer_training import (
 )
 from tests.train import tiny
 
+pytestmark = pytest.mark.unit
+
 PYTHON = st.text("abcXYZ_019 \t\n\r()[]{}:=+-*/.,'\"#\\éß中\U0001f600", max_size=60)
 
 

@@ -29,8 +29,9 @@ from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import RequestError
+from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
-from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts, is_whole
+from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.load import load_plan
 from rooflax.loading.model_info import ModelInfo

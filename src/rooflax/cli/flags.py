@@ -7,12 +7,17 @@ that a wrong value is rejected at once.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import Declaration
+from rooflax.fields.kinds import Choice, Flag, Ids, Kind, Number, Whole
+from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
 from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
@@ -56,58 +61,45 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         max_tokens: the verb's default.
         samples: offer what makes sense for one prompt only.
     """
-    group = parser.group("choosing tokens")
-    add = group.add_argument
-    add(
-        "-n", "--max-tokens", "--max-new-tokens", "--n-predict", metavar="N", type=whole,
-        help=f"maximum number of new tokens; default {max_tokens}, or what fits into the context",
-    )  # fmt: skip
-    add(
-        "--temperature",
-        "--temp",
-        metavar="T",
-        type=number,
-        help="0 is greedy; default the checkpoint's, else 1",
-    )
-    add("--top-k", metavar="K", type=whole, help="sample from the k most likely tokens")
-    add("--top-p", metavar="P", type=number, help="the most likely tokens that sum to p")
-    add("--min-p", metavar="P", type=number, help="drop those below p times the best")
-    add("-s", "--seed", metavar="N", type=whole, help="random seed of sampling; default 0")
-    add("--repetition-penalty", metavar="X", type=number, help="above 1 discourages repetition")
-    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, for tokens already used")
-    add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")
-    add(
-        "--logit-bias", metavar="ID=VALUE", type=bias, action="append", default=[],
-        help="add to a token's logit, -100 to 100 (repeatable)",
-    )  # fmt: skip
-    add("--stop", metavar="TEXT", action="append", default=[], help="stop at TEXT (repeatable)")
-    add(
-        "--stop-token-ids", metavar="ID,ID", type=token_ids, action="append", default=[],
-        help="stop at these token ids",
-    )  # fmt: skip
-    add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
-    if samples:
-        add("--samples", metavar="N", type=whole, default=1, help="completions; default 1")
-        add("--logprobs", metavar="N", type=whole, help="log-probabilities, and the N likeliest")
-        add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
-        add("--length-penalty", metavar="X", type=number, help="of beams: more favours long texts")
-        add(
-            "--early-stopping", metavar="HOW", type=_early_stopping,
-            help="of beams: false (default), true, never",
-        )  # fmt: skip
-        add(
-            "--json-schema", metavar="FILE_OR_JSON", type=_schema,
-            help="constrain the answer to JSON of this schema",
-        )  # fmt: skip
-        add("--regex", metavar="REGEX", help="constrain the answer to text that matches")
-        add(
-            "--grammar", metavar="FILE_OR_TEXT", type=_grammar,
-            help="constrain the answer to this Lark grammar",
-        )  # fmt: skip
+    defaults = {"max_tokens": f"{max_tokens}, or what fits into the context"}
+    for one in SAMPLING.values():
+        if one.flags and (samples or not one.per_prompt):
+            add_field(parser, replace(one, shown_default=defaults.get(one.name, one.shown_default)))
 
 
-def _early_stopping(text: str) -> bool | str:
-    return {"false": False, "true": True}.get(text, text)
+def add_field(parser: Parser, one: Declaration) -> None:
+    """The flags of a field that is declared."""
+    how: dict[str, Any] = {"help": one.sentence}
+    if isinstance(one.kind, Flag):
+        how["action"] = "store_true"
+    elif one.kind.repeats:
+        how |= {"action": "append", "default": [], "help": f"{one.sentence} (repeatable)"}
+    else:
+        how["default"] = one.default
+    if not isinstance(one.kind, Flag):
+        how |= {"metavar": one.metavar, "type": parser_of(one.kind)}
+    parser.group(one.group).add_argument(*one.flags, **how)
+
+
+def parser_of(kind: Kind) -> Callable[[str], Any]:
+    """What reads a value of a kind from a flag's text, for `type=`."""
+    match kind:
+        case Whole():
+            return whole
+        case Number():
+            return number
+        case Ids():
+            return token_ids
+        case Bias():
+            return bias
+        case JsonSchema():
+            return _schema
+        case Grammar():
+            return _grammar
+        case Choice(choices):
+            words = {str(choice).lower(): choice for choice in choices}
+            return lambda text: words.get(text, text)
+    return str
 
 
 def _schema(given: str) -> str:
@@ -145,29 +137,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     repeated = {token for token, _ in args.logit_bias}
     if len(repeated) != len(args.logit_bias):
         raise RequestError("--logit-bias names a token id twice; give each once.")
-    return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        stop_token_ids=tuple(token for ids in args.stop_token_ids for token in ids),
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logit_bias=dict(args.logit_bias),
-        logprobs=getattr(args, "logprobs", None),
-        n=getattr(args, "samples", 1),
-        ignore_eos=args.ignore_eos,
-        num_beams=getattr(args, "num_beams", 1),
-        length_penalty=getattr(args, "length_penalty", None),
-        early_stopping=getattr(args, "early_stopping", None),
-        json_schema=getattr(args, "json_schema", None),
-        regex=getattr(args, "regex", None),
-        grammar=getattr(args, "grammar", None),
-    )
+    given = {
+        one.name: getattr(args, one.dest)
+        for one in SAMPLING.values()
+        if one.flags and hasattr(args, one.dest)
+    }
+    given["logit_bias"] = dict(args.logit_bias)
+    given["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)
+    return SamplingParams(**given)
 
 
 def add_max_model_len(parser: Parser, text: str) -> None:

@@ -6,12 +6,12 @@ import argparse
 from typing import Any, NoReturn
 
 from rooflax.errors import RequestError, did_you_mean
+from rooflax.fields.sampling import SAMPLING
 
 WIDTH = 80
 FLAG_COLUMN = 29
-FIELDS = {
-    "samples": "n", "ignore_config_key": "ignore_config_keys", "no_cache": "use_cache",
-    "no_jit": "jit",
+FIELDS = {one.dest: name for name, one in SAMPLING.items()} | {
+    "ignore_config_key": "ignore_config_keys", "no_cache": "use_cache", "no_jit": "jit",
 }  # fmt: skip
 """Flags whose fields in Python have other names."""
 SEEN = "_seen"

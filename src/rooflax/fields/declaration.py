@@ -1,0 +1,145 @@
+"""Declarations of fields: everything that is to be known of one, beside its type and default.
+
+A dataclass whose fields are made by `declare` is a table. Checks, flags, environment variables,
+HTTP routes, the sampler's columns and the docs read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from rooflax.fields.kinds import Kind
+
+Api = Literal["completions", "chat", "responses", "messages"]
+COMPLETIONS: Api = "completions"
+CHAT: Api = "chat"
+RESPONSES: Api = "responses"
+MESSAGES: Api = "messages"
+_KEY = "declaration"
+Class = TypeVar("Class", bound=type)
+
+
+@dataclass(frozen=True)
+class Http:
+    """A field as an API has it.
+
+    Attributes:
+        name: there; None is the field's own.
+        kind: where the API takes another range.
+        help: where the API means something else by it.
+        is_computed: the route makes the field's value of this and of other fields.
+    """
+
+    apis: tuple[Api, ...] = (COMPLETIONS, CHAT)
+    name: str | None = None
+    kind: Kind | None = None
+    help: str | None = None
+    required: bool = False
+    is_computed: bool = False
+
+
+BOTH = (Http(),)
+"""Completions and chats have the field as it is here."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A field.
+
+    Attributes:
+        help: one sentence without a full stop, for every reader.
+        default: of the dataclass; None is unset.
+        unset: what an unset field means in the end; None says nothing.
+        shown_default: what people read instead of `unset` and `default`.
+        flags: of the command line; the first long one names the value in a namespace.
+        metavar: of the flags' value.
+        group: heading of the flags.
+        http: how APIs have it.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    default: Any = None
+    unset: Any = None
+    shown_default: str | None = None
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    group: str = ""
+    http: tuple[Http, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Name of the flags' value in a namespace; empty without flags."""
+        long = next((flag for flag in self.flags if flag.startswith("--")), "")
+        return long.removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Of the environment, for flags that variables may give."""
+        return f"ROOFLAX_{self.dest.upper()}"
+
+    @property
+    def sentence(self) -> str:
+        """The help with the default."""
+        known = self.default if self.unset is None else self.unset
+        text = "" if known is None or known == () or known == {} else _spelled(known)
+        text = text if self.shown_default is None else self.shown_default
+        return f"{self.help}; default {text}" if text else self.help
+
+    def http_of(self, api: Api) -> list[Http]:
+        """How one API has it: not at all, or by one name or several."""
+        return [one for one in self.http if api in one.apis]
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def declare(
+    kind: Kind,
+    help: str,
+    *,
+    default: Any = None,
+    factory: Callable[[], Any] | None = None,
+    of: type[Declaration] = Declaration,
+    **further: Any,
+) -> Any:
+    """A dataclass field with its declaration.
+
+    Args:
+        of: what else the table says of its fields.
+        further: as `of` has it.
+    """
+    found = of("", kind, help, default, **further)
+    given: dict[str, Any] = (
+        {"default": default} if factory is None else {"default_factory": factory}
+    )
+    return dataclasses.field(metadata={_KEY: found}, **given)
+
+
+@cache
+def declarations(table: type) -> dict[str, Any]:
+    """The fields of a table by name, in order."""
+    return {
+        field.name: replace(field.metadata[_KEY], name=field.name)
+        for field in dataclasses.fields(table)
+        if _KEY in field.metadata
+    }
+
+
+def documented(table: Class) -> Class:
+    """Ends the docstring of a table with its fields."""
+    lines = [inspect.cleandoc(table.__doc__ or ""), "", "Attributes:"]
+    for one in declarations(table).values():
+        text = f"{one.help}; {one.kind.range}" if one.kind.range else one.help
+        lines.append(f"    {one.name}: {replace(one, help=text).sentence}.")
+    table.__doc__ = "\n".join(lines)
+    return table

@@ -1,0 +1,183 @@
+"""Kinds of values that fields hold: a whole number in a range, a number, one of some words.
+
+A kind checks a value in Python; argparse's and msgspec's types are made from it elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NoReturn, TypeGuard
+
+from rooflax.errors import RequestError
+
+SHOWN = 80
+"""Characters of a wrong value that its error shows."""
+
+
+def is_whole(value: object, of: type = Integral) -> TypeGuard[int]:
+    """Whether it is a whole number; true and false are none.
+
+    Args:
+        of: `int` takes Python's only, the default NumPy's too.
+    """
+    return isinstance(value, of) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number that a float can hold; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def reject(name: str, value: object, wanted: str, *, what: str | None = None) -> NoReturn:
+    """
+    Args:
+        what: the value is of the field `name`, if that is not its name.
+
+    Raises:
+        RequestError: always.
+    """
+    text = repr(value)
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    raise RequestError(f"{what or name} is {shown}; it must be {wanted}.", param=name)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may hold.
+
+    Attributes:
+        repeats: several values make one, each given by a flag of its own.
+    """
+
+    repeats = False
+
+    @property
+    def range(self) -> str:
+        """What values may be, for people; empty where the kind's name says it."""
+        return ""
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
+        """The value as the field keeps it.
+
+        Raises:
+            RequestError: it is of another kind, or out of range; the field is its `param`.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number from `low` to `high`, which None leaves open."""
+
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def range(self) -> str:
+        return f"from {self.low} " + ("up" if self.high is None else f"to {self.high}")
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> int:
+        fits = is_whole(value, int) and value >= self.low
+        if not fits or (self.high is not None and value > self.high):
+            reject(name, value, f"a whole number {self.range}", what=what)
+        return value
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A finite number; with `above` or `below` the end itself is out of range."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    @property
+    def range(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        high = f"{'below' if self.below else 'at most'} {self.high:g}"
+        ends = [(low, self.low), (high, self.high)]
+        return " and ".join(text for text, end in ends if math.isfinite(end))
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is in range."""
+        is_end = (self.above and value == self.low) or (self.below and value == self.high)
+        return self.low <= value <= self.high and not is_end
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> float:
+        if not is_number(value) or not self.holds(value):
+            reject(name, value, f"a finite number {self.range}".rstrip(), what=what)
+        return value
+
+
+@dataclass(frozen=True)
+class Flag(Kind):
+    """True or false."""
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> bool:
+        if not isinstance(value, bool):
+            reject(name, value, "true or false", what=what)
+        return value
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of some values, most of them words."""
+
+    choices: tuple[Any, ...]
+
+    @property
+    def range(self) -> str:
+        return f"one of {', '.join(repr(choice) for choice in self.choices)}"
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
+        if not any(type(value) is type(one) and value == one for one in self.choices):
+            reject(name, value, self.range, what=what)
+        return value
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """Any text; what it may be is checked where it is used."""
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> str:
+        if not isinstance(value, str):
+            reject(name, value, "text", what=what)
+        return value
+
+
+@dataclass(frozen=True)
+class Ids(Kind):
+    """Token ids, at most so many."""
+
+    most: int | None = None
+    repeats = True
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[int, ...]:
+        ids = as_tuple(name, value)
+        for item in ids:
+            Whole().read(name, item)
+        if self.most is not None and len(ids) > self.most:
+            raise RequestError(
+                f"{name} has {len(ids)} entries; at most {self.most} fit.", param=name
+            )
+        return ids
+
+
+def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """A list of any kind as a tuple; None is an empty one.
+
+    Raises:
+        RequestError: it is no list.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        reject(name, value, "a list")
+    return tuple(value)

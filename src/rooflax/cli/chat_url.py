@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MEANT = (
     "model", "url", "api_key", "system", "prompt", "show_thinking", "quiet", "verbose",
-    *(one.dest for one in SAMPLING.values() if one.http_of(CHAT)),
+    *(one.name for one in SAMPLING.values() if one.http_of(CHAT)),
 )  # fmt: skip
 """Flags that mean something to a server."""
 SILENCE_S = 600.0

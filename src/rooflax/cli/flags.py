@@ -78,7 +78,7 @@ def add_field(parser: Parser, one: Declaration) -> None:
         how["default"] = one.default
     if not isinstance(one.kind, Flag):
         how |= {"metavar": one.metavar, "type": parser_of(one.kind)}
-    parser.group(one.group).add_argument(*one.flags, **how)
+    parser.group(one.group).add_argument(*one.flags, dest=one.name, **how)
 
 
 def parser_of(kind: Kind) -> Callable[[str], Any]:
@@ -138,9 +138,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if len(repeated) != len(args.logit_bias):
         raise RequestError("--logit-bias names a token id twice; give each once.")
     given = {
-        one.name: getattr(args, one.dest)
+        one.name: getattr(args, one.name)
         for one in SAMPLING.values()
-        if one.flags and hasattr(args, one.dest)
+        if one.flags and hasattr(args, one.name)
     }
     given["logit_bias"] = dict(args.logit_bias)
     given["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)

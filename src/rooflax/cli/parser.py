@@ -6,13 +6,10 @@ import argparse
 from typing import Any, NoReturn
 
 from rooflax.errors import RequestError, did_you_mean
-from rooflax.fields.sampling import SAMPLING
 
 WIDTH = 80
 FLAG_COLUMN = 29
-FIELDS = {one.dest: name for name, one in SAMPLING.items()} | {
-    "ignore_config_key": "ignore_config_keys", "no_cache": "use_cache", "no_jit": "jit",
-}  # fmt: skip
+FIELDS = {"ignore_config_key": "ignore_config_keys", "no_cache": "use_cache", "no_jit": "jit"}
 """Flags whose fields in Python have other names."""
 SEEN = "_seen"
 """Where a namespace says, while it is filled, which flags were given."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import documented
+from rooflax.fields.declaration import documented, read_fields
 from rooflax.fields.sampling import (
     FORMS,
     MAX_LOGIT_BIAS,
@@ -29,10 +29,7 @@ class SamplingParams(SamplingFields):
     """
 
     def __post_init__(self) -> None:
-        for name, one in SAMPLING.items():
-            value = getattr(self, name)
-            if value is not None or one.default is not None or one.kind.repeats:
-                object.__setattr__(self, name, one.kind.read(name, value))
+        read_fields(self)
         self._check_beams()
         self._check_together()
 

@@ -90,7 +90,7 @@ class Declaration:
         known = self.default if self.unset is None else self.unset
         text = "" if known is None or known == () or known == {} else _spelled(known)
         text = text if self.shown_default is None else self.shown_default
-        return f"{self.help}; default {text}" if text else self.help
+        return f"{self.help}{self.kind.words}" + (f"; default {text}" if text else "")
 
     def http_of(self, api: Api) -> list[Http]:
         """How one API has it: not at all, or by one name or several."""
@@ -133,6 +133,18 @@ def declarations(table: type) -> dict[str, Any]:
         for field in dataclasses.fields(table)
         if _KEY in field.metadata
     }
+
+
+def read_fields(values: Any) -> None:
+    """Checks the fields of a table's new instance, and keeps what their kinds make of them.
+
+    Raises:
+        RequestError: with the field.
+    """
+    for name, one in declarations(type(values)).items():
+        value = getattr(values, name)
+        if value is not None or one.default is not None or one.kind.repeats:
+            object.__setattr__(values, name, one.kind.read(name, value))
 
 
 def documented(table: Class) -> Class:

@@ -62,6 +62,11 @@ class Kind:
         """What values may be, for people; empty where the kind's name says it."""
         return ""
 
+    @property
+    def words(self) -> str:
+        """What is said behind the field's help, wherever that is read."""
+        return ""
+
     def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
         """The value as the field keeps it.
 
@@ -133,12 +138,14 @@ class Choice(Kind):
     choices: tuple[Any, ...]
 
     @property
-    def range(self) -> str:
-        return f"one of {', '.join(repr(choice) for choice in self.choices)}"
+    def words(self) -> str:
+        *most, last = [str(choice).lower() for choice in self.choices]
+        return f": {', '.join(most)} or {last}"
 
     def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
         if not any(type(value) is type(one) and value == one for one in self.choices):
-            reject(name, value, self.range, what=what)
+            choices = ', '.join(repr(choice) for choice in self.choices)
+            reject(name, value, f"one of {choices}", what=what)
         return value
 
 

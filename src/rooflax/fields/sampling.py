@@ -343,9 +343,9 @@ class SamplingFields:
         http=(Http((COMPLETIONS,), kind=Number()),),
     )  # fmt: skip
     early_stopping: bool | str | None = _field(
-        Choice((False, True, "never")),
-        "of beams: true ends the search with num_beams texts, false once no open beam scores "
-        "better, never once none could by the longest text", shown_default="false",
+        Choice((True, False, "never")),
+        "of beams: end the search with num_beams texts, once no open beam scores better, or once "
+        "none could by the longest text", shown_default="false",
         per_prompt=True, flags=("--early-stopping",), metavar="HOW",
     )  # fmt: skip
     json_schema: Mapping[str, Any] | str | None = _form(

@@ -15,7 +15,7 @@ from typing import Any
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import Declaration
+from rooflax.fields.declaration import Declaration, declarations
 from rooflax.fields.kinds import Choice, Flag, Ids, Kind, Number, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
 from rooflax.models.presets import EMBEDDED, PREFIX
@@ -81,6 +81,12 @@ def add_field(parser: Parser, one: Declaration) -> None:
     parser.group(one.group).add_argument(*one.flags, dest=one.name, **how)
 
 
+def values_of(args: argparse.Namespace, table: type) -> dict[str, Any]:
+    """What the flags say of the fields of a table, as far as the verb has them."""
+    named = declarations(table).values()
+    return {one.name: getattr(args, one.name) for one in named if hasattr(args, one.name)}
+
+
 def parser_of(kind: Kind) -> Callable[[str], Any]:
     """What reads a value of a kind from a flag's text, for `type=`."""
     match kind:
@@ -137,11 +143,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     repeated = {token for token, _ in args.logit_bias}
     if len(repeated) != len(args.logit_bias):
         raise RequestError("--logit-bias names a token id twice; give each once.")
-    given = {
-        one.name: getattr(args, one.name)
-        for one in SAMPLING.values()
-        if one.flags and hasattr(args, one.name)
-    }
+    given = values_of(args, SamplingParams)
     given["logit_bias"] = dict(args.logit_bias)
     given["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)
     return SamplingParams(**given)

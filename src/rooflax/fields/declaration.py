@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -56,7 +56,7 @@ class Declaration:
         default: of the dataclass; None is unset.
         unset: what an unset field means in the end; None says nothing.
         shown_default: what people read instead of `unset` and `default`.
-        flags: of the command line; the first long one names the value in a namespace.
+        flags: of the command line.
         metavar: of the flags' value.
         group: heading of the flags.
         http: how APIs have it.
@@ -74,33 +74,17 @@ class Declaration:
     http: tuple[Http, ...] = ()
 
     @property
-    def dest(self) -> str:
-        """Name of the flags' value in a namespace; empty without flags."""
-        long = next((flag for flag in self.flags if flag.startswith("--")), "")
-        return long.removeprefix("--").replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        """Of the environment, for flags that variables may give."""
-        return f"ROOFLAX_{self.dest.upper()}"
-
-    @property
     def sentence(self) -> str:
         """The help with the default."""
         known = self.default if self.unset is None else self.unset
-        text = "" if known is None or known == () or known == {} else _spelled(known)
+        text = "" if known is None or known is False or known == () else f"{known}"
+        text = f"{known:g}" if isinstance(known, float) else text
         text = text if self.shown_default is None else self.shown_default
         return f"{self.help}{self.kind.words}" + (f"; default {text}" if text else "")
 
     def http_of(self, api: Api) -> list[Http]:
         """How one API has it: not at all, or by one name or several."""
         return [one for one in self.http if api in one.apis]
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def declare(
@@ -110,19 +94,21 @@ def declare(
     default: Any = None,
     factory: Callable[[], Any] | None = None,
     of: type[Declaration] = Declaration,
+    repr: bool = True,
     **further: Any,
 ) -> Any:
     """A dataclass field with its declaration.
 
     Args:
         of: what else the table says of its fields.
+        repr: whether the dataclass shows the value.
         further: as `of` has it.
     """
     found = of("", kind, help, default, **further)
     given: dict[str, Any] = (
         {"default": default} if factory is None else {"default_factory": factory}
     )
-    return dataclasses.field(metadata={_KEY: found}, **given)
+    return dataclasses.field(metadata={_KEY: found}, repr=repr, **given)
 
 
 @cache
@@ -133,6 +119,12 @@ def declarations(table: type) -> dict[str, Any]:
         for field in dataclasses.fields(table)
         if _KEY in field.metadata
     }
+
+
+def variable_of(flags: Sequence[str]) -> str:
+    """The environment variable that may stand for a flag: ROOFLAX_API_KEY for --api-key."""
+    long = next((flag for flag in flags if flag.startswith("--")), "")
+    return f"ROOFLAX_{long.removeprefix('--').replace('-', '_').upper()}"
 
 
 def read_fields(values: Any) -> None:

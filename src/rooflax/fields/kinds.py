@@ -144,7 +144,7 @@ class Choice(Kind):
 
     def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
         if not any(type(value) is type(one) and value == one for one in self.choices):
-            choices = ', '.join(repr(choice) for choice in self.choices)
+            choices = ", ".join(repr(choice) for choice in self.choices)
             reject(name, value, f"one of {choices}", what=what)
         return value
 
@@ -157,6 +157,16 @@ class Text(Kind):
         if not isinstance(value, str):
             reject(name, value, "text", what=what)
         return value
+
+
+@dataclass(frozen=True)
+class Texts(Kind):
+    """Several texts."""
+
+    repeats = True
+
+    def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
+        return tuple(Text().read(name, item) for item in as_tuple(name, value))
 
 
 @dataclass(frozen=True)

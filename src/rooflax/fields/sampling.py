@@ -329,7 +329,7 @@ class SamplingFields:
         http=(Http(kind=Whole(1, PER_REQUEST)),),
     )  # fmt: skip
     ignore_eos: bool = _field(
-        Flag(), "continue after end-of-sequence tokens", default=False, shown_default="",
+        Flag(), "continue after end-of-sequence tokens", default=False,
         flags=("--ignore-eos",), http=BOTH,
     )  # fmt: skip
     num_beams: int = _field(

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
-from rooflax.engine.engine import STEP_S, Engine
+from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
@@ -123,33 +124,18 @@ class AsyncLLM:
         self.llm = LLM(plan, **arguments)
         pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
         self._pooler = pooling and pooling.pooler
-        engine = self._engine(plan, STEP_S if max_tokens_per_step is None else None)
+        engine = self._engine()
         self._inboxes: dict[int, _Inbox] = {}
         self._piece_s = 1 / max_pieces_per_s if max_pieces_per_s else 0.0
         self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
         self._thread.wait_until_warm()
 
-    def _engine(self, plan: Plan, step_s: float | None) -> Engine:
-        llm = self.llm
-        return Engine(
-            llm.model,
-            plan.options,
-            num_slots=plan.max_num_seqs,
-            max_tokens=plan.max_model_len,
-            kv_dtype=plan.kv_dtype,
-            prefill_chunk=plan.prefill_chunk,
-            token_budget=plan.max_tokens_per_step,
-            step_s=step_s,
-            num_blocks=plan.num_blocks,
-            prefix_caching=llm.prefix_caching,
-            speculation=None
-            if self._pooler
-            else llm.speculation(plan.max_num_seqs, plan.max_model_len),
-            isolates_faults=True,
-            mesh=plan.mesh,
-            pooler=self._pooler,
-        )
+    def _engine(self) -> Engine:
+        plan, speculation = replace(self.llm.plan, pooler=self._pooler), None
+        if self._pooler is None:
+            speculation = self.llm.speculation(plan.max_num_seqs, plan.max_model_len)
+        return Engine(self.llm.model, plan, speculation)
 
     @property
     def warm_up_report(self) -> list[Compiled]:

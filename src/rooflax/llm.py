@@ -394,8 +394,7 @@ class LLM:
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
         idle = engine is not None and not engine.has_unfinished  # else a stream still owns it
-        fits = engine and engine.num_slots == slots and engine.max_tokens >= tokens
-        if engine and idle and fits and engine.pooler == pooler:
+        if engine and idle and engine.config.holds(slots, tokens, pooler):
             return engine
         self._engine = None
         self._engine = self.new_engine(slots, tokens, pooler)
@@ -411,18 +410,7 @@ class LLM:
         if pooler is None:
             speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
         self.plan.check_fits(num_slots, max_tokens)
-        return Engine(
-            self.model,
-            self.options,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            kv_dtype=self.plan.kv_dtype,
-            prefill_chunk=self.plan.prefill_chunk,
-            prefix_caching=self.prefix_caching,
-            speculation=speculation,
-            mesh=self.mesh,
-            pooler=pooler,
-        )
+        return Engine(self.model, self.plan.sized(num_slots, max_tokens, pooler), speculation)
 
     def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:
         """Who drafts for an engine of this size."""

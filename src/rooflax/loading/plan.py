@@ -29,6 +29,7 @@ from rooflax.models.memory import (
 from rooflax.models.model import resolve_max_model_len
 from rooflax.models.offloading import StreamPlan, plan_offloading
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import (
     DEFAULT_DRAFT_TOKENS,
     NGRAM,
@@ -38,12 +39,7 @@ from rooflax.nn.execution import (
     offloading_options,
     parse_bytes,
 )
-from rooflax.nn.layout import (
-    MOST_DECODE_STEPS,
-    SNAPSHOT_BYTES,
-    blocks_needed,
-    most_new_tokens,
-)
+from rooflax.nn.layout import SNAPSHOT_BYTES, blocks_needed
 from rooflax.nn.mesh import make_mesh, shards_of
 from rooflax.nn.shards import Shards, config_on
 from rooflax.nn.storage import Storage
@@ -53,6 +49,8 @@ from rooflax.ops.linear.api import LINEAR
 DEFAULT_NUM_SEQS = 16
 CACHE_SHARE = 0.5
 """Of the memory that is free beside the weights, for the KV cache of a server."""
+STEP_S = 0.3
+"""A server's steps take at most about this long: its prompts are cut to what fits."""
 SMALL_CONTEXT = 256
 """Tokens whose KV cache must fit beside the weights, or the model is not loaded."""
 
@@ -73,43 +71,26 @@ class StateRows(NamedTuple):
     budget_bytes: int
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(EngineConfig):
     """Everything that is decided about a model before its weights are read.
 
     Attributes:
         info: the model.
         storage: the format or dtype of each weight, and the dtype of the activations.
-        kv_dtype: of the KV cache.
-        options: with `layers` resolved; one step per dispatch where layers are offloaded.
-        max_model_len: longest context in tokens.
-        max_num_seqs: sequences that run at once.
-        prefill_chunk: most tokens of one prompt in a step.
-        max_tokens_per_step: most tokens of a step.
-        mesh: its devices; None is one device, or devices that are not here.
         shards: into how many parts the mesh splits each axis.
         offloading: which layers stay in memory and which are read at every step; None without a
             weights budget.
         draft: of the smaller model that drafts tokens; None without one.
-        num_draft_tokens: most drafts of a sequence in a step; 0 if nobody drafts.
-        num_blocks: of the KV cache, per layer group, block 0 included.
         memory: bytes on each device, with this KV cache.
     """
 
     info: ModelInfo
     storage: Storage
-    kv_dtype: str
-    options: ExecutionOptions
-    max_model_len: int
-    max_num_seqs: int
-    prefill_chunk: int
-    max_tokens_per_step: int
-    mesh: Mesh | None
+    mesh: Mesh | None = None
     shards: Shards
     offloading: StreamPlan | None
     draft: Plan | None
-    num_draft_tokens: int
-    num_blocks: tuple[int, ...]
     memory: MemoryEstimate
 
     @property
@@ -224,7 +205,13 @@ class Plan:
         """
         per_step = max(max_tokens_per_step or accelerator.prefill_chunk(), self.max_num_seqs)
         chunk = min(per_step, accelerator.prefill_chunk(), self.max_model_len)
-        plan = replace(self, prefill_chunk=chunk, max_tokens_per_step=per_step)
+        plan = replace(
+            self,
+            prefill_chunk=chunk,
+            max_tokens_per_step=per_step,
+            step_s=STEP_S if max_tokens_per_step is None else None,
+            isolates_faults=True,
+        )
         if num_blocks is not None:
             num_groups = len(self.info.config.groups.windows)
             return plan._with_blocks(_checked_blocks(num_blocks, num_groups))
@@ -241,14 +228,9 @@ class Plan:
     def full_length_seqs(self) -> int:
         """How many sequences of `max_model_len` the KV cache holds at once."""
         windows, size = self.info.config.groups.windows, accelerator.block_size()
-        lengths = (self.max_model_len, self._new_tokens, size, 1 + self.num_draft_tokens)
+        lengths = (self.max_model_len, self.new_tokens, size, 1 + self.num_draft_tokens)
         per_seq = [blocks_needed(window, *lengths) for window in windows]
         return min((n - 1) // each for n, each in zip(self.num_blocks, per_seq, strict=True))
-
-    @property
-    def _new_tokens(self) -> int:
-        steps = self.options.decode_steps or MOST_DECODE_STEPS
-        return most_new_tokens(self.prefill_chunk, steps, self.num_draft_tokens)
 
     def _blocks(self, limit_bytes: int | None = None) -> tuple[int, ...]:
         return plan_blocks(
@@ -256,7 +238,7 @@ class Plan:
             kv_dtype=self.kv_dtype,
             num_slots=self.max_num_seqs,
             max_tokens=self.max_model_len,
-            new_tokens=self._new_tokens,
+            new_tokens=self.new_tokens,
             block_size=accelerator.block_size(),
             draft_tokens=self.num_draft_tokens,
             limit_bytes=limit_bytes,
@@ -353,7 +335,6 @@ def make_plan(
         offloading=offloading,
         draft=draft,
         num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        num_blocks=(),
         memory=MemoryEstimate(0, 0, 0),
     )
     return plan._with_blocks(plan._blocks())

@@ -18,6 +18,7 @@ from rooflax.errors import RequestError
 from rooflax.fields.declaration import Declaration, declarations
 from rooflax.fields.kinds import Choice, Flag, Ids, Kind, Number, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
+from rooflax.loading.settings import ServingSettings
 from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
@@ -26,6 +27,8 @@ from rooflax.nn.execution import (
     offloading_options,
     parse_bytes,
 )
+
+SETTINGS: dict[str, Declaration] = declarations(ServingSettings)
 
 
 def add_model(parser: Parser, default: str = "the embedded model") -> None:
@@ -36,16 +39,8 @@ def add_model(parser: Parser, default: str = "the embedded model") -> None:
         nargs="?",
         help=f"checkpoint folder, .gguf file, hub id or preset:NAME; default: {default}",
     )
-    group = parser.group("finding the model")
-    group.add_argument("--revision", metavar="REF", help="branch, tag or commit of a hub id")
-    group.add_argument("--offline", action="store_true", help="use downloaded models only")
-    group.add_argument(
-        "--ignore-config-key",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="ignore an unknown key of config.json (repeatable)",
-    )
+    for name in ("revision", "offline", "ignore_config_keys"):
+        add_field(parser, SETTINGS[name])
 
 
 def add_check(parser: Parser) -> None:
@@ -67,8 +62,12 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
             add_field(parser, replace(one, shown_default=defaults.get(one.name, one.shown_default)))
 
 
-def add_field(parser: Parser, one: Declaration) -> None:
-    """The flags of a field that is declared."""
+def add_field(parser: Parser, one: Declaration, *, lists: bool = False) -> None:
+    """The flags of a field that is declared.
+
+    Args:
+        lists: several values, with commas between them.
+    """
     how: dict[str, Any] = {"help": one.sentence}
     if isinstance(one.kind, Flag):
         how["action"] = "store_true"
@@ -78,6 +77,8 @@ def add_field(parser: Parser, one: Declaration) -> None:
         how["default"] = one.default
     if not isinstance(one.kind, Flag):
         how |= {"metavar": one.metavar, "type": parser_of(one.kind)}
+    if lists:
+        how |= {"default": [None], "type": _listed(how["type"])}
     parser.group(one.group).add_argument(*one.flags, dest=one.name, **how)
 
 
@@ -149,10 +150,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def add_max_model_len(parser: Parser, text: str) -> None:
-    parser.group("memory and precision").add_argument(
-        "-c", "--max-model-len", "--ctx-size", metavar="N", type=whole, help=text
-    )
+def add_max_model_len(parser: Parser, **changes: Any) -> None:
+    """
+    Args:
+        changes: of the declaration, where the verb means something else by it.
+    """
+    add_field(parser, replace(SETTINGS["max_model_len"], **changes))
 
 
 def add_precision(
@@ -163,37 +166,13 @@ def add_precision(
     Args:
         lists: several values, with commas between them.
     """
-    add = parser.group("memory and precision").add_argument
-    kind: dict[str, Any] = {"type": _words, "default": [None]} if lists else {}
-    text = (
-        "float32 or bfloat16, of weights and activations; default bfloat16, on CPU float32 "
-        "activations with the file's weights"
-    )
-    add("--dtype", metavar="TYPE", help=text, **kind)
-    if kv:
-        add(
-            "--kv-dtype",
-            metavar="TYPE",
-            help="of the KV cache: float32, float16, bfloat16, int8 or fp8; default as "
-            "--dtype, but float16 on CPU with --quantize",
-            **kind,
-        )
-    if quantize:
-        add(
-            "-q",
-            "--quantize",
-            metavar="FORMAT",
-            help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
-            **kind,
-        )
+    for name, is_there in (("dtype", True), ("kv_dtype", kv), ("quantize", quantize)):
+        if is_there:
+            add_field(parser, SETTINGS[name], lists=lists)
 
 
 def add_weights_budget(parser: Parser) -> None:
-    parser.group("memory and precision").add_argument(
-        "--weights-budget", metavar="SIZE",
-        help="memory for weights, as in 8GB; layers beyond it are read from disk at every "
-        "step",
-    )  # fmt: skip
+    add_field(parser, SETTINGS["weights_budget"])
 
 
 def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) -> None:
@@ -241,13 +220,8 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
 
 def add_speculation(parser: Parser) -> None:
     """Drafts: never other tokens, sometimes more of them per second."""
-    add = parser.group("speed, never tokens").add_argument
-    add(
-        "--speculate",
-        metavar="HOW",
-        help="speculative decoding: ngram, or a smaller MODEL as draft",
-    )
-    add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
+    for name in ("speculate", "num_draft_tokens"):
+        add_field(parser, SETTINGS[name])
 
 
 def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> None:
@@ -299,12 +273,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
         help="CPU threads; default the cores this process may use",
     )  # fmt: skip
     if mesh:
-        add(
-            "--mesh",
-            metavar="AXIS=N",
-            help="split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, "
-            "tensor",
-        )
+        add_field(parser, SETTINGS["mesh"])
     if hosts:
         add("--coordinator", metavar="HOST:PORT", help="address of process 0")
         add("--num-processes", metavar="N", type=at_least_one, help="number of processes")
@@ -336,13 +305,9 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
     for flag, given in (
         ("--revision", args.revision),
-        ("--ignore-config-key", args.ignore_config_key),
+        ("--ignore-config-key", args.ignore_config_keys),
     ):
         if made_here and given:
             name = args.model or "the embedded model"
             raise RequestError(f"{flag} is for checkpoints, and {name} is none; drop it.")
-    return {
-        "revision": args.revision,
-        "offline": args.offline,
-        "ignore_config_keys": args.ignore_config_key,
-    }
+    return {name: getattr(args, name) for name in ("revision", "offline", "ignore_config_keys")}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.parser import Parser, at_least_one
+from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
 from rooflax.fields.declaration import declarations, variable_of
@@ -38,12 +38,9 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     for one in declarations(Settings).values():
         flags.add_field(parser, one)
-    add = parser.group("limits").add_argument
-    add("--max-num-seqs", metavar="N", type=at_least_one, default=16,
-        help="answers that run at once; default 16")  # fmt: skip
-    add("--max-num-batched-tokens", metavar="N", type=at_least_one,
-        help="tokens of a step; default what takes at most 0.3 s")  # fmt: skip
-    flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
+    for name in ("max_num_seqs", "max_tokens_per_step"):
+        flags.add_field(parser, flags.SETTINGS[name])
+    flags.add_max_model_len(parser)
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     flags.add_execution(parser, cached=False)
@@ -174,7 +171,7 @@ def _loader(
                 args,
                 max_num_seqs=args.max_num_seqs,
                 max_waiting=args.max_waiting,
-                max_tokens_per_step=args.max_num_batched_tokens,
+                max_tokens_per_step=args.max_tokens_per_step,
                 max_pieces_per_s=MAX_PIECES_PER_S,
                 report=lambda program: tell(f"compiling; {program.name} is done"),
             )

@@ -146,7 +146,7 @@ class _Start:
         self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
         if args.config is not None:
             self.raw = _read_config_file(Path(args.config))
-            self.family, self.config = read_config(self.raw, ignore=args.ignore_config_key)
+            self.family, self.config = read_config(self.raw, ignore=args.ignore_config_keys)
             if args.vocab_size is not None and args.vocab_size > self.config.vocab_size:
                 raise RequestError(
                     f"--vocab-size is {args.vocab_size}, and the embedding of {args.config} has "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ RESPONSES: Api = "responses"
 MESSAGES: Api = "messages"
 _KEY = "declaration"
 Class = TypeVar("Class", bound=type)
+Taker = TypeVar("Taker", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,16 @@ def declare(
 
 @cache
 def declarations(table: type) -> dict[str, Any]:
-    """The fields of a table by name, in order."""
-    return {
-        field.name: replace(field.metadata[_KEY], name=field.name)
-        for field in dataclasses.fields(table)
-        if _KEY in field.metadata
-    }
+    """The fields of a table by name, in order.
+
+    Args:
+        table: a dataclass of `declare`d fields, or a TypedDict annotated with declarations.
+    """
+    if dataclasses.is_dataclass(table):
+        found = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
+    else:
+        found = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
+    return {name: replace(one, name=name) for name, one in found.items() if one is not None}
 
 
 def variable_of(flags: Sequence[str]) -> str:
@@ -141,9 +147,31 @@ def read_fields(values: Any) -> None:
 
 def documented(table: Class) -> Class:
     """Ends the docstring of a table with its fields."""
-    lines = [inspect.cleandoc(table.__doc__ or ""), "", "Attributes:"]
-    for one in declarations(table).values():
-        text = f"{one.help}; {one.kind.range}" if one.kind.range else one.help
-        lines.append(f"    {one.name}: {replace(one, help=text).sentence}.")
-    table.__doc__ = "\n".join(lines)
+    table.__doc__ = f"{inspect.cleandoc(table.__doc__ or '')}\n\nAttributes:\n{_listed(table)}"
     return table
+
+
+def takes(table: type) -> Callable[[Taker], Taker]:
+    """Shows the fields of a table in place of `**settings`, in a signature and its docstring."""
+
+    def shown(function: Taker) -> Taker:
+        signature = inspect.signature(function)
+        given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        given += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+            for name, one in declarations(table).items()
+        ]
+        function.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+        doc = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = re.sub(r"(?m)^    settings: .*$", lambda _: _listed(table), doc)
+        return function
+
+    return shown
+
+
+def _listed(table: type) -> str:
+    lines = []
+    for name, one in declarations(table).items():
+        text = f"{one.help}; {one.kind.range}" if one.kind.range else one.help
+        lines.append(f"    {name}: {replace(one, help=text).sentence}.")
+    return "\n".join(lines)

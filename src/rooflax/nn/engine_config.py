@@ -33,8 +33,7 @@ class EngineConfig:
         isolates_faults: a step that fails is run again for each of its sequences apart, as a server
             needs it; otherwise `step` raises.
         mesh: jax.sharding.Mesh of the devices that share the model and its cache; None is one
-            device, or devices that are
-            not here.
+            device, or devices that are not here.
         pooler: sequences end with their prompt and get a vector (`Sequence.vector`), no tokens.
         runs_whole: a prompt runs in one step, as tokens need that see those behind them.
     """

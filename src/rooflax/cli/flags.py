@@ -16,7 +16,7 @@ from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, wh
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import Declaration, declarations
-from rooflax.fields.kinds import Choice, Flag, Ids, Kind, Number, Whole
+from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
 from rooflax.loading.settings import ServingSettings
 from rooflax.models.presets import EMBEDDED, PREFIX
@@ -95,7 +95,7 @@ def parser_of(kind: Kind) -> Callable[[str], Any]:
             return whole
         case Number():
             return number
-        case Ids():
+        case Several(Whole()):
             return token_ids
         case Bias():
             return bias

@@ -58,7 +58,7 @@ class Declaration:
         default: of the dataclass; None is unset.
         unset: what an unset field means in the end; None says nothing.
         shown_default: what people read instead of `unset` and `default`.
-        flags: of the command line.
+        flags: of the command line; with a metavar alone, the one of the field's name.
         metavar: of the flags' value.
         group: heading of the flags.
         http: how APIs have it.
@@ -124,7 +124,11 @@ def declarations(table: type) -> dict[str, Any]:
         found = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
     else:
         found = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
-    return {name: replace(one, name=name) for name, one in found.items() if one is not None}
+    named = {name: replace(one, name=name) for name, one in found.items() if one is not None}
+    for name, one in named.items():
+        if one.metavar and not one.flags:
+            named[name] = replace(one, flags=(f"--{name.replace('_', '-')}",))
+    return named
 
 
 def variable_of(flags: Sequence[str]) -> str:

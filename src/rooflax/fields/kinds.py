@@ -29,7 +29,7 @@ def is_whole(value: object, of: type = Integral) -> TypeGuard[int]:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a finite number that a float can hold; true and false are none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_whole(value, int) and not isinstance(value, float):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max
 
@@ -53,6 +53,7 @@ class Kind:
 
     Attributes:
         repeats: several values make one, each given by a flag of its own.
+        wanted: what values are, for errors.
     """
 
     repeats = False
@@ -67,13 +68,23 @@ class Kind:
         """What is said behind the field's help, wherever that is read."""
         return ""
 
+    @property
+    def wanted(self) -> str:
+        return self.range
+
+    def fits(self, value: Any) -> bool:
+        """Whether the field may have the value."""
+        raise NotImplementedError
+
     def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
         """The value as the field keeps it.
 
         Raises:
             RequestError: it is of another kind, or out of range; the field is its `param`.
         """
-        raise NotImplementedError
+        if not self.fits(value):
+            reject(name, value, self.wanted, what=what)
+        return value
 
 
 @dataclass(frozen=True)
@@ -87,11 +98,13 @@ class Whole(Kind):
     def range(self) -> str:
         return f"from {self.low} " + ("up" if self.high is None else f"to {self.high}")
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> int:
-        fits = is_whole(value, int) and value >= self.low
-        if not fits or (self.high is not None and value > self.high):
-            reject(name, value, f"a whole number {self.range}", what=what)
-        return value
+    @property
+    def wanted(self) -> str:
+        return f"a whole number {self.range}"
+
+    def fits(self, value: Any) -> bool:
+        high = math.inf if self.high is None else self.high
+        return is_whole(value, int) and self.low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -110,25 +123,29 @@ class Number(Kind):
         ends = [(low, self.low), (high, self.high)]
         return " and ".join(text for text, end in ends if math.isfinite(end))
 
+    @property
+    def wanted(self) -> str:
+        return f"a finite number {self.range}".rstrip()
+
     def holds(self, value: float) -> bool:
         """Whether a number is in range."""
         is_end = (self.above and value == self.low) or (self.below and value == self.high)
         return self.low <= value <= self.high and not is_end
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> float:
-        if not is_number(value) or not self.holds(value):
-            reject(name, value, f"a finite number {self.range}".rstrip(), what=what)
-        return value
+    def fits(self, value: Any) -> bool:
+        return is_number(value) and self.holds(value)
 
 
 @dataclass(frozen=True)
 class Flag(Kind):
     """True or false."""
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> bool:
-        if not isinstance(value, bool):
-            reject(name, value, "true or false", what=what)
-        return value
+    @property
+    def wanted(self) -> str:
+        return "true or false"
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -142,49 +159,40 @@ class Choice(Kind):
         *most, last = [str(choice).lower() for choice in self.choices]
         return f": {', '.join(most)} or {last}"
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> Any:
-        if not any(type(value) is type(one) and value == one for one in self.choices):
-            choices = ", ".join(repr(choice) for choice in self.choices)
-            reject(name, value, f"one of {choices}", what=what)
-        return value
+    @property
+    def wanted(self) -> str:
+        return f"one of {', '.join(repr(choice) for choice in self.choices)}"
+
+    def fits(self, value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in self.choices)
 
 
 @dataclass(frozen=True)
 class Text(Kind):
     """Any text; what it may be is checked where it is used."""
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> str:
-        if not isinstance(value, str):
-            reject(name, value, "text", what=what)
-        return value
+    @property
+    def wanted(self) -> str:
+        return "text"
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, str)
 
 
 @dataclass(frozen=True)
-class Texts(Kind):
-    """Several texts."""
+class Several(Kind):
+    """Values of one kind, at most so many."""
 
-    repeats = True
-
-    def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
-        return tuple(Text().read(name, item) for item in as_tuple(name, value))
-
-
-@dataclass(frozen=True)
-class Ids(Kind):
-    """Token ids, at most so many."""
-
+    each: Kind
     most: int | None = None
     repeats = True
 
-    def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[int, ...]:
-        ids = as_tuple(name, value)
-        for item in ids:
-            Whole().read(name, item)
-        if self.most is not None and len(ids) > self.most:
-            raise RequestError(
-                f"{name} has {len(ids)} entries; at most {self.most} fit.", param=name
-            )
-        return ids
+    def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[Any, ...]:
+        found = tuple(self.each.read(name, item) for item in as_tuple(name, value))
+        if self.most is not None and len(found) > self.most:
+            entries = f"{name} has {len(found)} entries; at most {self.most} fit."
+            raise RequestError(entries, param=name)
+        return found
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -27,9 +27,9 @@ from rooflax.fields.declaration import (
 from rooflax.fields.kinds import (
     Choice,
     Flag,
-    Ids,
     Kind,
     Number,
+    Several,
     Whole,
     as_tuple,
     reject,
@@ -212,8 +212,10 @@ _drawn = partial(_field, is_drawn=True, on_page=True)
 _form = partial(_field, is_form=True, in_beams=False, per_prompt=True)
 PENALTY = Number(-2, 2)
 LOGPROBS = Whole(0, MAX_LOGPROBS)
+IDS = Several(Whole())
 
 
+# fmt: off
 @dataclass(frozen=True)
 class SamplingFields:
     """Values of the fields of sampling."""
@@ -222,144 +224,103 @@ class SamplingFields:
         Whole(1), "most new tokens", shown_default="to the end of the context", on_page=True,
         flags=("-n", "--max-tokens", "--max-new-tokens", "--n-predict"), metavar="N",
         http=(
-            Http((COMPLETIONS,), kind=Whole(), help="default 16; 0 with echo only",
-                 is_computed=True),
+            Http((COMPLETIONS,), None, Whole(), "default 16; 0 with echo only", is_computed=True),
             Http((CHAT,), "max_completion_tokens", is_computed=True),
             Http((CHAT,), help="as max_completion_tokens, which wins", is_computed=True),
             Http((RESPONSES,), "max_output_tokens"),
-            Http((MESSAGES,), help="most new tokens", required=True),
-        ),
-    )  # fmt: skip
+            Http((MESSAGES,), help="most new tokens", required=True)))
     min_tokens: int = _field(
-        Whole(), "new tokens before anything but max_tokens may end the text", default=0,
-        http=BOTH, on_page=True,
-    )  # fmt: skip
+        Whole(), "new tokens before anything but max_tokens may end the text", default=0, http=BOTH,
+        on_page=True)
     temperature: float | None = _drawn(
         Number(0, MAX_FACTOR), "0 takes the most likely token", unset=1.0, off=0.0,
         shown_default="the checkpoint's, else 1", flags=("--temperature", "--temp"), metavar="T",
-        http=(
-            Http((COMPLETIONS, CHAT, RESPONSES), kind=Number(0, 2)),
-            Http((MESSAGES,), kind=Number(0, 1)),
-        ),
-        column="float", checkpoint=Number(0), gguf="temp",
-    )  # fmt: skip
+        http=(Http((COMPLETIONS, CHAT, RESPONSES), kind=Number(0, 2)),
+              Http((MESSAGES,), kind=Number(0, 1))),
+        column="float", checkpoint=Number(0), gguf="temp")
     top_k: int | None = _drawn(
         Whole(0, MAX_INT32), "keep the k most likely tokens; 0, the default, is off", unset=0,
-        shown_default="",         flags=("--top-k",), metavar="K",
-        http=(
-            Http(kind=Whole(-1, MAX_INT32), help="keep the k most likely tokens; 0 and -1 are off"),
-            Http((MESSAGES,)),
-        ),
-        column="int", checkpoint=Whole(0, MAX_INT32), gguf="top_k",
-    )  # fmt: skip
+        shown_default="", metavar="K",
+        http=(Http(kind=Whole(-1, MAX_INT32), help="keep the k most likely; 0 and -1 are off"),
+              Http((MESSAGES,))), column="int", checkpoint=Whole(0, MAX_INT32), gguf="top_k")
     top_p: float | None = _drawn(
         Number(0, 1, above=True), "keep the fewest tokens whose probabilities reach p", unset=1.0,
-        flags=("--top-p",), metavar="P",
-        http=(Http((COMPLETIONS, CHAT, RESPONSES, MESSAGES)),),
-        column="float", checkpoint=Number(0, 1, above=True), gguf="top_p",
-    )  # fmt: skip
+        metavar="P", http=(Http((COMPLETIONS, CHAT, RESPONSES, MESSAGES)),), column="float",
+        checkpoint=Number(0, 1, above=True), gguf="top_p")
     min_p: float | None = _drawn(
-        Number(0, 1), "keep tokens at least p times as likely as the best", unset=0.0,
-        flags=("--min-p",), metavar="P", http=BOTH,
-        column="float", checkpoint=Number(0, 1), gguf="min_p",
-    )  # fmt: skip
+        Number(0, 1), "keep tokens at least p times as likely as the best", unset=0.0, metavar="P",
+        http=BOTH, column="float", checkpoint=Number(0, 1), gguf="min_p")
     seed: int | None = _drawn(
         Whole(0, 2**32 - 1), "seed of the draws, which are the same in any batch", unset=0,
         flags=("-s", "--seed"), metavar="N",
-        http=(
-            Http(kind=Whole(-(2**63), 2**63 - 1), is_computed=True,
-                 help="of the draws; without one each request draws its own, stated in "
-                 "x-rooflax-seed"),
-        ),
-        column="unsigned",
-    )  # fmt: skip
+        http=(Http(kind=Whole(-(2**63), 2**63 - 1), is_computed=True,
+                   help="of the draws; without one each request draws its own, stated in "
+                   "x-rooflax-seed"),), column="unsigned")
     stop: tuple[str, ...] = _field(
-        StopTexts(), "strings that end the text and are no part of it", default=(),
-        in_beams=False, flags=("--stop",), metavar="TEXT",
-        http=(
-            Http(kind=StopTexts(each=256)),
-            Http((MESSAGES,), "stop_sequences", StopTexts(each=256, takes_one=False)),
-        ),
-    )  # fmt: skip
+        StopTexts(), "strings that end the text and are no part of it", default=(), in_beams=False,
+        metavar="TEXT",
+        http=(Http(kind=StopTexts(each=256)),
+              Http((MESSAGES,), "stop_sequences", StopTexts(each=256, takes_one=False))))
     stop_token_ids: tuple[int, ...] = _field(
-        Ids(), "ids that end the text, besides the end-of-sequence ids", default=(),
-        flags=("--stop-token-ids",), metavar="ID,ID", http=BOTH,
-    )  # fmt: skip
+        IDS, "ids that end the text, besides the end-of-sequence ids", default=(),
+        metavar="ID,ID", http=BOTH)
     repetition_penalty: float | None = _field(
         Number(1 / MAX_FACTOR, MAX_FACTOR), "above 1 discourages repetition", unset=1.0,
-        flags=("--repetition-penalty",), metavar="X", http=BOTH, on_page=True,
-        column="float", checkpoint=Number(0, above=True), gguf="penalty_repeat",
-    )  # fmt: skip
+        metavar="X", http=BOTH, on_page=True, column="float", checkpoint=Number(0, above=True),
+        gguf="penalty_repeat")
     presence_penalty: float | None = _field(
-        PENALTY, "subtracted once from the logit of a token already used", unset=0.0,
-        flags=("--presence-penalty",), metavar="X", http=BOTH, on_page=True, column="float",
-    )  # fmt: skip
+        PENALTY, "subtracted once from the logit of a token already used", unset=0.0, metavar="X",
+        http=BOTH, on_page=True, column="float")
     frequency_penalty: float | None = _field(
-        PENALTY, "subtracted from a token's logit per use", unset=0.0,
-        flags=("--frequency-penalty",), metavar="X", http=BOTH, on_page=True, column="float",
-    )  # fmt: skip
+        PENALTY, "subtracted from a token's logit per use", unset=0.0, metavar="X", http=BOTH,
+        on_page=True, column="float")
     logit_bias: Mapping[int, float] = _field(
         Bias(Number(-100, 100)), "added to the logits of token ids", factory=dict,
-        flags=("--logit-bias",), metavar="ID=VALUE", http=BOTH,
-    )  # fmt: skip
+        metavar="ID=VALUE", http=BOTH)
     allowed_token_ids: tuple[int, ...] = _field(
-        Ids(MAX_ALLOWED_IDS), "the only ids that may be chosen; empty allows all", default=(),
-        http=BOTH,
-    )  # fmt: skip
-    banned_token_ids: tuple[int, ...] = _field(Ids(), "ids that are never chosen", default=())
+        Several(Whole(), MAX_ALLOWED_IDS), "the only ids that may be chosen; empty allows all",
+        default=(), http=BOTH)
+    banned_token_ids: tuple[int, ...] = _field(IDS, "ids that are never chosen", default=())
     logprobs: int | None = _field(
         LOGPROBS, "log-probabilities of the chosen token and of this many of the best",
-        in_beams=False, per_prompt=True, flags=("--logprobs",), metavar="N",
+        in_beams=False, per_prompt=True, metavar="N",
         http=(
             Http((COMPLETIONS,), is_computed=True),
             Http((CHAT,), kind=Flag(), help="log-probabilities of the tokens", is_computed=True),
-            Http((CHAT,), "top_logprobs", help="and of this many of the best; needs logprobs",
-                 is_computed=True),
+            Http((CHAT,), "top_logprobs", is_computed=True,
+                 help="and of this many of the best; needs logprobs"),
             Http((RESPONSES,), "top_logprobs", is_computed=True,
-                 help="of each token; with include message.output_text.logprobs"),
-        ),
-    )  # fmt: skip
+                 help="of each token; with include message.output_text.logprobs")))
     prompt_logprobs: int | None = _field(
         LOGPROBS, "log-probabilities of the prompt's tokens and of this many of the best",
-        in_beams=False, http=BOTH,
-    )  # fmt: skip
+        in_beams=False, http=BOTH)
     n: int = _field(
         Whole(1, 1024), "answers to each prompt; of a beam search the best", default=1,
         per_prompt=True, flags=("--samples",), metavar="N",
-        http=(Http(kind=Whole(1, PER_REQUEST)),),
-    )  # fmt: skip
+        http=(Http(kind=Whole(1, PER_REQUEST)),))
     ignore_eos: bool = _field(
-        Flag(), "continue after end-of-sequence tokens", default=False,
-        flags=("--ignore-eos",), http=BOTH,
-    )  # fmt: skip
+        Flag(), "continue after end-of-sequence tokens", default=False, flags=("--ignore-eos",),
+        http=BOTH)
     num_beams: int = _field(
         Whole(1, 10), "search for the likeliest texts with so many beams, as transformers does",
-        default=1, shown_default="1, off", per_prompt=True, flags=("--num-beams",), metavar="N",
-    )  # fmt: skip
+        default=1, shown_default="1, off", per_prompt=True, metavar="N")
     length_penalty: float | None = _field(
         Number(-10, 10),
-        "of beams: log-probabilities are divided by the length to this power; more favours long "
-        "texts", shown_default="1", per_prompt=True, flags=("--length-penalty",), metavar="X",
-        http=(Http((COMPLETIONS,), kind=Number()),),
-    )  # fmt: skip
+        "of beams: log-probabilities are divided by the length to this power; more "
+        "favours long texts", shown_default="1", per_prompt=True, metavar="X",
+        http=(Http((COMPLETIONS,), kind=Number()),))
     early_stopping: bool | str | None = _field(
         Choice((True, False, "never")),
-        "of beams: end the search with num_beams texts, once no open beam scores better, or once "
-        "none could by the longest text", shown_default="false",
-        per_prompt=True, flags=("--early-stopping",), metavar="HOW",
-    )  # fmt: skip
+        "of beams: end the search with num_beams texts, once no open beam scores better, "
+        "or once none could by the longest text", shown_default="false", per_prompt=True,
+        metavar="HOW")
     json_schema: Mapping[str, Any] | str | None = _form(
-        JsonSchema(), "the text is JSON that this schema accepts",
-        flags=("--json-schema",), metavar="FILE_OR_JSON",
-    )  # fmt: skip
+        JsonSchema(), "the text is JSON that this schema accepts", metavar="FILE_OR_JSON")
     regex: str | None = _form(
-        Regex(), "the text as a whole matches this regular expression",
-        flags=("--regex",), metavar="REGEX",
-    )  # fmt: skip
+        Regex(), "the text as a whole matches this regular expression", metavar="REGEX")
     grammar: str | None = _form(
-        Grammar(), "the text follows this Lark grammar",
-        flags=("--grammar",), metavar="FILE_OR_TEXT",
-    )  # fmt: skip
+        Grammar(), "the text follows this Lark grammar", metavar="FILE_OR_TEXT")
+# fmt: on
 
 
 SAMPLING: dict[str, SamplingField] = declarations(SamplingFields)

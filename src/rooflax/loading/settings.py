@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooflax.fields.declaration import Declaration
-from rooflax.fields.kinds import Flag, Kind, Number, Text, Texts, Whole
+from rooflax.fields.kinds import Flag, Kind, Number, Several, Text, Whole
 from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, ExecutionOptions
 
 if TYPE_CHECKING:
@@ -34,42 +34,41 @@ class EngineSettings(TypedDict, total=False):
     dtype: Annotated[str | None, _memory(
         Text(), "float32 or bfloat16, of weights and activations",
         shown_default="bfloat16, on CPU float32 activations with the file's weights",
-        flags=("--dtype",), metavar="TYPE")]
+        metavar="TYPE")]
     kv_dtype: Annotated[str | None, _memory(
         Text(), "of the KV cache: float32, float16, bfloat16, int8 or fp8",
-        shown_default="as dtype, but float16 on CPU with quantize",
-        flags=("--kv-dtype",), metavar="TYPE")]
+        shown_default="as dtype, but float16 on CPU with quantize", metavar="TYPE")]
     max_model_len: Annotated[int | None, _memory(
         Whole(1), "longest context in tokens, prompt included", shown_default="the model's",
         flags=("-c", "--max-model-len", "--ctx-size"), metavar="N")]
     weights_budget: Annotated[int | str | None, _memory(
         Text(), "memory for weights, as in 8GB; layers beyond it are read from disk at every step",
-        flags=("--weights-budget",), metavar="SIZE")]
+        metavar="SIZE")]
     max_num_seqs: Annotated[int | None, _field(
         Whole(1), "sequences that run at once", unset=DEFAULT_NUM_SEQS, group="limits",
-        flags=("--max-num-seqs",), metavar="N")]
+        metavar="N")]
     prefix_caching: Annotated[bool, _field(
         Flag(), "keep what prompts computed, and share it with those that begin the same",
         default=True)]
     speculate: Annotated[str | Path | None, _drafts(
         Text(), "who drafts tokens that one step then checks: ngram, or a smaller model of the "
-        "same tokenizer", flags=("--speculate",), metavar="HOW")]
+        "same tokenizer", metavar="HOW")]
     num_draft_tokens: Annotated[int | None, _drafts(
         Whole(1, MOST_DRAFT_TOKENS), "most drafts in a step", unset=DEFAULT_DRAFT_TOKENS,
-        flags=("--num-draft-tokens",), metavar="N")]
+        metavar="N")]
     options: Annotated[ExecutionOptions | None, _field(
         Kind(), "what may change speed but never a token, as long as the KV cache is as wide as "
         "the activations")]
     mesh: Annotated["Mesh | Shards | str | None", _field(
-        Text(), "split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, "
-        "tensor", shown_default="one device", group="where to run", flags=("--mesh",),
-        metavar="AXIS=N")]
+        Text(),
+        "split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, tensor",
+        shown_default="one device", group="where to run", metavar="AXIS=N")]
     revision: Annotated[str | None, _finding(
-        Text(), "branch, tag or commit of a hub id", flags=("--revision",), metavar="REF")]
+        Text(), "branch, tag or commit of a hub id", metavar="REF")]
     offline: Annotated[bool, _finding(
         Flag(), "use downloaded models only", default=False, flags=("--offline",))]
     ignore_config_keys: Annotated[Sequence[str], _finding(
-        Texts(), "ignore an unknown key of config.json", default=(),
+        Several(Text()), "ignore an unknown key of config.json", default=(),
         flags=("--ignore-config-key",), metavar="KEY")]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import declare, documented, read_fields
-from rooflax.fields.kinds import Choice, Flag, Number, Text, Texts, Whole
+from rooflax.fields.kinds import Choice, Flag, Number, Several, Text, Whole
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 MAX_KEYS = 1024
@@ -28,36 +28,34 @@ SECONDS = Number(0, 1e9, above=True, below=True)
 class Settings:
     """Of one server. Flags and ROOFLAX_* variables set them."""
 
-    host: str = _asking(
-        Text(), "address to listen at", default="127.0.0.1", flags=("--host",), metavar="ADDRESS")
+    host: str = _asking(Text(), "address to listen at", default="127.0.0.1", metavar="ADDRESS")
     port: int = _asking(
-        Whole(0, 65535), "port to listen at; 0 takes a free one", default=8000, flags=("--port",),
-        metavar="N")
+        Whole(0, 65535), "port to listen at; 0 takes a free one", default=8000, metavar="N")
     api_keys: tuple[str, ...] = _asking(
-        Texts(), "who must be shown to ask; without any everybody may; ROOFLAX_API_KEY hides it",
-        default=(), repr=False, flags=("--api-key",), metavar="KEY")
+        Several(Text()), "who must be shown to ask; without any everybody may; ROOFLAX_API_KEY "
+        "hides it", default=(), repr=False, flags=("--api-key",), metavar="KEY")
     api_key_file: str | None = _asking(
-        Text(), "keys, one a line; # begins a comment", flags=("--api-key-file",), metavar="FILE")
+        Text(), "keys, one a line; # begins a comment", metavar="FILE")
     allows_anyone: bool = _asking(
         Flag(), "let everybody ask who reaches --host", default=False,
         flags=("--insecure-no-auth",))
     cors_origins: tuple[str, ...] = _asking(
-        Texts(), "pages that may ask; localhost is any port here", default=(),
-        flags=("--cors-origins",), metavar="ORIGIN")
+        Several(Text()), "pages that may ask; localhost is any port here", default=(),
+        metavar="ORIGIN")
     served_names: tuple[str, ...] = _answers(
-        Texts(), "in place of the model's own; the first is stated in answers", default=(),
+        Several(Text()), "in place of the model's own; the first is stated in answers", default=(),
         flags=("--served-model-name",), metavar="NAME")
     chat_template: str | None = _answers(
-        Text(), "jinja2, in place of the model's own", flags=("--chat-template",), metavar="FILE")
+        Text(), "jinja2, in place of the model's own", metavar="FILE")
     generation_config: str = _answers(
         Choice(("auto", "none")), "whether the checkpoint's sampling defaults count, or the API's",
-        default="auto", flags=("--generation-config",), metavar="HOW")
+        default="auto", metavar="HOW")
     unknown_fields: str = _answers(
         Choice(("reject", "report")), "report names them in the header x-rooflax-ignored",
-        default="reject", flags=("--unknown-fields",), metavar="HOW")
+        default="reject", metavar="HOW")
     reasoning_field: str = _answers(
         Choice(("reasoning_content", "reasoning", "both")), "name of the field with the reasoning",
-        default="reasoning_content", flags=("--reasoning-field",), metavar="NAME")
+        default="reasoning_content", metavar="NAME")
     tells_tokenizer: bool = _answers(
         Flag(), "answer /tokenizer_info, with the chat template", default=False,
         flags=("--tokenizer-info",))
@@ -69,8 +67,7 @@ class Settings:
         shown_default="half with several keys, else all", flags=("--max-inflight-per-key",),
         metavar="N")
     max_body_bytes: int = _limits(
-        Whole(1), "of a request", default=4 * 2**20, shown_default="4 MiB",
-        flags=("--max-body-bytes",), metavar="N")
+        Whole(1), "of a request", default=4 * 2**20, shown_default="4 MiB", metavar="N")
     request_s: float = _limits(
         SECONDS, "seconds that a request may take", default=600.0, flags=("--request-timeout",),
         metavar="S")
@@ -78,8 +75,8 @@ class Settings:
         SECONDS, "seconds for open answers after a signal to stop", default=30.0,
         flags=("--drain-timeout",), metavar="S")
     stall_s: float = _limits(
-        SECONDS, "seconds without a step before /health fails", default=60.0,
-        flags=("--watchdog",), metavar="S")
+        SECONDS, "seconds without a step before /health fails", default=60.0, flags=("--watchdog",),
+        metavar="S")
     stays: bool = _limits(
         Flag(), "answer 503 when the engine has died; else exit 1", default=False,
         flags=("--stay",))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rooflax.fields.declaration import Api
-from rooflax.fields.kinds import Flag, Ids, Kind, Number, Text, Whole
+from rooflax.fields.kinds import Flag, Kind, Number, Several, Text, Whole
 from rooflax.fields.sampling import MAX_INT32, SAMPLING, Bias, StopTexts
 from rooflax.server.fields import Field, Table
 
@@ -74,7 +74,7 @@ def msgspec_type(kind: Kind) -> Any:
             return bool
         case Text():
             return str
-        case Ids():
+        case Several(Whole()):
             return TokenIds
         case StopTexts():
             text: Any = Annotated[str, Meta(min_length=1, max_length=kind.each)]

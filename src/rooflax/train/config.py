@@ -26,83 +26,54 @@ MAY_CHANGE = frozenset({"checkpoint_every", "keep"})
 _field = partial(declare, group="training")
 
 
+# fmt: off
 @documented
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run's settings."""
 
-    steps: int | None = _field(
-        Whole(1), "optimizer steps; or give tokens", flags=("--steps",), metavar="N"
-    )
+    steps: int | None = _field(Whole(1), "optimizer steps; or give tokens", metavar="N")
     tokens: int | None = _field(
-        Whole(1), "training tokens in all, which become steps, rounded up", flags=("--tokens",),
-        metavar="N",
-    )  # fmt: skip
+        Whole(1), "training tokens in all, which become steps, rounded up", metavar="N")
     batch_size: int = _field(
         Whole(1), "rows per step, all micro-batches together", default=16, flags=("--batch",),
-        metavar="N",
-    )  # fmt: skip
-    seq_len: int = _field(
-        Whole(1), "tokens per row", default=512, flags=("--seq-len",), metavar="N"
-    )
+        metavar="N")
+    seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
     micro_batches: int = _field(
-        Whole(1), "micro-batches per step (gradient accumulation)", default=1,
-        flags=("--micro-batches",), metavar="N",
-    )  # fmt: skip
+        Whole(1), "micro-batches per step (gradient accumulation)", default=1, metavar="N")
     learning_rate: float = _field(
         Number(0, above=True), "peak learning rate, after the warm-up", default=NEW_WEIGHTS_RATE,
-        flags=("--learning-rate", "--lr"), metavar="X",
-    )  # fmt: skip
+        flags=("--learning-rate", "--lr"), metavar="X")
     min_lr_ratio: float = _field(
-        Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1,
-        flags=("--min-lr-ratio",), metavar="X",
-    )  # fmt: skip
+        Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1, metavar="X")
     warmup_steps: int | None = _field(
         Whole(), "steps of linear warm-up", shown_default="a tenth of all steps, at most 100",
-        flags=("--warmup-steps",), metavar="N",
-    )  # fmt: skip
-    weight_decay: float = _field(
-        Number(0), "AdamW's, of matrices only", default=0.1, flags=("--weight-decay",), metavar="X"
-    )
+        metavar="N")
+    weight_decay: float = _field(Number(0), "AdamW's, of matrices only", default=0.1, metavar="X")
     clip_norm: float = _field(
-        Number(0), "clip gradients to this global norm, 0 for none", default=1.0,
-        flags=("--clip-norm",), metavar="X",
-    )  # fmt: skip
-    beta1: float = _field(MOMENT, "AdamW's", default=0.9, flags=("--beta1",), metavar="X")
-    beta2: float = _field(MOMENT, "AdamW's", default=0.95, flags=("--beta2",), metavar="X")
-    seed: int = _field(
-        Whole(), "random seed of row order and new weights", default=0, flags=("--seed",),
-        metavar="N",
-    )  # fmt: skip
+        Number(0), "clip gradients to this global norm, 0 for none", default=1.0, metavar="X")
+    beta1: float = _field(MOMENT, "AdamW's", default=0.9, metavar="X")
+    beta2: float = _field(MOMENT, "AdamW's", default=0.95, metavar="X")
+    seed: int = _field(Whole(), "random seed of row order and new weights", default=0, metavar="N")
     dtype: Literal["float32", "bfloat16"] = _field(
         Choice(COMPUTE_DTYPES), "of activations and gradients; weights are float32",
-        default="float32", flags=("--dtype",), metavar="TYPE",
-    )  # fmt: skip
+        default="float32", metavar="TYPE")
     remat: str | None = _field(
         Choice(REMAT), "what the backward pass computes again, which on CPU needs layers scan",
-        flags=("--remat",), metavar="POLICY",
-    )  # fmt: skip
+        metavar="POLICY")
     layers: Literal["unrolled", "scan"] = _field(
-        Choice(LAYERS), "how the program has the layers", default="unrolled",
-        flags=("--layers",), metavar="HOW",
-    )  # fmt: skip
+        Choice(LAYERS), "how the program has the layers", default="unrolled", metavar="HOW")
     loss_rows: int | None = _field(
         Whole(1), "rows whose logits exist at a time", shown_default="all of a micro-batch",
-        flags=("--loss-rows",), metavar="N",
-    )  # fmt: skip
+        metavar="N")
     eval_every: int = _field(
-        Whole(), "steps between held-out losses; 0 only at the end", default=200,
-        flags=("--eval-every",), metavar="N",
-    )  # fmt: skip
+        Whole(), "steps between held-out losses; 0 only at the end", default=200, metavar="N")
     eval_batches: int = _field(
-        Whole(1), "held-out batches in each; the last one takes all", default=8,
-        flags=("--eval-batches",), metavar="N",
-    )  # fmt: skip
+        Whole(1), "held-out batches in each; the last one takes all", default=8, metavar="N")
     checkpoint_every: int = _field(
-        Whole(), "steps between checkpoints; 0 only at the end", default=100,
-        flags=("--checkpoint-every",), metavar="N",
-    )  # fmt: skip
-    keep: int = _field(Whole(1), "checkpoints to keep", default=2, flags=("--keep",), metavar="N")
+        Whole(), "steps between checkpoints; 0 only at the end", default=100, metavar="N")
+    keep: int = _field(Whole(1), "checkpoints to keep", default=2, metavar="N")
+    # fmt: on
 
     def __post_init__(self) -> None:
         read_fields(self)

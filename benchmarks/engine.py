@@ -34,6 +34,7 @@ from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.nn.engine_config import EngineConfig
 
 NUM_SLOTS, STEPS, TRIALS = 16, 200, 7
 MOST_HOST_MS, LEAST_SCHEMA_SHARE, LEAST_NEIGHBOUR_SHARE = 0.3, 0.7, 0.95
@@ -86,10 +87,12 @@ def engine_of(llm: LLM, max_tokens: int) -> Engine:
     """As `bench` makes one."""
     return Engine(
         llm.model,
-        llm.options,
-        num_slots=NUM_SLOTS,
-        max_tokens=max_tokens,
-        kv_dtype=llm.plan.kv_dtype,
+        EngineConfig(
+            options=llm.options,
+            max_num_seqs=NUM_SLOTS,
+            max_model_len=max_tokens,
+            kv_dtype=llm.plan.kv_dtype,
+        ),
     )
 
 

@@ -67,11 +67,11 @@ def prompts_by(chunk: int | None) -> Iterator[list[int]]:
     chunks: list[int] = []
     build = llm.Engine
 
-    def engine(*given: Any, **how: Any) -> Any:
+    def engine(model: Any, config: Any, *more: Any) -> Any:
         if chunk is not None:
-            how |= {"prefill_chunk": chunk, "token_budget": None}
-        made = build(*given, **how)
-        chunks.append(made.scheduler.prefill_chunk)
+            config = replace(config, prefill_chunk=chunk, max_tokens_per_step=0)
+        made = build(model, config, *more)
+        chunks.append(made.config.prefill_chunk)
         return made
 
     llm.Engine = engine

@@ -255,6 +255,7 @@ def greedy_tokens(model: Model, options: ExecutionOptions, task: Task) -> list[l
     from rooflax.engine.engine import Engine
     from rooflax.engine.sampling_params import SamplingParams
     from rooflax.engine.sequence import Sequence as EngineSequence
+    from rooflax.nn.engine_config import EngineConfig
 
     params = SamplingParams(temperature=0.0).with_defaults({})
     sequences = [
@@ -263,9 +264,11 @@ def greedy_tokens(model: Model, options: ExecutionOptions, task: Task) -> list[l
     ]
     engine = Engine(
         model.stacked() if options.layers == "scan" else model,
-        options,
-        num_slots=bucket(len(sequences)),
-        max_tokens=min(bucket(task.ids.shape[1], 256), model.max_model_len),
+        EngineConfig(
+            options=options,
+            max_num_seqs=bucket(len(sequences)),
+            max_model_len=min(bucket(task.ids.shape[1], 256), model.max_model_len),
+        ),
     )
     engine.warm_up(sequences)
     engine.add(sequences)

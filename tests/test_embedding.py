@@ -14,6 +14,7 @@ from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError, UnsupportedMo
 from rooflax.engine.engine import Engine
 from rooflax.errors import CheckpointError, EngineError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from rooflax.nn.engine_config import EngineConfig
 from tests import gguf_cases, goldens
 from tests.pooling_cases import (
     DENSE,
@@ -218,9 +219,16 @@ def test_a_text_has_the_same_vector_alone_beside_others_and_in_chunks(checkpoint
     same(together, np.tile(alone, (5, 1)))
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-6)
     small = Engine(
-        llm.model, llm.options, num_slots=2, max_tokens=128, prefill_chunk=7,
-        kv_dtype=llm.plan.kv_dtype, pooler=llm.embedder.pooler(),
-    )  # fmt: skip
+        llm.model,
+        EngineConfig(
+            options=llm.options,
+            max_num_seqs=2,
+            max_model_len=128,
+            prefill_chunk=7,
+            kv_dtype=llm.plan.kv_dtype,
+            pooler=llm.embedder.pooler(),
+        ),
+    )
     sequences = llm.embedder.sequences([llm.encode(text) for text in TEXTS * 3])
     small.add(sequences)
     while small.has_unfinished:

@@ -392,7 +392,7 @@ def clean(engine):
     scheduler = engine.scheduler
     return (
         not scheduler.has_unfinished
-        and len(scheduler._free_slots) == engine.num_slots
+        and len(scheduler._free_slots) == engine.config.max_num_seqs
         and not any(scheduler.blocks.num_used)
     )
 

@@ -25,6 +25,7 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.offloading import LayerStream, plan_offloading
 from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import parse_bytes
 from tests import gguf_cases, goldens
 from tests.marks import cases
@@ -143,9 +144,15 @@ def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
         0, PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=4)
     )
     engine = Engine(
-        streamed.model, streamed.options, num_slots=2, max_tokens=64, prefill_chunk=16,
-        prefix_caching=False,
-    )  # fmt: skip
+        streamed.model,
+        EngineConfig(
+            options=streamed.options,
+            max_num_seqs=2,
+            max_model_len=64,
+            prefill_chunk=16,
+            prefix_caching=False,
+        ),
+    )
     engine.warm_up([sample.sequence])
     assert streamed.model.counts.num_steps == 0  # padding reads nothing but what it compiles
     engine.add([sample.sequence])

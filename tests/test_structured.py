@@ -21,8 +21,8 @@ from rooflax import (
     structured,
 )
 from rooflax.engine.compilation import count_compilations
-from rooflax.engine.sampling_params import MAX_FORM_BYTES
 from rooflax.engine.sequence import Sequence
+from rooflax.fields.sampling import MAX_FORM_BYTES
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.structured import Grammars
 from tests import goldens

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
-from rooflax.engine.engine import STEP_S, Engine
+from rooflax.engine.engine import Engine
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
+from rooflax.fields.declaration import declarations, takes
 from rooflax.inputs import Prompt, as_params, as_prompts
 from rooflax.llm import LLM
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import PLANNED, Plan, make_plan
+from rooflax.loading.settings import ServingSettings
 from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.nn.pooler import Pooler
 
-DEFAULT_MAX_WAITING = 256
+SERVING = {name: one for name, one in declarations(ServingSettings).items() if name not in PLANNED}
+"""Settings that a plan without a server does not have."""
 Conversation = Seq[Mapping[str, Any]]
 
 
@@ -70,19 +75,15 @@ class _Inbox:
         return found
 
 
+@takes(ServingSettings)
 class AsyncLLM:
     """A model that serves many requests at once; nothing compiles once it is there.
 
     Args:
         model: as for `LLM`.
-        max_num_seqs: sequences that run at once; None is 16.
-        max_waiting: sequences that may wait beyond those; more are rejected with QueueFull.
-        max_tokens_per_step: prompt tokens and decoding sequences of one step; None is what takes at
-            most 0.3 s, up to 512, on a GPU up to 2,048.
-        kv_blocks: per layer group; None is enough for all, or what half of the free memory holds.
         report: is told of each program as warm-up has it.
-        max_pieces_per_s: of all streams together; what comes faster is merged. None is no limit.
-        arguments: the others of `LLM`.
+        check, progress: as for `LLM`.
+        settings: as `ServingSettings` declares them.
 
     Raises:
         RooflaxError: one sentence that says what is wrong.
@@ -92,64 +93,42 @@ class AsyncLLM:
         self,
         model: str | Path | ModelInfo | Plan | None = None,
         *,
-        max_num_seqs: int | None = None,
-        max_waiting: int = DEFAULT_MAX_WAITING,
-        max_tokens_per_step: int | None = None,
-        kv_blocks: tuple[int, ...] | None = None,
         report: Callable[[Compiled], None] = lambda _: None,
-        max_pieces_per_s: float | None = None,
-        **arguments: Any,
+        check: bool = False,
+        progress: Callable[[int], None] | None = None,
+        **settings: Unpack[ServingSettings],
     ):
-        for name, value in (
-            ("max_waiting", max_waiting),
-            ("max_tokens_per_step", 1 if max_tokens_per_step is None else max_tokens_per_step),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(
-                    f"{name} is {value!r}; it must be a whole number from 1 up.", param=name
-                )
-        if max_pieces_per_s is not None and not 0 < max_pieces_per_s < float("inf"):
-            raise RequestError(
-                f"max_pieces_per_s is {max_pieces_per_s!r}; it must be a number above 0.",
-                param="max_pieces_per_s",
-            )
+        serving: dict[str, Any] = {
+            name: settings.pop(name, one.default) for name, one in SERVING.items()
+        }
+        for name, value in serving.items():
+            if value is not None and name != "kv_blocks":
+                SERVING[name].kind.read(name, value)
         if jax.process_count() > 1:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
-        asked = {name: arguments.pop(name) for name in PLANNED & arguments.keys()}
-        plan = make_plan(model, max_num_seqs=max_num_seqs, **asked)
+        plan = make_plan(model, **settings)
         if not (plan.options.use_cache and plan.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
-        plan = plan.serving(max_tokens_per_step=max_tokens_per_step, num_blocks=kv_blocks)
-        self.llm = LLM(plan, **arguments)
+        plan = plan.serving(
+            max_tokens_per_step=serving["max_tokens_per_step"], num_blocks=serving["kv_blocks"]
+        )
+        self.llm = LLM(plan, check=check, progress=progress)
         pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
         self._pooler = pooling and pooling.pooler
-        engine = self._engine(plan, STEP_S if max_tokens_per_step is None else None)
+        engine = self._engine()
         self._inboxes: dict[int, _Inbox] = {}
-        self._piece_s = 1 / max_pieces_per_s if max_pieces_per_s else 0.0
+        self._piece_s = 1 / (serving["max_pieces_per_s"] or math.inf)
         self._texts, self._compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._thread = EngineThread(engine, self._deliver, max_waiting=max_waiting, report=report)
+        self._thread = EngineThread(
+            engine, self._deliver, max_waiting=serving["max_waiting"], report=report
+        )
         self._thread.wait_until_warm()
 
-    def _engine(self, plan: Plan, step_s: float | None) -> Engine:
-        llm = self.llm
-        return Engine(
-            llm.model,
-            plan.options,
-            num_slots=plan.max_num_seqs,
-            max_tokens=plan.max_model_len,
-            kv_dtype=plan.kv_dtype,
-            prefill_chunk=plan.prefill_chunk,
-            token_budget=plan.max_tokens_per_step,
-            step_s=step_s,
-            num_blocks=plan.num_blocks,
-            prefix_caching=llm.prefix_caching,
-            speculation=None
-            if self._pooler
-            else llm.speculation(plan.max_num_seqs, plan.max_model_len),
-            isolates_faults=True,
-            mesh=plan.mesh,
-            pooler=self._pooler,
-        )
+    def _engine(self) -> Engine:
+        plan, speculation = replace(self.llm.plan, pooler=self._pooler), None
+        if self._pooler is None:
+            speculation = self.llm.speculation(plan.max_num_seqs, plan.max_model_len)
+        return Engine(self.llm.model, plan, speculation)
 
     @property
     def warm_up_report(self) -> list[Compiled]:

@@ -12,8 +12,8 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import NOT_FINITE
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import EngineError, RequestError
+from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
-from rooflax.inputs import is_whole
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.pooling import Pooling

@@ -14,7 +14,8 @@ from rooflax.engine.request_checks import check_length, check_prompt, check_salt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import RequestError
-from rooflax.inputs import Prompt, is_whole
+from rooflax.fields.kinds import is_whole
+from rooflax.inputs import Prompt
 from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.plan import Plan
@@ -154,10 +155,7 @@ class InputProcessor:
     def default_values(self) -> dict[str, Any]:
         """What the checkpoint says of sampling, by the fields of `SamplingParams`."""
         d = self.defaults
-        values = {
-            name: getattr(d, name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        } | {"max_tokens": d.max_new_tokens}
+        values = {**d.sampling, "max_tokens": d.max_new_tokens}
         if d.do_sample is False:  # said outright: greedy, as in transformers
             values["temperature"] = 0.0
         return values

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from numbers import Integral
+from dataclasses import replace
 from typing import Any
 
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError, did_you_mean
+from rooflax.fields.kinds import is_whole
+from rooflax.fields.sampling import SAMPLING
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
-FIELDS = [field.name for field in fields(SamplingParams)]
+FIELDS = list(SAMPLING)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -89,8 +90,3 @@ def as_params(
             f"{len(params)} SamplingParams for {count} prompts; give one for each.", param="params"
         )
     return [replace(item, **given) if given else item for item in params]
-
-
-def is_whole(item: object) -> bool:
-    """Whether it is a whole number, Python's or NumPy's; true and false are none."""
-    return isinstance(item, Integral) and not isinstance(item, bool)

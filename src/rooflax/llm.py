@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.drafting import Drafting, check_same_tokens
@@ -29,19 +28,22 @@ from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import takes
+from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
-from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts, is_whole
+from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.load import load_plan
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
+from rooflax.loading.settings import EngineSettings
 from rooflax.models.offloading import StreamPlan
-from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.pooler import Pooler
 
 SMALLEST_ENGINE_TOKENS = 256
 
 
+@takes(EngineSettings)
 class LLM:
     """A model with its tokenizer, ready to generate.
 
@@ -51,26 +53,10 @@ class LLM:
     Args:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
             embedded default; or what `model_info` found, or what `make_plan` planned, which decides
-            all but `prefix_caching`, `check` and `progress`.
-        quantize: weight format, "int8" or "int4" (ops.weights.formats); None keeps the weights.
-        dtype: "float32" or "bfloat16"; None is bfloat16 on GPU and TPU, and on CPU float32 with
-            bfloat16 weights left as they are where a native kernel reads them. None also leaves a
-            GGUF file's quantised weights as they are; a dtype is what they are turned into.
-        kv_dtype: of the KV cache; None is dtype, but float16 on a CPU where matmuls round (with
-            `quantize`, or a folder written so).
-        max_model_len: longest context; None is what the model was made for.
-        max_num_seqs: sequences that run at once; None is 16.
-        prefix_caching: keep what prompts computed, and share it with those that begin the same.
-        speculate: who drafts tokens that one step then checks: "ngram", the text so far, or a
-            smaller model of the same tokenizer, named as `model` is; None is nobody.
-        num_draft_tokens: the most drafts in a step; None is 7.
-        options: what may change speed but never a token, as long as the KV cache is as wide as
-            the activations; None is the defaults.
-        weights_budget: the most memory for weights, in bytes or as "8GB"; layers beyond it are read
-            from the file at every step. None loads them all.
-        mesh: devices with axes named as in `nn.shards`, or its text ("tensor=4,data=2"); None is
-            one device.
-        revision, offline, ignore_config_keys, check, progress: as in `rooflax.load`.
+            all settings but `prefix_caching`.
+        check: reject NaN and infinite weights.
+        progress: called with the bytes of each weight loaded.
+        settings: as `EngineSettings` declares them.
 
     Raises:
         RooflaxError: one sentence that says what is wrong.
@@ -80,46 +66,17 @@ class LLM:
         self,
         model: str | Path | ModelInfo | Plan | None = None,
         *,
-        quantize: str | None = None,
-        dtype: str | None = None,
-        kv_dtype: str | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        prefix_caching: bool = True,
-        speculate: str | Path | None = None,
-        num_draft_tokens: int | None = None,
-        options: ExecutionOptions | None = None,
-        weights_budget: int | str | None = None,
-        mesh: Mesh | str | None = None,
-        revision: str | None = None,
-        offline: bool = False,
-        ignore_config_keys: Sequence[str] = (),
         check: bool = False,
         progress: Callable[[int], None] | None = None,
+        **settings: Unpack[EngineSettings],
     ):
         enable_persistent_cache()
         started = time.perf_counter()
-        plan = make_plan(
-            model,
-            quantize=quantize,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            options=options,
-            weights_budget=weights_budget,
-            mesh=mesh,
-            speculate=speculate,
-            num_draft_tokens=num_draft_tokens,
-            revision=revision,
-            offline=offline,
-            ignore_config_keys=ignore_config_keys,
-        )
+        plan = make_plan(model, **settings)
         _check_processes(plan)
         self.plan = plan
         self.info, self.options, self.mesh = plan.info, plan.options, plan.mesh
         self.max_model_len, self.max_num_seqs = plan.max_model_len, plan.max_num_seqs
-        self.prefix_caching = prefix_caching
         self.processor = InputProcessor(plan)
         self.tokenizer = self.processor.tokenizer
         if plan.draft is not None:
@@ -393,8 +350,7 @@ class LLM:
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
         idle = engine is not None and not engine.has_unfinished  # else a stream still owns it
-        fits = engine and engine.num_slots == slots and engine.max_tokens >= tokens
-        if engine and idle and fits and engine.pooler == pooler:
+        if engine and idle and engine.config.holds(slots, tokens, pooler):
             return engine
         self._engine = None
         self._engine = self.new_engine(slots, tokens, pooler)
@@ -410,18 +366,7 @@ class LLM:
         if pooler is None:
             speculation = self.speculation(num_slots, max_tokens)  # its memory comes first
         self.plan.check_fits(num_slots, max_tokens)
-        return Engine(
-            self.model,
-            self.options,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            kv_dtype=self.plan.kv_dtype,
-            prefill_chunk=self.plan.prefill_chunk,
-            prefix_caching=self.prefix_caching,
-            speculation=speculation,
-            mesh=self.mesh,
-            pooler=pooler,
-        )
+        return Engine(self.model, self.plan.sized(num_slots, max_tokens, pooler), speculation)
 
     def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:
         """Who drafts for an engine of this size."""

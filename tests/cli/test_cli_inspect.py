@@ -85,7 +85,11 @@ def test_what_is_announced_is_what_is_allocated(rooflax, model, flags, how):
     assert found["server"]["kv_blocks"] == list(runner.num_blocks)
     pools = jax.tree.leaves(runner.cache)
     assert found["server"]["kv_cache_bytes"] == sum(pool.nbytes for pool in pools)
-    assert found["server"]["sequences"] == found["server"]["of_full_length"] == runner.num_slots
+    assert (
+        found["server"]["sequences"]
+        == found["server"]["of_full_length"]
+        == runner.config.max_num_seqs
+    )
 
 
 def test_formats_of_a_folder_come_from_its_headers(rooflax, tmp_path, nothing_loads):

@@ -11,6 +11,7 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.speculation import Drafter, Speculation
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed, ceil_div
 from tests import goldens
@@ -53,13 +54,15 @@ def engine_of(model, *, cache):
     shares = [1.7 if w is None else 3.1 for w in windows]  # three beams of 70 tokens fit
     engine = Engine(
         model,
-        ExecutionOptions(kernels="xla", decode_steps=STEPS),
-        num_slots=SLOTS,
-        max_tokens=MAX_TOKENS,
-        prefill_chunk=CHUNK,
-        token_budget=2 * CHUNK,
-        num_blocks=tuple(1 + int(s * n) for s, n in zip(shares, needed, strict=True)),
-        prefix_caching=cache,
+        EngineConfig(
+            options=ExecutionOptions(kernels="xla", decode_steps=STEPS),
+            max_num_seqs=SLOTS,
+            max_model_len=MAX_TOKENS,
+            prefill_chunk=CHUNK,
+            max_tokens_per_step=2 * CHUNK,
+            num_blocks=tuple(1 + int(s * n) for s, n in zip(shares, needed, strict=True)),
+            prefix_caching=cache,
+        ),
     )
     assert len(engine.warm_up_all()) <= 12
     return engine
@@ -112,8 +115,16 @@ def test_beams_share_no_block_that_drafts_may_be_written_into(tmp_path, family):
     params = SamplingParams(num_beams=3, max_tokens=24, temperature=0).with_defaults({})
     found, ahead = [], 0
     for longest in (0, 8):
-        engine = Engine(model, ExecutionOptions(kernels="xla"), num_slots=3, max_tokens=64,
-                        prefill_chunk=32, speculation=Speculation(Drafter(), longest))  # fmt: skip
+        engine = Engine(
+            model,
+            EngineConfig(
+                options=ExecutionOptions(kernels="xla"),
+                max_num_seqs=3,
+                max_model_len=64,
+                prefill_chunk=32,
+            ),
+            Speculation(Drafter(), longest),
+        )
         blocks, full = engine.scheduler.blocks, model.config.groups.windows.index(None)
         for length in (7, 15):
             first = Beams(list(range(5, 5 + length)), params, 0).sequence(0)

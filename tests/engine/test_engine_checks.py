@@ -5,6 +5,7 @@ import pytest
 from rooflax import EngineError, ExecutionOptions, RequestError, SamplingParams, load
 from rooflax.engine.engine import FEWEST_TIMED, FIRST_BUDGET, Engine
 from rooflax.engine.sequence import Sequence
+from rooflax.nn.engine_config import EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,9 @@ def model():
 
 def engine_of(model, layers="unrolled", **given):
     options = ExecutionOptions(layers=layers, kernels="xla")
-    return Engine(model, options, **({"num_slots": 2, "max_tokens": 64} | given))
+    return Engine(
+        model, EngineConfig(options=options, **{"max_num_seqs": 2, "max_model_len": 64} | given)
+    )
 
 
 def sequence(prompt_tokens, max_tokens):
@@ -37,7 +40,7 @@ def test_what_could_outgrow_the_context_is_rejected(model):
 
 
 def test_a_servers_budget_follows_what_tokens_take(model):
-    engine = engine_of(model, step_s=0.3, token_budget=512)
+    engine = engine_of(model, step_s=0.3, max_tokens_per_step=512)
     assert engine.scheduler.token_budget == FIRST_BUDGET
     engine._time_tokens(FEWEST_TIMED - 1, 100.0)
     assert engine.scheduler.token_budget == FIRST_BUDGET

@@ -10,6 +10,7 @@ from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.engine import Engine
 from rooflax.models.registry import FAMILIES, read_config
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID
 from rooflax.ops.accelerator import block_size
 from tests import goldens
@@ -57,13 +58,15 @@ class Family:
         self.samples, self.windows = llm.processor.samples, llm.model.config.groups.windows
         self.engine = Engine(
             llm.model,
-            llm.options,
-            num_slots=SLOTS,
-            max_tokens=LONGEST,
-            kv_dtype=llm.plan.kv_dtype,
-            prefill_chunk=CHUNK,
-            token_budget=CHUNK,
-            num_blocks=self.num_blocks(BLOCKS),
+            EngineConfig(
+                options=llm.options,
+                max_num_seqs=SLOTS,
+                max_model_len=LONGEST,
+                kv_dtype=llm.plan.kv_dtype,
+                prefill_chunk=CHUNK,
+                max_tokens_per_step=CHUNK,
+                num_blocks=self.num_blocks(BLOCKS),
+            ),
         )
         self.salts = map(str, itertools.count())
 

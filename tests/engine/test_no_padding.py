@@ -9,6 +9,7 @@ from rooflax import LLM
 from rooflax.engine.engine import Engine
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.ops import native
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
@@ -26,7 +27,10 @@ def computed() -> np.ndarray:
 @pytest.fixture(scope="module")
 def engine():
     llm = LLM("preset:gpt2-tiny", max_num_seqs=4)
-    engine = Engine(llm.model, llm.options, num_slots=4, max_tokens=1024, prefix_caching=False)
+    engine = Engine(
+        llm.model,
+        EngineConfig(options=llm.options, max_num_seqs=4, max_model_len=1024, prefix_caching=False),
+    )
     engine.warm_up_all()
     return engine
 

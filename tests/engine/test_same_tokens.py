@@ -11,6 +11,7 @@ from rooflax import load
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
 from rooflax.engine.speculation import Drafter, Speculation
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import STATE, blocks_needed
 from rooflax.ops.native import is_ready
@@ -97,14 +98,16 @@ def small_engine(
     )
     engine = Engine(
         model,
-        ExecutionOptions(kernels=kernels, decode_steps=steps),
-        num_slots=slots,
-        max_tokens=MAX_TOKENS,
-        prefill_chunk=chunk,
-        token_budget=2 * chunk,
-        num_blocks=num_blocks,
-        prefix_caching=cache,
-        speculation=drafter and Always(drafter, DRAFT_TOKENS),
+        EngineConfig(
+            options=ExecutionOptions(kernels=kernels, decode_steps=steps),
+            max_num_seqs=slots,
+            max_model_len=MAX_TOKENS,
+            prefill_chunk=chunk,
+            max_tokens_per_step=2 * chunk,
+            num_blocks=num_blocks,
+            prefix_caching=cache,
+        ),
+        drafter and Always(drafter, DRAFT_TOKENS),
     )
     assert len(engine.warm_up_all()) <= (15 if drafter else 12)
     return engine

@@ -7,7 +7,7 @@ import pytest
 
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
-from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from rooflax.fields.sampling import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 pytestmark = pytest.mark.unit
 

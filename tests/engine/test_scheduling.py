@@ -16,6 +16,8 @@ from rooflax.engine.packing import DecodeWriter, Layout, Writer
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
 from rooflax.engine.sequence import Sequence, with_siblings
+from rooflax.nn.engine_config import EngineConfig
+from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
 
 pytestmark = pytest.mark.unit
@@ -52,12 +54,15 @@ def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=
     needed = [blocks_needed(window, longest, new_tokens, BLOCK_SIZE) for window in windows]
     num_blocks = tuple(1 + max(n, int(share * slots * n)) for n in needed)
     blocks = BlockManager(windows, num_blocks, BLOCK_SIZE, prefix_caching=given.pop("cache", True))
-    budget = {"token_budget": slots * chunk, "prefill_chunk": chunk, "decode_steps": steps} | given
+    sizes = {"max_tokens_per_step": slots * chunk, "prefill_chunk": chunk, "decode_steps": steps}
+    config = EngineConfig(
+        options=ExecutionOptions(), max_num_seqs=slots, max_model_len=longest, **(sizes | given)
+    )
 
     def limit_steps(decodes, most):  # as the engine's
         return 1 if any(s.num_candidates is not None for s in decodes) else most
 
-    return Scheduler(blocks, num_slots=slots, limit_steps=limit_steps, **budget)
+    return Scheduler(blocks, config, limit_steps=limit_steps)
 
 
 class StubModel:
@@ -134,7 +139,7 @@ def check_blocks(scheduler):
         assert len(pool._hash_of) == len(pool._block_of)
     assert all(not seq.block_tables and seq.slot is None for seq in scheduler.waiting)
     slots = [seq.slot for seq in scheduler.running] + scheduler._free_slots
-    assert sorted(slots) == list(range(scheduler.num_slots))
+    assert sorted(slots) == list(range(scheduler.config.max_num_seqs))
 
 
 def check_step(scheduler, step):
@@ -145,10 +150,10 @@ def check_step(scheduler, step):
     assert rows or ready, "a step must get somebody on"
     assert all(seq.slot is not None and not seq.is_finished for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
-    assert 1 <= step.num_steps <= scheduler.decode_steps
+    assert 1 <= step.num_steps <= scheduler.config.decode_steps
     assert all(step.num_steps <= seq.num_remaining_tokens for seq in step.decodes)
     counts = [count for _, count in step.prefills]
-    assert all(1 <= count <= scheduler.prefill_chunk for count in counts)
+    assert all(1 <= count <= scheduler.config.prefill_chunk for count in counts)
     assert sum(counts) <= scheduler.token_budget
     order = [s.request_id for s in (*scheduler.running, *scheduler.waiting)]
     assert order == sorted(order), "first come, first served"
@@ -194,7 +199,7 @@ def test_random_requests_leak_nothing_and_mix_nothing(
 ):
     """Few tokens, so that prompts share beginnings; few blocks, so that some must give way."""
     scheduler = make(
-        windows, chunk=chunk, steps=steps, token_budget=budget, share=share, cache=cache
+        windows, chunk=chunk, steps=steps, max_tokens_per_step=budget, share=share, cache=cache
     )
     stub = StubModel(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
     tables = tuple(blocks_needed(w, 30, scheduler.new_tokens, BLOCK_SIZE) for w in windows)
@@ -282,7 +287,7 @@ def test_who_comes_last_gives_way_first_and_finishes_all_the_same():
 
 
 def test_decoding_goes_on_beside_prompts_within_the_budget():
-    scheduler = make((None,), slots=3, chunk=4, steps=3, token_budget=5, longest=40)
+    scheduler = make((None,), slots=3, chunk=4, steps=3, max_tokens_per_step=5, longest=40)
     stub = StubModel(scheduler)
     first, second = sequence(4, 9, 0), sequence(10, 5, 1, tokens=[9] * 10)
     scheduler.add(first)
@@ -512,10 +517,11 @@ def test_computed_over_requested_tokens_where_buckets_pad(budget):
     """A serving run as on a GPU: decode rows, and prompts of 1 to 200 tokens that keep coming."""
     buckets = Buckets.of_server(16, 1024, budget, reads_in_place=True, pads=True)
     blocks = BlockManager((None,), (1 + 16 * 64,), 16, prefix_caching=False)
-    scheduler = Scheduler(
-        blocks, num_slots=16, token_budget=budget, prefill_chunk=budget, decode_steps=1,
-        worth_running=buckets.worth_running,
+    config = EngineConfig(
+        options=ExecutionOptions(), max_num_seqs=16, max_model_len=1024, prefill_chunk=budget,
+        max_tokens_per_step=budget, decode_steps=1,
     )  # fmt: skip
+    scheduler = Scheduler(blocks, config, worth_running=buckets.worth_running)
     state = np.random.RandomState(0)
     params = SamplingParams(temperature=0.0)
     waiting = [

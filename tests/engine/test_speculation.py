@@ -19,6 +19,7 @@ from rooflax.engine.speculation import (
     NgramDrafter,
     Speculation,
 )
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 
 pytestmark = pytest.mark.oldest_jax
@@ -252,10 +253,10 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
     for speculation in (None, Speculation(Poisoned())):
         engine = Engine(
             poisoned,
-            ExecutionOptions(kernels=kernels),
-            num_slots=2,
-            max_tokens=64,
-            speculation=speculation,
+            EngineConfig(
+                options=ExecutionOptions(kernels=kernels), max_num_seqs=2, max_model_len=64
+            ),
+            speculation,
         )
         banned = SamplingParams(temperature=0.0, banned_token_ids=(7,)).with_defaults({})
         sequences = [Sequence(i, [5, 9 + i], banned, 20, frozenset()) for i in range(2)]

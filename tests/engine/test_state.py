@@ -13,6 +13,7 @@ from rooflax import LLM, ExecutionOptions, RequestError, SamplingParams, load
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.speculation import Drafter, Speculation
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
 from rooflax.train.loop import check_trainable
 from tests import goldens
@@ -75,8 +76,9 @@ def engine(checkpoint):
         key = variant, json.dumps(changes, sort_keys=True, default=str)
         if key not in made or "speculation" in changes:
             options = changes.pop("options", ExecutionOptions(decode_steps=4))
-            sizes = {"num_slots": 2, "max_tokens": CONTEXT, "prefill_chunk": 256} | changes
-            made[key] = Engine(model, options, **sizes)
+            sizes = {"max_num_seqs": 2, "max_model_len": CONTEXT, "prefill_chunk": 256} | changes
+            speculation = sizes.pop("speculation", None)
+            made[key] = Engine(model, EngineConfig(options=options, **sizes), speculation)
         return made[key]
 
     return get
@@ -177,7 +179,7 @@ def test_snapshots_go_with_their_blocks_and_stay_within_their_rows(engine, varia
     """A pool of 40 blocks and 6 rows; whatever is found is true."""
     groups = engine(variant).model.config.groups
     num_blocks = tuple(6 if w == STATE else 40 for w in groups.windows)
-    small = engine(variant, num_blocks=num_blocks, max_tokens=300)
+    small = engine(variant, num_blocks=num_blocks, max_model_len=300)
     cold = engine(variant, prefix_caching=False)
     state, hits = small.scheduler.blocks.pools[groups.state], 0
     full = small.scheduler.blocks.pools[groups.windows.index(None)]

@@ -39,11 +39,13 @@ def test_all_fields(tmp_path):
     write(tmp_path, "config.json", {"eos_token_id": 5})
     defaults = read_generation_defaults(tmp_path, tokenizer_eos_id=6)
     assert defaults == GenerationDefaults(
-        temperature=0.6,
-        top_k=20,
-        top_p=0.9,
-        min_p=0.0,
-        repetition_penalty=1.1,
+        sampling={
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.0,
+            "repetition_penalty": 1.1,
+        },
         do_sample=True,
         eos_token_ids=(128001, 128008, 128009),
         bos_token_id=128000,

@@ -19,6 +19,7 @@ from rooflax.loading.plan import make_plan, resolve_precision
 from rooflax.models.memory import check_fits, estimate
 from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.storage import Storage
 from tests import goldens
 
@@ -126,7 +127,9 @@ def temporaries(raw, rows):
     """Bytes that a step of a prompt of so many tokens takes, and those that are planned for it."""
     info = replace(model_info("preset:gpt2-tiny"), config=read_config(raw)[1], raw_config=raw)
     plan = make_plan(info, max_model_len=rows, max_num_seqs=1)
-    engine = Engine(load_plan(plan), plan.options, num_slots=1, max_tokens=rows)
+    engine = Engine(
+        load_plan(plan), EngineConfig(options=plan.options, max_num_seqs=1, max_model_len=rows)
+    )
     (tokens,) = np.zeros((1, rows - 1), int).tolist()
     greedy = SamplingParams(temperature=0.0).with_defaults({})
     engine.warm_up_prefill([Sequence(0, tokens, greedy, 1, frozenset())])
@@ -156,8 +159,8 @@ def test_the_workspace_grows_by_no_less_than_the_compiled_step(variant, key, sma
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_workspace_holds_every_program_of_a_server(model, rows):
     plan = make_plan(f"preset:{model}", max_num_seqs=rows)
-    how = {"num_slots": rows, "max_tokens": plan.max_model_len}
-    engine = Engine(load_plan(plan), plan.options, **how)
+    how = {"max_num_seqs": rows, "max_model_len": plan.max_model_len}
+    engine = Engine(load_plan(plan), EngineConfig(options=plan.options, **how))
     engine.warm_up_all()
     assert 0 < engine.temporary_bytes() <= plan.memory.workspace
 

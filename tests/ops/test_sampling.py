@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax.fields.sampling import MAX_LOGPROBS
 from rooflax.ops import sampling as lib
 from rooflax.ops import sampling_columns
 from rooflax.ops.native import is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
-from rooflax.ops.sampling_limits import MAX_LOGPROBS
 from tests import goldens
 from tests.ops.cases import normal, rng
 

@@ -450,7 +450,7 @@ def test_j5_unknown_fields_are_named(live):
 
 
 def test_j5_unknown_fields_are_reported_where_that_was_chosen(llm):
-    with serving(lambda _: ScriptedLLM(llm), reports_unknown_fields=True) as server:
+    with serving(lambda _: ScriptedLLM(llm), unknown_fields="report") as server:
         body = {"messages": [{"role": "user", "content": "x", "y": 1}], "novel": 2}
         found = server.post("/v1/chat/completions", body)
         assert found.status_code == 200

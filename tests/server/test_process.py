@@ -219,7 +219,7 @@ def test_c12_what_does_not_fit_is_not_started(monkeypatch, capfd, spare, what):
     [
         (["--host", "0.0.0.0"], "--host"),
         (["--port", "70000"], "--port is 70000"),
-        (["--unknown-fields", "shrug"], "reject, report"),
+        (["--unknown-fields", "shrug"], "'reject', 'report'"),
         (["--chat-template", "/no/such/file"], "cannot be read"),
         (["--api-key-file", "/no/such/file"], "cannot be read"),
         (["--api-key", ""], "--api-key"),

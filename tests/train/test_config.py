@@ -95,7 +95,7 @@ def test_choices(name, value):
 def test_the_policies_are_those_of_the_layers():
     from rooflax.nn.layers import REMAT_POLICIES
 
-    assert set(REMAT) == {None, *REMAT_POLICIES}
+    assert {None, *REMAT} == {None, *REMAT_POLICIES}
 
 
 def test_steps_or_tokens():

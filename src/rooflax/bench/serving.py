@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,14 +48,9 @@ class Served:
                 f"{self.llm.max_model_len}"
             )
         self.max_tokens = min(max_tokens or least_tokens, self.llm.max_model_len)
-        self.engine = Engine(
-            self.llm.model,
-            self.llm.options,
-            num_slots=NUM_SLOTS,
-            max_tokens=self.max_tokens,
-            kv_dtype=self.llm.plan.kv_dtype,
-            token_budget=512,
-        )
+        plan = self.llm.plan.sized(NUM_SLOTS, self.max_tokens, None)
+        config = replace(plan, prefill_chunk=0, max_tokens_per_step=512)
+        self.engine = Engine(self.llm.model, config)
         self.warm_up_report = self.engine.warm_up_all()
 
     def sequence(self, prompt: list[int], output_tokens: int) -> Sequence:

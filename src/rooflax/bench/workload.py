@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError
+from rooflax.fields.kinds import Whole
 from rooflax.nn.execution import ExecutionOptions, Precision
 
 PROMPT_SEED = 0
@@ -46,11 +46,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, least in AT_LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise RequestError(
-                    f"{name} is {value!r}; it must be a whole number from {least} up."
-                )
+            Whole(least).read(name, getattr(self, name))
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random ids, the same in every run."""

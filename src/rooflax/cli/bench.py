@@ -26,7 +26,7 @@ OF_RATE = {
     "target_tpot": "target_tpot_s",
 }
 """Flags that mean something only with --request-rate, and what `serving.Rate` calls them."""
-MODEL = ("model", "revision", "offline", "ignore_config_key")
+MODEL = ("model", "revision", "offline", "ignore_config_keys")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
 LENGTHS = ("prompt_tokens", "output_tokens")

@@ -42,7 +42,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("--url", metavar="URL", help="of an OpenAI server; MODEL is a name there")
     group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
-    flags.add_max_model_len(parser, "longest conversation in tokens; default the model's")
+    flags.add_max_model_len(parser, help="longest conversation in tokens")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     flags.add_execution(parser)

@@ -14,14 +14,15 @@ from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
+from rooflax.fields.declaration import CHAT
+from rooflax.fields.sampling import SAMPLING
 
 if TYPE_CHECKING:
     from rooflax.http_client import Server
 
 MEANT = (
-    "model", "url", "api_key", "system", "prompt", "show_thinking", "max_tokens", "temperature",
-    "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "quiet", "verbose",
+    "model", "url", "api_key", "system", "prompt", "show_thinking", "quiet", "verbose",
+    *(one.name for one in SAMPLING.values() if one.http_of(CHAT)),
 )  # fmt: skip
 """Flags that mean something to a server."""
 SILENCE_S = 600.0

@@ -42,7 +42,7 @@ def add_flags(parser: Parser) -> None:
         help="which of the checkpoint's prompts stands before each text, such as query",
     )  # fmt: skip
     group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
-    flags.add_max_model_len(parser, "longest text in tokens; default the model's")
+    flags.add_max_model_len(parser, help="longest text in tokens")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     flags.add_execution(parser)

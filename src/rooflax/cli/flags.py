@@ -7,12 +7,18 @@ that a wrong value is rejected at once.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rooflax.cli.parser import Parser, at_least_one, bias, number, token_ids, whole
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import Declaration, declarations
+from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Whole
+from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
+from rooflax.loading.settings import ServingSettings
 from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
@@ -21,6 +27,8 @@ from rooflax.nn.execution import (
     offloading_options,
     parse_bytes,
 )
+
+SETTINGS: dict[str, Declaration] = declarations(ServingSettings)
 
 
 def add_model(parser: Parser, default: str = "the embedded model") -> None:
@@ -31,16 +39,8 @@ def add_model(parser: Parser, default: str = "the embedded model") -> None:
         nargs="?",
         help=f"checkpoint folder, .gguf file, hub id or preset:NAME; default: {default}",
     )
-    group = parser.group("finding the model")
-    group.add_argument("--revision", metavar="REF", help="branch, tag or commit of a hub id")
-    group.add_argument("--offline", action="store_true", help="use downloaded models only")
-    group.add_argument(
-        "--ignore-config-key",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="ignore an unknown key of config.json (repeatable)",
-    )
+    for name in ("revision", "offline", "ignore_config_keys"):
+        add_field(parser, SETTINGS[name])
 
 
 def add_check(parser: Parser) -> None:
@@ -56,58 +56,57 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
         max_tokens: the verb's default.
         samples: offer what makes sense for one prompt only.
     """
-    group = parser.group("choosing tokens")
-    add = group.add_argument
-    add(
-        "-n", "--max-tokens", "--max-new-tokens", "--n-predict", metavar="N", type=whole,
-        help=f"maximum number of new tokens; default {max_tokens}, or what fits into the context",
-    )  # fmt: skip
-    add(
-        "--temperature",
-        "--temp",
-        metavar="T",
-        type=number,
-        help="0 is greedy; default the checkpoint's, else 1",
-    )
-    add("--top-k", metavar="K", type=whole, help="sample from the k most likely tokens")
-    add("--top-p", metavar="P", type=number, help="the most likely tokens that sum to p")
-    add("--min-p", metavar="P", type=number, help="drop those below p times the best")
-    add("-s", "--seed", metavar="N", type=whole, help="random seed of sampling; default 0")
-    add("--repetition-penalty", metavar="X", type=number, help="above 1 discourages repetition")
-    add("--presence-penalty", metavar="X", type=number, help="-2 to 2, for tokens already used")
-    add("--frequency-penalty", metavar="X", type=number, help="-2 to 2, per use of a token")
-    add(
-        "--logit-bias", metavar="ID=VALUE", type=bias, action="append", default=[],
-        help="add to a token's logit, -100 to 100 (repeatable)",
-    )  # fmt: skip
-    add("--stop", metavar="TEXT", action="append", default=[], help="stop at TEXT (repeatable)")
-    add(
-        "--stop-token-ids", metavar="ID,ID", type=token_ids, action="append", default=[],
-        help="stop at these token ids",
-    )  # fmt: skip
-    add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
-    if samples:
-        add("--samples", metavar="N", type=whole, default=1, help="completions; default 1")
-        add("--logprobs", metavar="N", type=whole, help="log-probabilities, and the N likeliest")
-        add("--num-beams", metavar="N", type=whole, default=1, help="beam search; default 1, off")
-        add("--length-penalty", metavar="X", type=number, help="of beams: more favours long texts")
-        add(
-            "--early-stopping", metavar="HOW", type=_early_stopping,
-            help="of beams: false (default), true, never",
-        )  # fmt: skip
-        add(
-            "--json-schema", metavar="FILE_OR_JSON", type=_schema,
-            help="constrain the answer to JSON of this schema",
-        )  # fmt: skip
-        add("--regex", metavar="REGEX", help="constrain the answer to text that matches")
-        add(
-            "--grammar", metavar="FILE_OR_TEXT", type=_grammar,
-            help="constrain the answer to this Lark grammar",
-        )  # fmt: skip
+    defaults = {"max_tokens": f"{max_tokens}, or what fits into the context"}
+    for one in SAMPLING.values():
+        if one.flags and (samples or not one.per_prompt):
+            add_field(parser, replace(one, shown_default=defaults.get(one.name, one.shown_default)))
 
 
-def _early_stopping(text: str) -> bool | str:
-    return {"false": False, "true": True}.get(text, text)
+def add_field(parser: Parser, one: Declaration, *, lists: bool = False) -> None:
+    """The flags of a field that is declared.
+
+    Args:
+        lists: several values, with commas between them.
+    """
+    how: dict[str, Any] = {"help": one.sentence}
+    if isinstance(one.kind, Flag):
+        how["action"] = "store_true"
+    elif one.kind.repeats:
+        how |= {"action": "append", "default": [], "help": f"{one.sentence} (repeatable)"}
+    else:
+        how["default"] = one.default
+    if not isinstance(one.kind, Flag):
+        how |= {"metavar": one.metavar, "type": parser_of(one.kind)}
+    if lists:
+        how |= {"default": [None], "type": _listed(how["type"])}
+    parser.group(one.group).add_argument(*one.flags, dest=one.name, **how)
+
+
+def values_of(args: argparse.Namespace, table: type) -> dict[str, Any]:
+    """What the flags say of the fields of a table, as far as the verb has them."""
+    named = declarations(table).values()
+    return {one.name: getattr(args, one.name) for one in named if hasattr(args, one.name)}
+
+
+def parser_of(kind: Kind) -> Callable[[str], Any]:
+    """What reads a value of a kind from a flag's text, for `type=`."""
+    match kind:
+        case Whole():
+            return whole
+        case Number():
+            return number
+        case Several(Whole()):
+            return token_ids
+        case Bias():
+            return bias
+        case JsonSchema():
+            return _schema
+        case Grammar():
+            return _grammar
+        case Choice(choices):
+            words = {str(choice).lower(): choice for choice in choices}
+            return lambda text: words.get(text, text)
+    return str
 
 
 def _schema(given: str) -> str:
@@ -145,35 +144,18 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     repeated = {token for token, _ in args.logit_bias}
     if len(repeated) != len(args.logit_bias):
         raise RequestError("--logit-bias names a token id twice; give each once.")
-    return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        stop_token_ids=tuple(token for ids in args.stop_token_ids for token in ids),
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logit_bias=dict(args.logit_bias),
-        logprobs=getattr(args, "logprobs", None),
-        n=getattr(args, "samples", 1),
-        ignore_eos=args.ignore_eos,
-        num_beams=getattr(args, "num_beams", 1),
-        length_penalty=getattr(args, "length_penalty", None),
-        early_stopping=getattr(args, "early_stopping", None),
-        json_schema=getattr(args, "json_schema", None),
-        regex=getattr(args, "regex", None),
-        grammar=getattr(args, "grammar", None),
-    )
+    given = values_of(args, SamplingParams)
+    given["logit_bias"] = dict(args.logit_bias)
+    given["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)
+    return SamplingParams(**given)
 
 
-def add_max_model_len(parser: Parser, text: str) -> None:
-    parser.group("memory and precision").add_argument(
-        "-c", "--max-model-len", "--ctx-size", metavar="N", type=whole, help=text
-    )
+def add_max_model_len(parser: Parser, **changes: Any) -> None:
+    """
+    Args:
+        changes: of the declaration, where the verb means something else by it.
+    """
+    add_field(parser, replace(SETTINGS["max_model_len"], **changes))
 
 
 def add_precision(
@@ -184,37 +166,13 @@ def add_precision(
     Args:
         lists: several values, with commas between them.
     """
-    add = parser.group("memory and precision").add_argument
-    kind: dict[str, Any] = {"type": _words, "default": [None]} if lists else {}
-    text = (
-        "float32 or bfloat16, of weights and activations; default bfloat16, on CPU float32 "
-        "activations with the file's weights"
-    )
-    add("--dtype", metavar="TYPE", help=text, **kind)
-    if kv:
-        add(
-            "--kv-dtype",
-            metavar="TYPE",
-            help="of the KV cache: float32, float16, bfloat16, int8 or fp8; default as "
-            "--dtype, but float16 on CPU with --quantize",
-            **kind,
-        )
-    if quantize:
-        add(
-            "-q",
-            "--quantize",
-            metavar="FORMAT",
-            help="of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
-            **kind,
-        )
+    for name, is_there in (("dtype", True), ("kv_dtype", kv), ("quantize", quantize)):
+        if is_there:
+            add_field(parser, SETTINGS[name], lists=lists)
 
 
 def add_weights_budget(parser: Parser) -> None:
-    parser.group("memory and precision").add_argument(
-        "--weights-budget", metavar="SIZE",
-        help="memory for weights, as in 8GB; layers beyond it are read from disk at every "
-        "step",
-    )  # fmt: skip
+    add_field(parser, SETTINGS["weights_budget"])
 
 
 def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) -> None:
@@ -262,13 +220,8 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
 
 def add_speculation(parser: Parser) -> None:
     """Drafts: never other tokens, sometimes more of them per second."""
-    add = parser.group("speed, never tokens").add_argument
-    add(
-        "--speculate",
-        metavar="HOW",
-        help="speculative decoding: ngram, or a smaller MODEL as draft",
-    )
-    add("--num-draft-tokens", metavar="N", type=whole, help="most drafts in a step; default 7")
+    for name in ("speculate", "num_draft_tokens"):
+        add_field(parser, SETTINGS[name])
 
 
 def check_speculation(args: argparse.Namespace, options: ExecutionOptions) -> None:
@@ -320,12 +273,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
         help="CPU threads; default the cores this process may use",
     )  # fmt: skip
     if mesh:
-        add(
-            "--mesh",
-            metavar="AXIS=N",
-            help="split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, "
-            "tensor",
-        )
+        add_field(parser, SETTINGS["mesh"])
     if hosts:
         add("--coordinator", metavar="HOST:PORT", help="address of process 0")
         add("--num-processes", metavar="N", type=at_least_one, help="number of processes")
@@ -357,13 +305,9 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
     for flag, given in (
         ("--revision", args.revision),
-        ("--ignore-config-key", args.ignore_config_key),
+        ("--ignore-config-key", args.ignore_config_keys),
     ):
         if made_here and given:
             name = args.model or "the embedded model"
             raise RequestError(f"{flag} is for checkpoints, and {name} is none; drop it.")
-    return {
-        "revision": args.revision,
-        "offline": args.offline,
-        "ignore_config_keys": args.ignore_config_key,
-    }
+    return {name: getattr(args, name) for name in ("revision", "offline", "ignore_config_keys")}

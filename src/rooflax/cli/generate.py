@@ -39,7 +39,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
     group.add_argument("--force", action="store_true", help="overwrite --output")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
-    flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
+    flags.add_max_model_len(parser)
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     flags.add_execution(parser)

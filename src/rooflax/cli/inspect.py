@@ -31,7 +31,7 @@ SUMMARY = "architecture, weights, and the memory it will take"
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
-    flags.add_max_model_len(parser, "tokens per sequence to plan for; default the model's longest")
+    flags.add_max_model_len(parser, help="tokens per sequence to plan for")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     parser.group("memory and precision").add_argument(

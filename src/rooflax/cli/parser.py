@@ -9,10 +9,7 @@ from rooflax.errors import RequestError, did_you_mean
 
 WIDTH = 80
 FLAG_COLUMN = 29
-FIELDS = {
-    "samples": "n", "ignore_config_key": "ignore_config_keys", "no_cache": "use_cache",
-    "no_jit": "jit",
-}  # fmt: skip
+FIELDS = {"no_cache": "use_cache", "no_jit": "jit"}
 """Flags whose fields in Python have other names."""
 SEEN = "_seen"
 """Where a namespace says, while it is filled, which flags were given."""

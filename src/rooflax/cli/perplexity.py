@@ -33,7 +33,7 @@ def add_flags(parser: Parser) -> None:
         "token but the first is scored once, in the first window that holds it",
     )  # fmt: skip
     flags.add_max_model_len(
-        parser, f"tokens of a window; default the model's, at most {LONGEST_WINDOW}"
+        parser, help="tokens of a window", shown_default=f"the model's, at most {LONGEST_WINDOW}"
     )
     flags.add_precision(parser, kv=False)
     flags.add_weights_budget(parser)

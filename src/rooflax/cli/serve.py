@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.parser import Parser, at_least_one, number, whole
+from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
+from rooflax.fields.declaration import declarations, variable_of
 from rooflax.models.presets import CHAT_NAME
+from rooflax.server.settings import Settings
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
-    from rooflax.server.settings import Settings
 
 SUMMARY = "the OpenAI-compatible server"
 NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
-VARIABLES = "ROOFLAX_"
-MAX_PORT = 65535
 MAX_PIECES_PER_S = 2000
 """Of all answers together: each piece costs a system call, which nobody sees at this rate."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -37,45 +36,11 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "the embedded chat model")
     flags.add_check(parser)
-    add = parser.group("who may ask").add_argument
-    add("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1")
-    add("--port", metavar="N", type=whole, default=8000, help="default 8000; 0 takes a free one")
-    add("--api-key", metavar="KEY", action="append", default=[], help="who must be shown to ask; "
-        "ROOFLAX_API_KEY hides it (repeatable)")  # fmt: skip
-    add("--api-key-file", metavar="FILE", help="keys, one a line; # begins a comment")
-    add("--insecure-no-auth", action="store_true", help="let everybody ask who reaches --host")
-    add("--cors-origins", metavar="ORIGIN", action="append", default=[],
-        help="pages that may ask; localhost is any port here (repeatable)")  # fmt: skip
-    add = parser.group("answers").add_argument
-    add("--served-model-name", metavar="NAME", action="append", default=[],
-        help="in place of the model's own (repeatable)")  # fmt: skip
-    add("--chat-template", metavar="FILE", help="jinja2, in place of the model's own")
-    add("--generation-config", metavar="HOW", default="auto",
-        help="auto (default) takes the checkpoint's sampling defaults, none the API's")  # fmt: skip
-    add("--unknown-fields", metavar="HOW", default="reject",
-        help="reject (default), or report in the header x-rooflax-ignored")  # fmt: skip
-    add("--reasoning-field", metavar="NAME", default="reasoning_content",
-        help="reasoning_content (default), reasoning, or both")  # fmt: skip
-    add("--tokenizer-info", action="store_true",
-        help="answer /tokenizer_info, with the chat template")  # fmt: skip
-    add = parser.group("limits").add_argument
-    add("--max-num-seqs", metavar="N", type=at_least_one, default=16,
-        help="answers that run at once; default 16")  # fmt: skip
-    add("--max-num-queued-seqs", metavar="N", type=at_least_one, default=64,
-        help="answers that may wait; default 64")  # fmt: skip
-    add("--max-inflight-per-key", metavar="N", type=at_least_one, default=0,
-        help="answers a key may have open; default half with several keys")  # fmt: skip
-    add("--max-body-bytes", metavar="N", type=at_least_one, default=4 * 2**20,
-        help="of a request; default 4 MiB")  # fmt: skip
-    add("--max-num-batched-tokens", metavar="N", type=at_least_one,
-        help="tokens of a step; default what takes at most 0.3 s")  # fmt: skip
-    add("--request-timeout", metavar="S", type=number, default=600.0, help="default 600")
-    add("--drain-timeout", metavar="S", type=number, default=30.0,
-        help="for open answers at the end; default 30")  # fmt: skip
-    add("--watchdog", metavar="S", type=number, default=60.0,
-        help="without a step before /health fails; default 60")  # fmt: skip
-    add("--stay", action="store_true", help="answer 503 when the engine has died; else exit 1")
-    flags.add_max_model_len(parser, "longest context, prompt included; default the model's")
+    for one in declarations(Settings).values():
+        flags.add_field(parser, one)
+    for name in ("max_num_seqs", "max_tokens_per_step"):
+        flags.add_field(parser, flags.SETTINGS[name])
+    flags.add_max_model_len(parser)
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
     flags.add_execution(parser, cached=False)
@@ -134,7 +99,7 @@ def take_variables(args: argparse.Namespace) -> None:
     parser = Parser("serve", SUMMARY, takes_model=True)
     add_flags(parser)
     for action in parser._actions:
-        name = f"{VARIABLES}{action.dest.upper()}"
+        name = variable_of(action.option_strings)
         text = os.environ.get(name)
         if text is None or action.dest in args.given or not action.option_strings:
             continue
@@ -158,39 +123,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         RequestError: one of them cannot be.
     """
-    from rooflax.server.settings import Settings
-
-    if not 0 <= args.port <= MAX_PORT:
-        raise RequestError(f"port is {args.port}; it must be from 0 to {MAX_PORT}.", param="port")
-    for flag, value, known in (
-        ("--generation-config", args.generation_config, ("auto", "none")),
-        ("--unknown-fields", args.unknown_fields, ("reject", "report")),
-        ("--reasoning-field", args.reasoning_field, ("reasoning_content", "reasoning", "both")),
-    ):
-        if value not in known:
-            raise RequestError(f"{flag} is {value!r}; it must be one of {', '.join(known)}.")
-    for flag in ("request_timeout", "drain_timeout", "watchdog"):
-        if not 0 < getattr(args, flag) < 1e9:
-            raise RequestError(f"{flag} is {getattr(args, flag)}; it must be above 0.", param=flag)
-    keys = [*args.api_key, *(_keys(args.api_key_file) if args.api_key_file else ())]
-    return Settings(
-        host=args.host,
-        port=args.port,
-        api_keys=tuple(keys),
-        served_names=tuple(args.served_model_name),
-        max_waiting=args.max_num_queued_seqs,
-        max_per_key=args.max_inflight_per_key,
-        max_body_bytes=args.max_body_bytes,
-        cors_origins=tuple(args.cors_origins),
-        reports_unknown_fields=args.unknown_fields == "report",
-        reasoning_field=args.reasoning_field,
-        request_s=args.request_timeout,
-        drain_s=args.drain_timeout,
-        stall_s=args.watchdog,
-        stays=args.stay,
-        tells_tokenizer=args.tokenizer_info,
-        allows_anyone=args.insecure_no_auth,
-    )
+    given = flags.values_of(args, Settings)
+    if args.api_key_file is not None:
+        given["api_keys"] = [*given["api_keys"], *_keys(args.api_key_file)]
+    return Settings(**given)
 
 
 def _keys(path: str) -> list[str]:
@@ -234,8 +170,8 @@ def _loader(
             engine = open_async_llm(
                 args,
                 max_num_seqs=args.max_num_seqs,
-                max_waiting=args.max_num_queued_seqs,
-                max_tokens_per_step=args.max_num_batched_tokens,
+                max_waiting=args.max_waiting,
+                max_tokens_per_step=args.max_tokens_per_step,
                 max_pieces_per_s=MAX_PIECES_PER_S,
                 report=lambda program: tell(f"compiling; {program.name} is done"),
             )

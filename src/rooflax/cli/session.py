@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
+from rooflax.loading.settings import EngineSettings
 from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
@@ -86,17 +87,11 @@ def _loaded(
         options = options or flags.execution_options(args)
         from rooflax.loading.plan import PLANNED, make_plan
 
-    given = {
-        "quantize": getattr(args, "quantize", None),
-        "max_model_len": getattr(args, "max_model_len", None),
-        "check": getattr(args, "check", False),
-        "speculate": getattr(args, "speculate", None),
-        "num_draft_tokens": getattr(args, "num_draft_tokens", None),
-        "mesh": platform.make_mesh(getattr(args, "mesh", None)),
-        "weights_budget": getattr(args, "weights_budget", None),
-    } | settings
+    given = flags.values_of(args, EngineSettings) | where | settings
+    given["mesh"] = platform.make_mesh(given.get("mesh"))
+    given["check"] = getattr(args, "check", False)
     asked = {name: given.pop(name) for name in PLANNED & given.keys()}
-    plan = make_plan(args.model, options=options, **asked, **where)
+    plan = make_plan(args.model, options=options, **asked)
     name, is_random = plan.info.name, plan.info.folder is None
     if plan.info.left_out and not args.quiet:
         towers = " and ".join(plan.info.left_out)

@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, number, whole
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, REMAT, TrainConfig
+from rooflax.fields.declaration import declarations
+from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, TrainConfig
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
@@ -30,7 +31,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-DEFAULTS = {field.name: field.default for field in fields(TrainConfig)} | {"learning_rate": None}
 
 
 def add_flags(parser: Parser) -> None:
@@ -58,39 +58,11 @@ def add_flags(parser: Parser) -> None:
 
 def _add_settings(parser: Parser) -> None:
     """One flag per field of TrainConfig."""
-
-    def add(name: str, metavar: str, kind: Any, text: str, *aliases: str) -> None:
-        field = {"batch": "batch_size"}.get(name.replace("-", "_"), name.replace("-", "_"))
-        default = DEFAULTS[field]
-        shown = "" if default is None else f"; default {default}"
-        parser.group("training").add_argument(
-            f"--{name}", *aliases, metavar=metavar, type=kind, default=default, dest=field,
-            help=text + shown,
-        )  # fmt: skip
-
-    add("steps", "N", whole, "optimizer steps; or give --tokens")
-    add("tokens", "N", whole, "training tokens in all")
-    add("batch", "N", whole, "rows per step")
-    add("seq-len", "N", whole, "tokens per row")
-    add("micro-batches", "N", whole, "micro-batches per step (gradient accumulation)")
-    rates = f"default {FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
-    add("learning-rate", "X", number, f"peak learning rate; {rates}", "--lr")
-    add("min-lr-ratio", "X", number, "final learning rate over the peak")
-    add("warmup-steps", "N", whole, "linear warm-up; default a tenth of all steps, at most 100")
-    add("weight-decay", "X", number, "AdamW's, of matrices only")
-    add("clip-norm", "X", number, "clip gradients to this global norm, 0 for none")
-    add("beta1", "X", number, "AdamW's")
-    add("beta2", "X", number, "AdamW's")
-    add("seed", "N", whole, "random seed of row order and new weights")
-    add("dtype", "TYPE", str, "float32 or bfloat16 of activations; weights are float32")
-    policies = ", ".join(str(policy) for policy in REMAT if policy)
-    add("remat", "POLICY", str, f"rematerialize in the backward pass: {policies}")
-    add("layers", "HOW", str, "unrolled or scan")
-    add("loss-rows", "N", whole, "rows per chunk of logits")
-    add("eval-every", "N", whole, "steps between held-out losses")
-    add("eval-batches", "N", whole, "held-out batches in each")
-    add("checkpoint-every", "N", whole, "steps between checkpoints")
-    add("keep", "N", whole, "checkpoints to keep")
+    rates = f"{FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
+    for one in declarations(TrainConfig).values():
+        if one.name == "learning_rate":
+            one = replace(one, default=None, shown_default=rates)
+        flags.add_field(parser, one)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -174,7 +146,7 @@ class _Start:
         self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
         if args.config is not None:
             self.raw = _read_config_file(Path(args.config))
-            self.family, self.config = read_config(self.raw, ignore=args.ignore_config_key)
+            self.family, self.config = read_config(self.raw, ignore=args.ignore_config_keys)
             if args.vocab_size is not None and args.vocab_size > self.config.vocab_size:
                 raise RequestError(
                     f"--vocab-size is {args.vocab_size}, and the embedding of {args.config} has "

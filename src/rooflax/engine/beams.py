@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import RequestError
-from rooflax.ops.sampling_limits import MAX_LOGPROBS
+from rooflax.fields.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from rooflax.engine.scheduler import Scheduler

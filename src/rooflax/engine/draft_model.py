@@ -45,7 +45,7 @@ class ModelDrafter(Drafter):
 
     def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the smaller model has room for the sequence, and its ids."""
-        if sequence.num_tokens + num_tokens > self.engine.max_tokens:
+        if sequence.num_tokens + num_tokens > self.engine.config.max_model_len:
             return False
         vocab_size = self.engine.model.config.vocab_size
         return vocab_size >= self._vocab_size or max(sequence.tokens) < vocab_size
@@ -62,17 +62,17 @@ class ModelDrafter(Drafter):
         return tokens
 
     def warm_up(self, num_tokens: int) -> None:
-        if self.engine.options.jit and not self.engine.runner.is_fully_warm:
+        if self.engine.config.options.jit and not self.engine.runner.is_fully_warm:
             self.warm_up_all(lambda _: None, num_tokens)
 
     def warm_up_all(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
         """Few shapes: prompts, and for all sequences what came since the last step, with the part
         of a block that was not full by then."""
         engine = self.engine
-        new = engine.num_slots * bucket(block_size() + num_tokens, SMALLEST_STEP)
+        new = engine.config.max_num_seqs * bucket(block_size() + num_tokens, SMALLEST_STEP)
         buckets = engine.server_buckets()
         tokens = tuple(sorted({min(new, buckets.tokens[-1]), buckets.tokens[-1]}))
-        buckets = replace(buckets, decode_rows=(engine.num_slots,), tokens=tokens)
+        buckets = replace(buckets, decode_rows=(engine.config.max_num_seqs,), tokens=tokens)
         return engine.runner.warm_up_all(buckets, report, scores=False)
 
     def reset(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rooflax.engine import exhaustion
 from rooflax.engine.beams import advance, check_beams
@@ -28,14 +27,10 @@ from rooflax.engine.sequence import NOT_FINITE, RowError, Sequence, StepOutput, 
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.offloading import AnyModel
-from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.layout import MOST_DECODE_STEPS
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.mesh import shards_of
-from rooflax.nn.pooler import Pooler
 from rooflax.ops import accelerator
 
-STEP_S = 0.3
-"""A server's steps take at most about this long: its prompts are cut to what fits."""
 FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
 FEWEST_TIMED = 32
@@ -50,92 +45,27 @@ NOT_ALLOWED = (
 
 
 class Engine:
-    """Runs requests to their end, `num_slots` at a time.
+    """Runs requests to their end, `config.max_num_seqs` at a time.
 
     Args:
         model: with stacked layers exactly when options.layers is "scan"; any other pair is an
             EngineError.
-        num_slots: sequences that run at once.
-        max_tokens: longest context of any sequence, prompt included.
-        kv_dtype: of the KV cache.
-        prefill_chunk: most tokens of one prompt in a step; None is the platform's.
-        token_budget: most tokens of a step; None is a prefill chunk, or one token for every slot.
-        step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
-            no limit.
-        num_blocks: per layer group, block 0 included; None is enough for every slot, always.
-        prefix_caching: share the blocks of equal beginnings.
+        config: what it leaves open becomes what this model needs.
         speculation: who drafts tokens; None is nobody.
-        isolates_faults: a step that fails is run again for each of its sequences apart, as a server
-            needs it; otherwise `step` raises.
-        mesh: devices that share the model and its cache; None for one device.
-        pooler: sequences end with their prompt and get a vector (`Sequence.vector`), no tokens.
     """
 
     def __init__(
-        self,
-        model: AnyModel,
-        options: ExecutionOptions,
-        *,
-        num_slots: int,
-        max_tokens: int,
-        kv_dtype: str = "float32",
-        prefill_chunk: int | None = None,
-        token_budget: int | None = None,
-        step_s: float | None = None,
-        num_blocks: tuple[int, ...] | None = None,
-        prefix_caching: bool = True,
-        speculation: Speculation | None = None,
-        isolates_faults: bool = False,
-        mesh: Mesh | None = None,
-        pooler: Pooler | None = None,
+        self, model: AnyModel, config: EngineConfig, speculation: Speculation | None = None
     ):
-        _check_layers(model, options, mesh)
-        assert speculation is None or options.use_cache
-        self.model, self.options, self.pooler = model, options, pooler
-        self.speculation = speculation or Speculation.none()
-        self.isolates_faults = isolates_faults
-        draft_tokens = self.speculation.longest
-        self.num_slots, self.max_tokens = num_slots, max_tokens
-        runs_whole = not model.config.is_causal  # a token sees those behind it too
-        assert pooler is not None or not runs_whole
-        if runs_whole:
-            prefill_chunk, step_s = max_tokens, None
-            token_budget = max(token_budget or 0, max_tokens)
-        chunk = (
-            min(prefill_chunk or accelerator.prefill_chunk(), max_tokens)
-            if options.use_cache
-            else max_tokens
+        _check_layers(model, config)
+        assert speculation is None or config.options.use_cache
+        self.model, self.speculation = model, speculation or Speculation.none()
+        self.config = config.fitted(
+            is_causal=model.config.is_causal,
+            prefill_chunk=accelerator.prefill_chunk(),
+            num_draft_tokens=self.speculation.longest,
         )
-        steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
-        steps = steps if pooler is None else 1
-        if not options.use_cache:
-            token_budget = num_slots * max_tokens
-        self._most_tokens = budget = token_budget or max(chunk, num_slots)
-        # a cached prefix has no hidden states, and has not seen what follows
-        needs_all = runs_whole or (pooler is not None and pooler.kind == "mean")
-        self._prefix_caching = prefix_caching and options.use_cache and not needs_all
-        self.runner = Runner(
-            model,
-            options,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            prefill_chunk=chunk,
-            token_budget=budget,
-            decode_steps=steps,
-            kv_dtype=kv_dtype,
-            lookahead_tokens=draft_tokens,
-            num_blocks=num_blocks,
-            keeps_snapshots=self._prefix_caching,
-            mesh=mesh,
-            pooler=pooler,
-        )
-        self._limits = {
-            "prefill_chunk": chunk,
-            "decode_steps": steps,
-            "lookahead_tokens": draft_tokens,
-            "runs_whole": runs_whole,
-        }
-        self._step_s = step_s
+        self.runner = Runner(model, self.config)
         self._token_s: float | None = None  # of a prompt, in a step of many
         self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
         self.scheduler = self._new_scheduler()
@@ -148,19 +78,19 @@ class Engine:
             self.runner.windows,
             self.runner.num_blocks,
             accelerator.block_size(),
-            prefix_caching=self._prefix_caching,
+            prefix_caching=self.config.prefix_caching,
             state_rows=self.runner.state_rows,
         )
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
+        scheduler = Scheduler(
             self._new_blocks(),
-            num_slots=self.num_slots,
-            token_budget=self._token_budget(),
+            self.config,
             limit_steps=self._limit_steps,
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
-            **self._limits,
         )
+        scheduler.token_budget = self._token_budget()
+        return scheduler
 
     def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
         """How many of at most so many decode steps a dispatch should run."""
@@ -176,17 +106,19 @@ class Engine:
 
     def _token_budget(self) -> int:
         """What a step may run: all that is allowed, or what takes at most `step_s`."""
-        if self._step_s is None:
-            return self._most_tokens
+        if self.config.step_s is None:
+            return self.config.max_tokens_per_step
         fitting = FIRST_BUDGET
         if self._token_s is not None and jax.process_count() == 1:
-            fitting = int(self._step_s / self._token_s)
-        least = max(self.num_slots + SMALLEST_STEP, FEWEST_TIMED)  # so that steps are timed
-        return min(max(fitting, least), self._most_tokens)
+            fitting = int(self.config.step_s / self._token_s)
+        least = max(
+            self.config.max_num_seqs + SMALLEST_STEP, FEWEST_TIMED
+        )  # so that steps are timed
+        return min(max(fitting, least), self.config.max_tokens_per_step)
 
     def _time_tokens(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step what a token of a prompt takes, and how many a step may have."""
-        if self._step_s is None or num_tokens < FEWEST_TIMED:
+        if self.config.step_s is None or num_tokens < FEWEST_TIMED:
             return
         each = seconds / num_tokens
         self._token_s = each if self._token_s is None else (self._token_s + each) / 2
@@ -203,15 +135,17 @@ class Engine:
             RequestError: with the field, or the arithmetic.
         """
         for sequence in sequences:
-            check_sequence(sequence, self.model.config.vocab_size, self.max_tokens + 1)
+            check_sequence(sequence, self.model.config.vocab_size, self.config.max_model_len + 1)
             beams = len(sequence.siblings)
             if beams > 1:
                 vocab_size = self.model.config.vocab_size
-                check_beams(sequence.params, sequence.stop_ids, vocab_size, self.num_slots)
-            if sequence.longest > self.max_tokens + 1:  # the last one is not run
+                check_beams(
+                    sequence.params, sequence.stop_ids, vocab_size, self.config.max_num_seqs
+                )
+            if sequence.longest > self.config.max_model_len + 1:  # the last one is not run
                 raise RequestError(
                     f"The request may come to hold {sequence.longest} tokens and the context holds "
-                    f"{self.max_tokens}; lower max_tokens.",
+                    f"{self.config.max_model_len}; lower max_tokens.",
                     param="max_tokens",
                 )
             if not self.scheduler.can_ever_run(sequence):
@@ -298,9 +232,9 @@ class Engine:
     def server_buckets(self) -> Buckets:
         """Shapes for any mixture of requests."""
         return Buckets.of_server(
-            self.num_slots,
-            self.max_tokens,
-            self._most_tokens,
+            self.config.max_num_seqs,
+            self.config.max_model_len,
+            self.config.max_tokens_per_step,
             reads_in_place=self.runner.reads_in_place,
             pads=self.runner.pads,
             lookahead_tokens=self.runner.buckets.lookahead_tokens,
@@ -351,10 +285,10 @@ class Engine:
             error,
             self.model,
             kv_cache=self.kv_cache_bytes,
-            rows=self.num_slots,
-            tokens=self.max_tokens,
-            chunk=self.scheduler.prefill_chunk,
-            step_tokens=self._most_tokens,
+            rows=self.config.max_num_seqs,
+            tokens=self.config.max_model_len,
+            chunk=self.config.prefill_chunk,
+            step_tokens=self.config.max_tokens_per_step,
             drafter=self.speculation.num_bytes,
         )
 
@@ -421,7 +355,7 @@ class Engine:
 
     def _isolates(self, error: BaseException) -> bool:
         """Whether a fault ends its requests alone; a library's panic is no Exception."""
-        return self.isolates_faults and not isinstance(error, KeyboardInterrupt | SystemExit)
+        return self.config.isolates_faults and not isinstance(error, KeyboardInterrupt | SystemExit)
 
     def _end_row(self, sequence: Sequence, error: BaseException) -> list[StepOutput]:
         """Ends the one sequence whose fault it was."""
@@ -513,12 +447,12 @@ class Engine:
         Args:
             step_s: of the last decode step, or of a prefill, which takes no less.
         """
-        if self.options.decode_steps is None and self.options.use_cache:
+        if self.config.options.decode_steps is None and self.config.options.use_cache:
             fitting = int(BURST_S / max(step_s, 1e-6))
             if jax.process_count() > 1:  # all must choose alike, and clocks differ
-                fitting = self.scheduler.decode_steps
+                fitting = self.config.decode_steps
             fitting = min(fitting, self.speculation.most_steps or fitting)
-            self.scheduler.steps_per_dispatch = min(max(fitting, 1), self.scheduler.decode_steps)
+            self.scheduler.steps_per_dispatch = min(max(fitting, 1), self.config.decode_steps)
 
     def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
         """Appends the tokens of a call, and ends the sequences that are done."""
@@ -529,8 +463,8 @@ class Engine:
                 continue
             if result.scores is not None:
                 _take_scores(sequence, result, call.counts[row])
-            if self.pooler is not None and result.vectors is not None:
-                take_vector(self.pooler, sequence, result.vectors[row], call.counts[row])
+            if self.config.pooler is not None and result.vectors is not None:
+                take_vector(self.config.pooler, sequence, result.vectors[row], call.counts[row])
             if call.lookahead and result.num_tokens(row) <= len(call.lookahead[row]):
                 self.scheduler.blocks.keep_state(sequence, result.num_tokens(row))
             sequence.num_computed_tokens += call.counts[row]
@@ -609,12 +543,13 @@ class Engine:
         metrics.num_preemptions = scheduler.num_preemptions
 
 
-def _check_layers(model: AnyModel, options: ExecutionOptions, mesh: Mesh | None) -> None:
+def _check_layers(model: AnyModel, config: EngineConfig) -> None:
     """
     Raises:
         EngineError: the model's layers are not as the options say; over stages they are always
             stacked, so that each device has its own.
     """
+    options, mesh = config.options, config.mesh
     in_stages = mesh is not None and shards_of(mesh).stage > 1
     has = "stacked" if "stacked_layers" in model.weights else "unstacked"
     wants = "stacked" if options.layers == "scan" or in_stages else "unstacked"

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.engine.sequence import Sequence, TokenLogprobs
+from rooflax.fields.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 from rooflax.nn.batch import Batch
 from rooflax.ops import sampling_columns as columns
 from rooflax.ops.sampling import Sampled
-from rooflax.ops.sampling_limits import MAX_LOGPROBS, MAX_STOP_IDS
 
 NUM_STEPS, NUM_SAMPLED, EXCHANGE, HEADER = range(4)
 """Numbers of the whole step: decode steps, how many of the first sequences sample, and the mask

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import RequestError
-from rooflax.ops.sampling_limits import MAX_STOP_IDS
+from rooflax.fields.sampling import MAX_STOP_IDS
 
 MAX_SALT_BYTES = 4096
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
@@ -28,20 +28,18 @@ from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
 from rooflax.errors import EngineError
 from rooflax.models.offloading import AnyModel
-from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.kv_cache import allocate
 from rooflax.nn.layout import (
     STATE,
     blocks_needed,
     ceil_div,
-    most_new_tokens,
     num_snapshots,
     state_grid,
 )
 from rooflax.nn.mesh import cache_spec, shards_of
 from rooflax.nn.placement import put
-from rooflax.nn.pooler import Pooler
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.accelerator import block_size
@@ -73,7 +71,7 @@ class Compiled(NamedTuple):
 
 
 class Runner:
-    """Runs steps of up to `num_slots` rows and contexts of up to `max_tokens`.
+    """Runs steps of up to `max_num_seqs` rows and contexts of up to `max_model_len`.
 
     Attributes:
         buckets: the shapes in use.
@@ -81,44 +79,27 @@ class Runner:
         lost_state: a step failed and took the cache with it.
     """
 
-    def __init__(
-        self,
-        model: AnyModel,
-        options: ExecutionOptions,
-        *,
-        num_slots: int,
-        max_tokens: int,
-        prefill_chunk: int,
-        token_budget: int,
-        decode_steps: int,
-        kv_dtype: str,
-        lookahead_tokens: int = 0,
-        num_blocks: tuple[int, ...] | None = None,
-        keeps_snapshots: bool = True,
-        mesh: Mesh | None = None,
-        pooler: Pooler | None = None,
-    ):
-        self.model, self.options, self.mesh = model, options, mesh
-        self.pooler = pooler
-        self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.decode_steps, self.token_budget = decode_steps, token_budget
+    def __init__(self, model: AnyModel, config: EngineConfig):
+        self.model, self.config, pooler = model, config, config.pooler
         run = {} if pooler is None else {"run": pooled, "pooler": pooler}
-        self.functions = step_functions(model, options, mesh, decode_steps, **run)
+        self.functions = step_functions(
+            model, config.options, config.mesh, config.decode_steps, **run
+        )
         self.windows: tuple[int | None, ...] = model.config.groups.windows
-        self.new_tokens = most_new_tokens(prefill_chunk, decode_steps, lookahead_tokens)
-        self.longest_prefill = ceil_div(prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
-        self.state_rows = 1 + lookahead_tokens
-        self._grid = state_grid(block_size()) if keeps_snapshots else max_tokens + 1
+        self.longest_prefill = ceil_div(config.prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
+        self.state_rows = 1 + config.num_draft_tokens
+        keeps_snapshots, longest = config.prefix_caching, config.max_model_len
+        self._grid = state_grid(block_size()) if keeps_snapshots else longest + 1
         self.longest_tables = tuple(
-            blocks_needed(window, max_tokens, self.new_tokens, block_size(), self.state_rows)
+            blocks_needed(window, longest, config.new_tokens, block_size(), self.state_rows)
             for window in self.windows
         )
-        self.num_blocks = num_blocks or self._enough_blocks(keeps_snapshots)
-        self.kv_dtype = kv_dtype
-        self._shards = shards_of(mesh) or Shards()
-        self.num_data_shards = 1 if num_slots % self._shards.data else self._shards.data
-        self.pads = chosen(options.kernels)["linear"] != "native"
-        self.buckets = Buckets((num_slots,), (), self._contexts(), lookahead_tokens, self.pads)
+        self.num_blocks = config.num_blocks or self._enough_blocks()
+        self._shards = shards_of(config.mesh) or Shards()
+        slots, data = config.max_num_seqs, self._shards.data
+        self.num_data_shards = 1 if slots % data else data
+        self.pads = chosen(config.options.kernels)["linear"] != "native"
+        self.buckets = Buckets((slots,), (), self._contexts(), config.num_draft_tokens, self.pads)
         self.is_fully_warm = False
         self._warm: set[Shape] = set()
         self._layouts: dict[Shape, Layout] = {}
@@ -127,28 +108,34 @@ class Runner:
         self._greedy = True  # while every sequence is: a program without the full sampler
         self.reset()
 
-    def _enough_blocks(self, keeps_snapshots: bool) -> tuple[int, ...]:
+    def _enough_blocks(self) -> tuple[int, ...]:
         """For every slot, always."""
-        row_bytes = self.model.config.groups.row_bytes() if keeps_snapshots else 0
-        kept = num_snapshots(row_bytes, self.num_slots, self.max_tokens, block_size())
+        row_bytes = self.model.config.groups.row_bytes() if self.config.prefix_caching else 0
+        kept = num_snapshots(
+            row_bytes, self.config.max_num_seqs, self.config.max_model_len, block_size()
+        )
         pairs = zip(self.windows, self.longest_tables, strict=True)
-        return tuple(1 + self.num_slots * n + kept * (w == STATE) for w, n in pairs)
+        return tuple(1 + self.config.max_num_seqs * n + kept * (w == STATE) for w, n in pairs)
 
     def reset(self) -> None:
         """An empty cache, and all slots empty."""
         self.lost_state = False
         self.cache = self.counts = None  # before the new ones are there
-        self.cache = self._allocate_cache() if self.options.use_cache else None
-        shape = (self.num_slots + 1, self.model.config.vocab_size)
-        latest = np.zeros((self.num_slots + 1, self.decode_steps), np.int32)
+        self.cache = self._allocate_cache() if self.config.options.use_cache else None
+        shape = (self.config.max_num_seqs + 1, self.model.config.vocab_size)
+        latest = np.zeros((self.config.max_num_seqs + 1, self.config.decode_steps), np.int32)
         counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32), latest)  # type: ignore[arg-type]
         self.counts = self._put(counts)
-        self._slot_state: list[tuple[Sequence, int] | None] = [None] * self.num_slots
-        self._params = sampling_columns.empty(self.num_slots + 1)
+        self._slot_state: list[tuple[Sequence, int] | None] = [None] * self.config.max_num_seqs
+        self._params = sampling_columns.empty(self.config.max_num_seqs + 1)
         self._device_params = self._put(self._params.copy())
         words = ceil_div(self.model.config.vocab_size, 32)
-        exchanges = self.options.jit and self.mesh is None and awaits_masks(self.options.kernels)
-        self.masks = Masks((self.num_slots + 1, words), exchanges=exchanges)
+        exchanges = (
+            self.config.options.jit
+            and self.config.mesh is None
+            and awaits_masks(self.config.options.kernels)
+        )
+        self.masks = Masks((self.config.max_num_seqs + 1, words), exchanges=exchanges)
         self._no_masks = self._put(self.masks.everything)
 
     def _allocate_cache(self) -> Any:
@@ -157,26 +144,26 @@ class Runner:
             config.groups,
             self.num_blocks,
             block_size=block_size(),
-            dtype=self.kv_dtype,
-            stacked=self.options.layers == "scan",
+            dtype=self.config.kv_dtype,
+            stacked=self.config.options.layers == "scan",
             stages=shards.stage,
-            put=lambda array: put(array, self.mesh, cache_spec(shards)),
+            put=lambda array: put(array, self.config.mesh, cache_spec(shards)),
         )
 
     def _put(self, tree: Any) -> Any:
         """To every device, whole."""
-        return jax.tree.map(lambda array: put(array, self.mesh, PartitionSpec()), tree)
+        return jax.tree.map(lambda array: put(array, self.config.mesh, PartitionSpec()), tree)
 
     @property
     def reads_in_place(self) -> bool:
         """Whether attention reads the blocks that a row sees, and not its whole table."""
-        in_place = PAGED.preferred(self.options.kernels).reads_blocks
-        return in_place and self.options.gqa != "repeat" and self.options.use_cache
+        in_place = PAGED.preferred(self.config.options.kernels).reads_blocks
+        return in_place and self.config.options.gqa != "repeat" and self.config.options.use_cache
 
     def _contexts(self) -> tuple[int, ...]:
-        sizes = {self.max_tokens}
-        size = self.max_tokens if self.reads_in_place else SMALLEST_CONTEXT
-        while size < self.max_tokens:
+        sizes = {self.config.max_model_len}
+        size = self.config.max_model_len if self.reads_in_place else SMALLEST_CONTEXT
+        while size < self.config.max_model_len:
             sizes.add(size)
             size *= 2
         return tuple(sorted(sizes))
@@ -200,7 +187,9 @@ class Runner:
 
     def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
         """A list of tokens; sequences that sample come first."""
-        decodes_alone = self.pooler is None and all(s.num_uncomputed_tokens == 1 for s, _ in chunks)
+        decodes_alone = self.config.pooler is None and all(
+            s.num_uncomputed_tokens == 1 for s, _ in chunks
+        )
         if not decodes_alone:
             chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
         sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
@@ -209,14 +198,14 @@ class Runner:
 
     def _shape_of(self, counts: list[int], context: int, decodes_alone: bool) -> Shape:
         rows, total = len(counts), sum(counts)
-        if not self.options.use_cache:
-            if self.options.jit:
-                rows, context = self.num_slots, self.buckets.context(context)
+        if not self.config.options.use_cache:
+            if self.config.options.jit:
+                rows, context = self.config.max_num_seqs, self.buckets.context(context)
             return Shape("dense", rows, context, context)
         if self.num_data_shards > 1 and not decodes_alone:  # each list holds the longest one
             longest = max(map(sum, self._by_data_shard(counts)))
-            rows, total = self.num_slots, self.num_data_shards * longest
-        if not self.options.jit:
+            rows, total = self.config.max_num_seqs, self.num_data_shards * longest
+        if not self.config.options.jit:
             return Shape("decode" if decodes_alone else "step", rows, total, context)
         if decodes_alone:
             return self.buckets.decode(rows, context)
@@ -238,7 +227,7 @@ class Runner:
     def _shard_of_chunks(self, counts: list[int]) -> list[int]:
         """Of each chunk its data shard's list: the longest first, each to the shortest list."""
         lengths, rows = [0] * self.num_data_shards, [0] * self.num_data_shards
-        most = self.num_slots // self.num_data_shards
+        most = self.config.max_num_seqs // self.num_data_shards
         parts = [0] * len(counts)
         for index in sorted(range(len(counts)), key=lambda i: -counts[i]):
             open_ = [part for part in range(self.num_data_shards) if rows[part] < most]
@@ -255,16 +244,18 @@ class Runner:
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
         shape = Shape("verify", rows, rows * (1 + longest), context)
-        if self.options.jit:
+        if self.config.options.jit:
             shape = self.buckets.verify(rows, context)
         return Call(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
-        kind = "scored" if self.options.use_cache else "scored dense"
-        if not self.options.jit:
+        kind = "scored" if self.config.options.use_cache else "scored dense"
+        if not self.config.options.jit:
             return Shape(kind, 1, count, self._end(sequence, count))
-        tokens = self.longest_prefill if self.options.use_cache else self.max_tokens
-        return Shape(kind, 1, tokens, self.max_tokens)
+        tokens = (
+            self.longest_prefill if self.config.options.use_cache else self.config.max_model_len
+        )
+        return Shape(kind, 1, tokens, self.config.max_model_len)
 
     def _add_tokens(self, size: int) -> None:
         self.buckets = replace(self.buckets, tokens=tuple(sorted({*self.buckets.tokens, size})))
@@ -294,7 +285,7 @@ class Runner:
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
         found = np.asarray(packed)[:, rows]
-        if self.pooler is None:
+        if self.config.pooler is None:
             result = StepResult(found, None if scores is None else np.asarray(scores))
         else:
             result = StepResult(found, vectors=np.asarray(scores)[rows])
@@ -323,13 +314,15 @@ class Runner:
 
     def _decode_writer(self, shape: Shape) -> DecodeWriter:
         if shape not in self._decode_writers:
-            self._decode_writers[shape] = DecodeWriter(self._layout(shape), self.num_slots)
+            self._decode_writers[shape] = DecodeWriter(
+                self._layout(shape), self.config.max_num_seqs
+            )
         return self._decode_writers[shape]
 
     def _write(self, call: Call, layout: Layout, num_steps: int) -> tuple[np.ndarray, list[int]]:
         """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._data_shards_of(call.shape)
-        writer = Writer(layout, self.num_slots, lists=1 if dense else lists)
+        writer = Writer(layout, self.config.max_num_seqs, lists=1 if dense else lists)
         writer.header[:] = num_steps, len(call.sequences), 0
         parts = [0] * len(call.sequences)
         if lists > 1 and not dense:
@@ -343,7 +336,7 @@ class Runner:
         own = []
         for number, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
             end = self._end(sequence, count)
-            start = sequence.num_computed_tokens if self.options.use_cache else 0
+            start = sequence.num_computed_tokens if self.config.options.use_cache else 0
             lookahead = call.lookahead[number] if call.lookahead else packing.NO_TOKENS
             own.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
         return writer.finish(), own
@@ -366,14 +359,18 @@ class Runner:
         Args:
             longest: the most tokens of a sequence.
         """
-        if not self.options.use_cache:
+        if not self.config.options.use_cache:
             return ()
-        steps = self.decode_steps if shape.kind == "decode" else min(longest, self.longest_prefill)
-        snapshots = ceil_div(steps, self._grid) if self._grid <= self.max_tokens else 0
+        steps = (
+            self.config.decode_steps
+            if shape.kind == "decode"
+            else min(longest, self.longest_prefill)
+        )
+        snapshots = ceil_div(steps, self._grid) if self._grid <= self.config.max_model_len else 0
         rows = self.state_rows if shape.kind == "verify" else 1 + snapshots
         return tuple(
             min(
-                blocks_needed(window, shape.context, self.new_tokens, block_size(), rows),
+                blocks_needed(window, shape.context, self.config.new_tokens, block_size(), rows),
                 rows if window == STATE else ceil_div(shape.context, block_size()),
             )
             for window in self.windows
@@ -420,15 +417,16 @@ class Runner:
             shared = 0 if self.windows[group] == STATE else sequence.num_published_blocks
             first = max(0, shared - sequence.first_positions[group] // block_size())
             copies += [BlockCopy(group, 0, block) for block in table[first:]]
-        for begin in range(0, len(copies), self.num_slots):
-            self.copy(copies[begin : begin + self.num_slots])
+        for begin in range(0, len(copies), self.config.max_num_seqs):
+            self.copy(copies[begin : begin + self.config.max_num_seqs])
 
     def copy(self, copies: list[BlockCopy]) -> None:
         """Copies blocks, at most one per slot and layer group; block 0 is zero."""
         if self.cache is None:
             return
         sources, destinations = (
-            tuple(np.zeros(self.num_slots, np.int32) for _ in self.windows) for _ in range(2)
+            tuple(np.zeros(self.config.max_num_seqs, np.int32) for _ in self.windows)
+            for _ in range(2)
         )
         for group in range(len(self.windows)):
             own = [copy for copy in copies if copy.group == group]
@@ -453,13 +451,15 @@ class Runner:
             scores: prompts may want the log-probabilities of their own tokens.
         """
         self.buckets, self.is_fully_warm, self._greedy = buckets, True, False
-        scored = [Shape("scored", 1, self.longest_prefill, self.max_tokens)] if scores else []
+        scored = (
+            [Shape("scored", 1, self.longest_prefill, self.config.max_model_len)] if scores else []
+        )
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
             for shape in [*buckets.shapes(), *scored]
-            if self.pooler is None or shape.kind == "step"
+            if self.config.pooler is None or shape.kind == "step"
         }
-        programs["counts of a slot"] = lambda: self._load_counts(self.num_slots, None)
+        programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
         programs["blocks to copy"] = lambda: self.copy([])
         found = []
         for name, compile_now in programs.items():
@@ -473,7 +473,7 @@ class Runner:
 
     def is_warm(self, call: Call) -> bool:
         """Whether the call's program is there."""
-        return call.shape in self._warm or not self.options.jit
+        return call.shape in self._warm or not self.config.options.jit
 
     def warm(self, call: Call) -> None:
         """Compiles what a call needs."""
@@ -499,10 +499,10 @@ class Runner:
             self._greedy = False
             self._warm.clear()
         self._wanted = set()
-        if not self.options.jit or not sequences or self.is_fully_warm:
+        if not self.config.options.jit or not sequences or self.is_fully_warm:
             return
         if any(s.may_be_forced for s in sequences):  # steps with a few tokens of a row
-            self._add_tokens(bucket(2 * self.num_slots, SMALLEST_STEP))
+            self._add_tokens(bucket(2 * self.config.max_num_seqs, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
         self._warm_wanted("step", "dense")
@@ -510,7 +510,7 @@ class Runner:
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
         if any(s.params.has_penalties for s in sequences):
-            self._load_counts(self.num_slots, None)
+            self._load_counts(self.config.max_num_seqs, None)
         if any(len(s.siblings) > 1 for s in sequences):
             self.copy([])
         give_back_freed()
@@ -535,23 +535,23 @@ class Runner:
         contexts = {self.buckets.context(s.num_tokens) for s in sequences}
         later = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
         ends = contexts | {self.buckets.context(end) for end in later}
-        if not self.options.use_cache:
-            return {Shape("dense", self.num_slots, end, end) for end in ends}
+        if not self.config.options.use_cache:
+            return {Shape("dense", self.config.max_num_seqs, end, end) for end in ends}
         shapes = set()
-        if self.pooler is None:
-            shapes |= {self.buckets.decode(self.num_slots, end) for end in ends}
+        if self.config.pooler is None:
+            shapes |= {self.buckets.decode(self.config.max_num_seqs, end) for end in ends}
         if self.buckets.lookahead_tokens:
-            shapes |= {self.buckets.verify(self.num_slots, end) for end in ends}
+            shapes |= {self.buckets.verify(self.config.max_num_seqs, end) for end in ends}
         counts = [n for s, n in zip(sequences, new, strict=True) if not s.wants_scores]
-        counts = self._first_step(counts[: self.num_slots])
-        if self.pooler is not None or any(count > 1 for count in counts):
+        counts = self._first_step(counts[: self.config.max_num_seqs])
+        if self.config.pooler is not None or any(count > 1 for count in counts):
             context = max(contexts)
             shapes.add(self._shape_of(counts, context, decodes_alone=False))
         return shapes
 
     def _first_step(self, new: list[int]) -> list[int]:
         """What a step runs of so many tokens of each sequence, as far as its budget goes."""
-        budget, counts = self.token_budget, []
+        budget, counts = self.config.max_tokens_per_step, []
         for count in new:
             counts.append(min(count, budget, self.longest_prefill))
             budget -= counts[-1]

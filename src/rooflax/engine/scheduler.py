@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rooflax.engine.block_manager import BlockCopy, BlockManager
 from rooflax.engine.sequence import Sequence
-from rooflax.nn.layout import most_new_tokens
+from rooflax.nn.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,32 @@ class Scheduler:
     and end together.
 
     Args:
-        num_slots: sequences that run at once.
-        token_budget: the most tokens of a step, decoding sequences first and prompts in what they
-            leave.
-        prefill_chunk: the most tokens of one sequence in a step.
-        decode_steps: the most decode steps of a dispatch.
-        lookahead_tokens: the most tokens that a step writes behind a decoding sequence's last one.
-        runs_whole: a prompt runs in one step, as tokens need that see those behind them.
         limit_steps: of decoding sequences and of the most steps, how many a dispatch should run.
         worth_running: of so many decoding sequences and tokens in all, how many tokens a step
             should run now; see `Buckets.worth_running`.
 
     Attributes:
+        token_budget: the most tokens of a step, decoding sequences first and prompts in what they
+            leave.
         steps_per_dispatch: decode steps of the next dispatch, if nothing else limits them.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
+        config: EngineConfig,
         *,
-        num_slots: int,
-        token_budget: int,
-        prefill_chunk: int,
-        decode_steps: int,
-        lookahead_tokens: int = 0,
-        runs_whole: bool = False,
         limit_steps: Callable[[list[Sequence], int], int] = lambda decodes, most: most,
         worth_running: Callable[[int, int], int] = lambda decodes, tokens: tokens,
     ):
         self.blocks, self._worth_running = blocks, worth_running
         self._limit_steps = limit_steps
-        self.num_slots, self.token_budget, self.runs_whole = num_slots, token_budget, runs_whole
-        self.prefill_chunk, self.decode_steps = prefill_chunk, decode_steps
-        self.steps_per_dispatch, self.lookahead_tokens = decode_steps, lookahead_tokens
+        self.config, self.token_budget = config, config.max_tokens_per_step
+        self.steps_per_dispatch = config.decode_steps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._free_slots = list(reversed(range(num_slots)))
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._copies: dict[int, list[BlockCopy]] = {}  # of this step, by the sequence that writes
 
     @property
@@ -95,11 +84,11 @@ class Scheduler:
     @property
     def new_tokens(self) -> int:
         """The most tokens that a step writes for one sequence."""
-        return most_new_tokens(self.prefill_chunk, self.decode_steps, self.lookahead_tokens)
+        return self.config.new_tokens
 
     def can_ever_run(self, sequence: Sequence) -> bool:
         """Whether the sequence, with its siblings, could run alone."""
-        has_slots = len(sequence.siblings) <= self.num_slots
+        has_slots = len(sequence.siblings) <= self.config.max_num_seqs
         return has_slots and self.blocks.fits_at_all(sequence, self.new_tokens)
 
     def add(self, sequence: Sequence) -> None:
@@ -162,7 +151,7 @@ class Scheduler:
                 budget -= count
         if self.num_preemptions == preempted_before:
             self._admit(budget, decodes, prefills, only)
-        if prefills and not self.runs_whole:
+        if prefills and not self.config.runs_whole:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
             waits = (len(s.siblings) > 1 or s.is_suspect for s in (*self.running, *self.waiting))
@@ -222,7 +211,7 @@ class Scheduler:
             excess -= count
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return max(0, min(sequence.num_uncomputed_tokens, self.prefill_chunk, budget))
+        return max(0, min(sequence.num_uncomputed_tokens, self.config.prefill_chunk, budget))
 
     def _admit(
         self,
@@ -239,7 +228,7 @@ class Scheduler:
             num_cached = 0 if sequence.awaits_fork else self.blocks.num_cached(sequence)
             if not sequence.awaits_fork and not self._may_enter(sequence, num_cached):
                 return
-            if self.runs_whole and sequence.num_tokens > budget:
+            if self.config.runs_whole and sequence.num_tokens > budget:
                 return
             self.waiting.remove(sequence)
             self.blocks.admit(sequence, num_cached)
@@ -304,7 +293,7 @@ class Scheduler:
         steps = self.steps_per_dispatch
         if steps > 1:
             steps = self._limit_steps(decodes, steps)
-        room = max(steps, 1 + self.lookahead_tokens)
+        room = max(steps, 1 + self.config.num_draft_tokens)
         if room == 1:
             return 1, 1  # which they have
         room = min(room, *(s.num_remaining_tokens for s in decodes))

@@ -62,7 +62,7 @@ class EngineThread:
     ):
         self.engine, self.warm_up_report = engine, []
         self._deliver, self._report = deliver, report
-        self._most_open, self._num_open = max_waiting + engine.num_slots, 0
+        self._most_open, self._num_open = max_waiting + engine.config.max_num_seqs, 0
         self._moved_s = 0.0  # when the last step ended, or work came where there was none
         self._inside: dict[int, Sequence] = {}  # the engine, until they have been answered
         self._lock = threading.Lock()

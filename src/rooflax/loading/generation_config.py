@@ -6,18 +6,17 @@ does not sample: what a request leaves open is filled from here elsewhere.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError
+from rooflax.fields.kinds import Number, is_number, is_whole
+from rooflax.fields.sampling import MAX_INT32 as MAX_NUMBER
+from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.loading.json_files import read_json_object
-
-MAX_NUMBER = 2**31 - 1
-"""Of what the files state in whole numbers, ids and counts alike."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,7 @@ class GenerationDefaults:
     `greedy`.
 
     Attributes:
-        temperature: at least 0.
-        top_k: how many of the most probable tokens are kept; 0 keeps all.
-        top_p: share of the probability kept, in (0, 1].
-        min_p: floor relative to the most probable token, in [0, 1].
-        repetition_penalty: above 0; 1 changes nothing.
+        sampling: values of fields of `SamplingParams` that a checkpoint may state.
         do_sample: None if absent.
         eos_token_ids: every id that ends a sequence, in the file's order.
         bos_token_id: the id that begins a sequence.
@@ -41,11 +36,7 @@ class GenerationDefaults:
         max_new_tokens: the file's limit of new tokens.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
     do_sample: bool | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -93,11 +84,7 @@ def generation_defaults(values: Mapping[str, Any], where: Path) -> GenerationDef
     """
     given = _Fields(where, values)
     return GenerationDefaults(
-        temperature=given.number("temperature", low=0.0),
-        top_k=given.count("top_k"),
-        top_p=given.number("top_p", above=0.0, high=1.0),
-        min_p=given.number("min_p", low=0.0, high=1.0),
-        repetition_penalty=given.number("repetition_penalty", above=0.0),
+        sampling=given.sampling(),
         do_sample=given.flag("do_sample"),
         eos_token_ids=given.ids("eos_token_id"),
         bos_token_id=given.count("bos_token_id"),
@@ -115,25 +102,23 @@ class _Fields:
     def _bad(self, name: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name} is {self.values[name]!r:.60}, not {wanted}.")
 
-    def number(
-        self,
-        name: str,
-        *,
-        low: float = -math.inf,
-        above: float = -math.inf,
-        high: float = math.inf,
-    ) -> float | None:
+    def sampling(self) -> dict[str, float]:
+        found = {}
+        for name in OF_CHECKPOINT:
+            kind = SAMPLING[name].checkpoint
+            value = self.number(name, kind) if isinstance(kind, Number) else self.count(name)
+            if value is not None:
+                found[name] = value
+        return found
+
+    def number(self, name: str, kind: Number) -> float | None:
         value = self.values.get(name)
         if value is None:
             return None
-        # A whole number may be too large for a float.
-        numeric = type(value) is float or (type(value) is int and abs(value) <= MAX_NUMBER)
-        if not numeric or not math.isfinite(value):
+        if not is_number(value):
             raise self._bad(name, "a finite number")
-        if not (low <= value <= high and value > above):
-            least = f"at least {low:g}" if math.isfinite(low) else f"above {above:g}"
-            most = f" and at most {high:g}" if math.isfinite(high) else ""
-            raise self._bad(name, f"{least}{most}")
+        if not kind.holds(value):
+            raise self._bad(name, kind.range)
         return float(value)
 
     def count(self, name: str) -> int | None:
@@ -143,7 +128,7 @@ class _Fields:
         # Some files write -1 for a pad token that does not exist.
         if name == "pad_token_id" and value == -1:
             return None
-        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        if not is_whole(value, int) or not 0 <= value <= MAX_NUMBER:
             raise self._bad(name, f"a whole number of at least 0 and at most {MAX_NUMBER}")
         return value
 

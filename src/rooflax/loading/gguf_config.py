@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rooflax.errors import CheckpointError, RooflaxError, UnsupportedModelError
+from rooflax.fields.sampling import SAMPLING
 from rooflax.loading.generation_config import GenerationDefaults, generation_defaults
 from rooflax.loading.gguf import Header
 from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
@@ -241,13 +242,7 @@ YARN = {
     "yarn_beta_slow": "beta_slow",
 }
 
-SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+SAMPLING_KEYS = {one.gguf: name for name, one in SAMPLING.items() if one.gguf}
 
 
 def read_gguf_config(
@@ -745,7 +740,7 @@ def gguf_generation_defaults(file: Header) -> GenerationDefaults:
     Raises:
         CheckpointError: a value has the wrong type or range.
     """
-    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING.items()}
+    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING_KEYS.items()}
     found["do_sample"] = True if _is_positive(found["temperature"]) else None
     found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
     return generation_defaults(found | _end_tokens(file), file.path)

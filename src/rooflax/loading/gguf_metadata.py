@@ -27,7 +27,7 @@ from rooflax.loading.gguf_config import (
     KEYS,
     LONGROPE_FACTORS,
     ROPE_FACTORS,
-    SAMPLING,
+    SAMPLING_KEYS,
     SCALES_QUERIES,
     STILL,
     YARN,
@@ -298,7 +298,7 @@ def sampling_metadata(defaults: GenerationDefaults) -> Metadata:
     """What the checkpoint recommends for generation."""
     if not defaults.do_sample:
         return {}
-    found = {key: getattr(defaults, hf) for key, hf in SAMPLING.items()}
+    found = {key: defaults.sampling.get(hf) for key, hf in SAMPLING_KEYS.items()}
     floats = {k: v if k == "top_k" else float(v) for k, v in found.items() if v is not None}
     return {f"general.sampling.{key}": value for key, value in floats.items()}
 

@@ -6,17 +6,18 @@ config.json and the headers of the weight files are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from jax.sharding import Mesh
 
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import declarations, takes
+from rooflax.fields.kinds import is_whole
 from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.packed import is_packed
+from rooflax.loading.settings import DEFAULT_NUM_SEQS, EngineSettings
 from rooflax.models.memory import (
     ONE_DEVICE,
     MemoryEstimate,
@@ -29,6 +30,7 @@ from rooflax.models.memory import (
 from rooflax.models.model import resolve_max_model_len
 from rooflax.models.offloading import StreamPlan, plan_offloading
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import (
     DEFAULT_DRAFT_TOKENS,
     NGRAM,
@@ -38,21 +40,19 @@ from rooflax.nn.execution import (
     offloading_options,
     parse_bytes,
 )
-from rooflax.nn.layout import (
-    MOST_DECODE_STEPS,
-    SNAPSHOT_BYTES,
-    blocks_needed,
-    most_new_tokens,
-)
+from rooflax.nn.layout import SNAPSHOT_BYTES, blocks_needed
 from rooflax.nn.mesh import make_mesh, shards_of
 from rooflax.nn.shards import Shards, config_on
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
 from rooflax.ops.linear.api import LINEAR
 
-DEFAULT_NUM_SEQS = 16
+PLANNED = frozenset(declarations(EngineSettings))
+"""The arguments of `LLM` that a plan decides."""
 CACHE_SHARE = 0.5
 """Of the memory that is free beside the weights, for the KV cache of a server."""
+STEP_S = 0.3
+"""A server's steps take at most about this long: its prompts are cut to what fits."""
 SMALL_CONTEXT = 256
 """Tokens whose KV cache must fit beside the weights, or the model is not loaded."""
 
@@ -73,43 +73,26 @@ class StateRows(NamedTuple):
     budget_bytes: int
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(EngineConfig):
     """Everything that is decided about a model before its weights are read.
 
     Attributes:
         info: the model.
         storage: the format or dtype of each weight, and the dtype of the activations.
-        kv_dtype: of the KV cache.
-        options: with `layers` resolved; one step per dispatch where layers are offloaded.
-        max_model_len: longest context in tokens.
-        max_num_seqs: sequences that run at once.
-        prefill_chunk: most tokens of one prompt in a step.
-        max_tokens_per_step: most tokens of a step.
-        mesh: its devices; None is one device, or devices that are not here.
         shards: into how many parts the mesh splits each axis.
         offloading: which layers stay in memory and which are read at every step; None without a
             weights budget.
         draft: of the smaller model that drafts tokens; None without one.
-        num_draft_tokens: most drafts of a sequence in a step; 0 if nobody drafts.
-        num_blocks: of the KV cache, per layer group, block 0 included.
         memory: bytes on each device, with this KV cache.
     """
 
     info: ModelInfo
     storage: Storage
-    kv_dtype: str
-    options: ExecutionOptions
-    max_model_len: int
-    max_num_seqs: int
-    prefill_chunk: int
-    max_tokens_per_step: int
-    mesh: Mesh | None
+    mesh: Mesh | None = None
     shards: Shards
     offloading: StreamPlan | None
     draft: Plan | None
-    num_draft_tokens: int
-    num_blocks: tuple[int, ...]
     memory: MemoryEstimate
 
     @property
@@ -224,7 +207,13 @@ class Plan:
         """
         per_step = max(max_tokens_per_step or accelerator.prefill_chunk(), self.max_num_seqs)
         chunk = min(per_step, accelerator.prefill_chunk(), self.max_model_len)
-        plan = replace(self, prefill_chunk=chunk, max_tokens_per_step=per_step)
+        plan = replace(
+            self,
+            prefill_chunk=chunk,
+            max_tokens_per_step=per_step,
+            step_s=STEP_S if max_tokens_per_step is None else None,
+            isolates_faults=True,
+        )
         if num_blocks is not None:
             num_groups = len(self.info.config.groups.windows)
             return plan._with_blocks(_checked_blocks(num_blocks, num_groups))
@@ -241,14 +230,9 @@ class Plan:
     def full_length_seqs(self) -> int:
         """How many sequences of `max_model_len` the KV cache holds at once."""
         windows, size = self.info.config.groups.windows, accelerator.block_size()
-        lengths = (self.max_model_len, self._new_tokens, size, 1 + self.num_draft_tokens)
+        lengths = (self.max_model_len, self.new_tokens, size, 1 + self.num_draft_tokens)
         per_seq = [blocks_needed(window, *lengths) for window in windows]
         return min((n - 1) // each for n, each in zip(self.num_blocks, per_seq, strict=True))
-
-    @property
-    def _new_tokens(self) -> int:
-        steps = self.options.decode_steps or MOST_DECODE_STEPS
-        return most_new_tokens(self.prefill_chunk, steps, self.num_draft_tokens)
 
     def _blocks(self, limit_bytes: int | None = None) -> tuple[int, ...]:
         return plan_blocks(
@@ -256,7 +240,7 @@ class Plan:
             kv_dtype=self.kv_dtype,
             num_slots=self.max_num_seqs,
             max_tokens=self.max_model_len,
-            new_tokens=self._new_tokens,
+            new_tokens=self.new_tokens,
             block_size=accelerator.block_size(),
             draft_tokens=self.num_draft_tokens,
             limit_bytes=limit_bytes,
@@ -266,59 +250,57 @@ class Plan:
         return replace(self, num_blocks=num_blocks, memory=self.estimate(num_blocks=num_blocks))
 
 
+@takes(EngineSettings)
 def make_plan(
-    model: str | Path | ModelInfo | Plan | None = None,
-    *,
-    quantize: str | None = None,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    options: ExecutionOptions | None = None,
-    weights_budget: int | str | None = None,
-    mesh: Mesh | Shards | str | None = None,
-    speculate: str | Path | None = None,
-    num_draft_tokens: int | None = None,
-    revision: str | None = None,
-    offline: bool = False,
-    ignore_config_keys: Sequence[str] = (),
+    model: str | Path | ModelInfo | Plan | None = None, **settings: Unpack[EngineSettings]
 ) -> Plan:
     """Resolves what was asked for; the arguments are those of `LLM`.
 
+    `mesh` may also be the parts alone, for a mesh that need not be here; such a plan cannot be
+    loaded.
+
     Args:
-        mesh: also the parts alone, for a mesh that need not be here; such a plan cannot be loaded.
+        model: as for `LLM`.
+        settings: as `EngineSettings` declares them.
 
     Raises:
         RooflaxError: one sentence that says what is wrong, with the arithmetic.
     """
-    given = [k for k, v in locals().items() if v is not None and v is not False and v != ()]
+    for name in settings.keys() - PLANNED:
+        raise TypeError(f"make_plan() got an unexpected keyword argument {name!r}")
+    asked: dict[str, Any] = {
+        name: value for name, value in settings.items() if value not in (None, False, ())
+    }
+    prefix_caching = settings.get("prefix_caching", True)
     if isinstance(model, Plan):
-        given.remove("model")
-        if given:
+        for name in asked.keys() - {"prefix_caching"}:
             raise RequestError(
-                f"{given[0]} is given beside a Plan, which has decided it; give it to make_plan.",
-                param=given[0],
+                f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
+                param=name,
             )
-        return model
-    options = _checked_options(options)
-    num_seqs = DEFAULT_NUM_SEQS if max_num_seqs is None else max_num_seqs
-    if not isinstance(num_seqs, Integral) or isinstance(num_seqs, bool) or num_seqs < 1:
+        return model if prefix_caching else replace(model, prefix_caching=False)
+    options = _checked_options(asked.get("options"))
+    num_seqs = settings.get("max_num_seqs")
+    num_seqs = DEFAULT_NUM_SEQS if num_seqs is None else num_seqs
+    if not is_whole(num_seqs) or num_seqs < 1:
         raise RequestError(
             f"max_num_seqs is {num_seqs!r}; it must be at least 1.", param="max_num_seqs"
         )
+    speculate, num_draft_tokens = asked.get("speculate"), settings.get("num_draft_tokens")
     check_speculate(speculate, num_draft_tokens, options.use_cache)
-    precision = Precision(dtype, kv_dtype, quantize)
-    budget = None if weights_budget is None else parse_bytes(weights_budget)
+    precision = Precision(*(settings.get(name) for name in ("dtype", "kv_dtype", "quantize")))
+    budget = settings.get("weights_budget")
+    budget = None if budget is None else parse_bytes(budget)
+    mesh = settings.get("mesh")
     native = kernels.chosen(options.kernels)["linear"] == "native"
     options = options.with_layers(kernels_read_stacks=native and mesh is None and budget is None)
     offloaded = options if budget is None else offloading_options(options, mesh is not None)
     mesh, shards = _resolved_mesh(mesh)
     info = model
     if not isinstance(info, ModelInfo):
-        info = model_info(
-            info, revision=revision, offline=offline, ignore_config_keys=ignore_config_keys
-        )
-    length = resolve_max_model_len(info.config, max_model_len)
+        where = ("revision", "offline", "ignore_config_keys")
+        info = model_info(info, **{name: asked[name] for name in where if name in asked})
+    length = resolve_max_model_len(info.config, settings.get("max_model_len"))
     own_kv_dtype, storage = resolve_precision(
         info,
         precision,
@@ -328,16 +310,9 @@ def make_plan(
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     draft = None
     if speculate is not None and speculate != NGRAM:
-        draft = make_plan(
-            speculate,
-            quantize=quantize,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            options=options,
-            mesh=mesh,
-            offline=offline,
-            ignore_config_keys=ignore_config_keys,
-        )
+        same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
+        given = {name: asked[name] for name in same if name in asked}
+        draft = make_plan(speculate, options=options, mesh=mesh, **given)
     chunk = min(accelerator.prefill_chunk(), length)
     plan = Plan(
         info=info,
@@ -353,14 +328,10 @@ def make_plan(
         offloading=offloading,
         draft=draft,
         num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        num_blocks=(),
+        prefix_caching=prefix_caching,
         memory=MemoryEstimate(0, 0, 0),
     )
     return plan._with_blocks(plan._blocks())
-
-
-PLANNED = frozenset(make_plan.__kwdefaults__ or ())
-"""The arguments of `LLM` that a plan decides."""
 
 
 def resolve_precision(
@@ -456,7 +427,7 @@ def _resolved_mesh(mesh: Any) -> tuple[Mesh | None, Shards]:
 
 def _checked_blocks(num_blocks: Any, num_groups: int) -> tuple[int, ...]:
     numbers = num_blocks if isinstance(num_blocks, tuple | list) else ()
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in numbers)
+    whole = all(is_whole(n, int) and n > 1 for n in numbers)
     if len(numbers) != num_groups or not whole:
         raise RequestError(
             f"kv_blocks is {num_blocks!r}; it must be {num_groups} whole numbers from 2 up, one "

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.fields.kinds import is_whole
 from rooflax.nn.rope import MOST, Rope, RopeScaling
 
 WAIVED = (
@@ -118,7 +119,7 @@ class ConfigReader:
     ) -> int:
         """A whole number from `least` to `most`."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if not is_whole(value, int) or not least <= value <= most:
             raise CheckpointError(
                 f"config.json has {key} = {value!r:.80}; it must be a whole number from {least} "
                 f"to {most}."
@@ -370,7 +371,7 @@ class ConfigReader:
         if value is None and default is not None:
             return default
         number = int(value) if isinstance(value, float) and value.is_integer() else value
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+        if not is_whole(number, int) or number >= 2**31 or number < 1:
             raise CheckpointError(
                 f"config.json has rope_scaling.original_max_position_embeddings = {value!r:.80}; "
                 f"it must be a whole number from 1 to {2**31 - 1}."

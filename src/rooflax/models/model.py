@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.errors import RequestError
+from rooflax.fields.kinds import is_whole
 from rooflax.nn import mesh as mesh_lib
 from rooflax.nn.batch import Batch
 from rooflax.nn.decoder import Decoder
@@ -129,8 +130,7 @@ def resolve_max_model_len(config: Decoder, max_model_len: Any) -> int:
     """The context length to serve: what is asked for, at most what the model was made for."""
     if max_model_len is None:
         return config.max_position
-    whole = isinstance(max_model_len, int) and not isinstance(max_model_len, bool)
-    if not whole or not 1 <= max_model_len <= config.max_position:
+    if not is_whole(max_model_len, int) or not 1 <= max_model_len <= config.max_position:
         raise RequestError(
             f"max_model_len is {max_model_len!r}; this model takes 1 to {config.max_position} "
             f"tokens."

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from rooflax.fields.sampling import MAX_LOGPROBS
 from rooflax.ops import parts
 from rooflax.ops import sampling_columns as columns
 from rooflax.ops.control import cond
 from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.real_rows import real_rows
 from rooflax.ops.sampling_columns import NO_ID
-from rooflax.ops.sampling_limits import MAX_LOGPROBS
 
 NUM_CANDIDATES = 256
 """Rows whose filters keep no more than this many tokens are sampled without a full sort."""

@@ -12,17 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.ops.sampling_limits import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rooflax.fields.sampling import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SAMPLING
 
 NO_ID = -1
 """Pads the lists of ids; those of the bias are padded with a bias of 0."""
-FLOATS = (
-    "temperature", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-UNSIGNED = ("seed", "sample_index")
-INTS = ("top_k", "num_logprobs", "min_position", "scores_adjusted", "is_masked")
+
+
+def _columns(kind: str) -> tuple[str, ...]:
+    return tuple(name for name, one in SAMPLING.items() if one.column == kind)
+
+
+FLOATS = _columns("float")
+UNSIGNED = (*_columns("unsigned"), "sample_index")
+INTS = (*_columns("int"), "num_logprobs", "min_position", "scores_adjusted", "is_masked")
 SCALARS = (*FLOATS, *UNSIGNED, *INTS)
+OFF = dict.fromkeys(SCALARS, 0) | {"num_logprobs": -1} | {
+    name: one.off_value for name, one in SAMPLING.items() if one.column
+}  # fmt: skip
+"""Greedy, and every filter off."""
 WIDTHS = (
     len(FLOATS), len(UNSIGNED), len(INTS),
     MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_ALLOWED_IDS, MAX_STOP_IDS,
@@ -40,10 +47,9 @@ def split(columns: Any) -> list[Any]:
 def empty(slots: int) -> np.ndarray:
     """Greedy, and every filter off."""
     columns = np.zeros((slots, WIDTH), np.int32)
-    for name, value in {"top_p": 1.0, "repetition_penalty": 1.0}.items():
-        columns[:, FLOATS.index(name)] = np.float32(value).view(np.int32)
-    columns[:, SCALARS.index("num_logprobs")] = -1
-    columns[:, -MAX_ALLOWED_IDS - MAX_STOP_IDS :] = NO_ID
+    if slots:
+        write(columns[0], {}, {}, (), ())
+    columns[:] = columns[:1]
     return columns
 
 
@@ -57,8 +63,9 @@ def write(
     """Fills one row.
 
     Args:
-        scalars: a value for each of SCALARS.
+        scalars: of SCALARS; those left out are off.
     """
+    scalars = OFF | dict(scalars)
     floats, unsigned, ints, ids, values, allowed, stop = split(row)
     floats.view(np.float32)[:] = [scalars[name] for name in FLOATS]
     unsigned.view(np.uint32)[:] = [scalars[name] for name in UNSIGNED]

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rooflax.engine.sampling_params import check_regex
 from rooflax.errors import RequestError
+from rooflax.fields.sampling import check_regex
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
 from rooflax.server.notation import Notation

@@ -10,12 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rooflax.fields.declaration import MESSAGES as MESSAGES_API
 from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError, anthropic_body
 from rooflax.server.fields import convert, one_of
 from rooflax.server.reader import Event
 from rooflax.server.rendering import render, tells_effort
+from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
 from rooflax.server.turn import Turn
@@ -50,9 +52,7 @@ def chat_fields(call: Call) -> dict[str, Any]:
         ApiError: a message, block or tool cannot be.
     """
     given, ignored = call.found, call.ignored
-    found = {n: given[n] for n in ("temperature", "top_p", "top_k", "max_tokens") if n in given}
-    if "stop_sequences" in given:
-        found["stop"] = given["stop_sequences"]
+    found = renamed(given, MESSAGES_API)
     system = _system(given.get("system", ""), ignored)
     chat = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(given["messages"]):

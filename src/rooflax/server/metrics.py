@@ -116,7 +116,7 @@ class Exporter:
         config = {
             "block_size": str(found["block_size"]),
             "num_gpu_blocks": str(sum(found["blocks_total"])),
-            "enable_prefix_caching": str(self._service.engine.llm.prefix_caching),
+            "enable_prefix_caching": str(self._service.engine.llm.plan.prefix_caching),
         }
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "How the KV cache is set up.", labels=[*labels, *config]

@@ -10,12 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rooflax.fields.declaration import RESPONSES as RESPONSES_API
 from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert
 from rooflax.server.reader import Event
 from rooflax.server.rendering import render, tells_effort, text_of
+from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
 from rooflax.server.turn import Spelled, Turn
@@ -49,11 +51,9 @@ def chat_fields(call: Call) -> dict[str, Any]:
         ApiError: an item of the input, or a tool, cannot be.
     """
     given = call.found
-    found = {
-        name: given[name]
-        for name in ("temperature", "top_p", "parallel_tool_calls")
-        if name in given
-    }
+    found = renamed(given, RESPONSES_API)
+    if "parallel_tool_calls" in given:
+        found["parallel_tool_calls"] = given["parallel_tool_calls"]
     system, messages = _conversation(given, call.ignored)
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
@@ -67,8 +67,6 @@ def chat_fields(call: Call) -> dict[str, Any]:
         choice = choice.get("mode", "auto")
     if choice is not None:
         found["tool_choice"] = choice
-    if "max_output_tokens" in given:
-        found["max_tokens"] = given["max_output_tokens"]
     if given.get("top_logprobs") and LOGPROBS not in given.get("include", ()):
         raise ApiError(
             f"top_logprobs is given without {LOGPROBS}; put that into include.",

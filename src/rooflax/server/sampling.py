@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooflax.engine.sampling_params import FORMS, SamplingParams
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import TokenLogprobs
 from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.fields.declaration import COMPLETIONS, Api
+from rooflax.fields.sampling import FORMS, SAMPLING
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
@@ -19,11 +21,16 @@ if TYPE_CHECKING:
 
 LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
-_SAME = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
-    "allowed_token_ids", "prompt_logprobs", "n", "length_penalty",
-)  # fmt: skip
+
+
+def renamed(given: Mapping[str, Any], api: Api) -> dict[str, Any]:
+    """An API's fields of sampling by their names here, but for those that its route computes."""
+    return {
+        one.name: given[http.name or one.name]
+        for one in SAMPLING.values()
+        for http in one.http_of(api)
+        if not http.is_computed and (http.name or one.name) in given
+    }
 
 
 def seed_of(found: Mapping[str, Any]) -> int:
@@ -39,15 +46,14 @@ def sampling_params(
 ) -> SamplingParams:
     """
     Args:
+        found: named as completions and chats name them.
         form: json_schema, regex or grammar.
         further: fields that the route computes.
 
     Raises:
         ApiError: with the field.
     """
-    given: dict[str, Any] = {name: found[name] for name in _SAME if name in found}
-    stop = found.get("stop", ())
-    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given = renamed(found, COMPLETIONS)
     if "top_k" in found:
         given["top_k"] = max(0, found["top_k"])
     if not found.get("use_beam_search"):

@@ -5,70 +5,105 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import declare, documented, read_fields
+from rooflax.fields.kinds import Choice, Flag, Number, Several, Text, Whole
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 MAX_KEYS = 1024
 
 
+_asking = partial(declare, group="who may ask")
+_answers = partial(declare, group="answers")
+_limits = partial(declare, group="limits")
+SECONDS = Number(0, 1e9, above=True, below=True)
+
+
+# fmt: off
+@documented
 @dataclass(frozen=True)
 class Settings:
-    """Of one server.
+    """Of one server. Flags and ROOFLAX_* variables set them."""
 
-    Attributes:
-        port: 0 takes a free one.
-        api_keys: who has one of them may ask; none lets everybody.
-        served_names: of the one model; the first is stated in answers.
-        max_waiting: sequences that may wait beside those that run.
-        max_per_key: answers that one key may have open; 0 is half of all places where there are
-            several keys, else all.
-        max_body_bytes: of a request.
-        cors_origins: pages of these origins may ask; "localhost" means any port of this machine.
-        reports_unknown_fields: unknown fields are named in a header, not rejected.
-        reasoning_field: name of the field with the reasoning: "reasoning_content", "reasoning" or
-            "both".
-        request_s, drain_s, stall_s: the most that a request may take; that running requests may
-            take after a signal to stop; without a step before the engine counts as stuck.
-        stays: keep answering (with 503) after the engine has died.
-        tells_tokenizer: answer /tokenizer_info, which shows the chat template.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    served_names: tuple[str, ...] = ()
-    max_waiting: int = 64
-    max_per_key: int = 0
-    max_body_bytes: int = 4 * 2**20
-    cors_origins: tuple[str, ...] = ()
-    reports_unknown_fields: bool = False
-    reasoning_field: str = "reasoning_content"
-    request_s: float = 600.0
-    drain_s: float = 30.0
-    stall_s: float = 60.0
-    stays: bool = False
-    tells_tokenizer: bool = False
-    allows_anyone: bool = False
+    host: str = _asking(Text(), "address to listen at", default="127.0.0.1", metavar="ADDRESS")
+    port: int = _asking(
+        Whole(0, 65535), "port to listen at; 0 takes a free one", default=8000, metavar="N")
+    api_keys: tuple[str, ...] = _asking(
+        Several(Text()), "who must be shown to ask; without any everybody may; ROOFLAX_API_KEY "
+        "hides it", default=(), repr=False, flags=("--api-key",), metavar="KEY")
+    api_key_file: str | None = _asking(
+        Text(), "keys, one a line; # begins a comment", metavar="FILE")
+    allows_anyone: bool = _asking(
+        Flag(), "let everybody ask who reaches --host", default=False,
+        flags=("--insecure-no-auth",))
+    cors_origins: tuple[str, ...] = _asking(
+        Several(Text()), "pages that may ask; localhost is any port here", default=(),
+        metavar="ORIGIN")
+    served_names: tuple[str, ...] = _answers(
+        Several(Text()), "in place of the model's own; the first is stated in answers", default=(),
+        flags=("--served-model-name",), metavar="NAME")
+    chat_template: str | None = _answers(
+        Text(), "jinja2, in place of the model's own", metavar="FILE")
+    generation_config: str = _answers(
+        Choice(("auto", "none")), "whether the checkpoint's sampling defaults count, or the API's",
+        default="auto", metavar="HOW")
+    unknown_fields: str = _answers(
+        Choice(("reject", "report")), "report names them in the header x-rooflax-ignored",
+        default="reject", metavar="HOW")
+    reasoning_field: str = _answers(
+        Choice(("reasoning_content", "reasoning", "both")), "name of the field with the reasoning",
+        default="reasoning_content", metavar="NAME")
+    tells_tokenizer: bool = _answers(
+        Flag(), "answer /tokenizer_info, with the chat template", default=False,
+        flags=("--tokenizer-info",))
+    max_waiting: int = _limits(
+        Whole(1), "answers that may wait beside those that run", default=64,
+        flags=("--max-num-queued-seqs",), metavar="N")
+    max_per_key: int = _limits(
+        Whole(), "answers a key may have open", default=0,
+        shown_default="half with several keys, else all", flags=("--max-inflight-per-key",),
+        metavar="N")
+    max_body_bytes: int = _limits(
+        Whole(1), "of a request", default=4 * 2**20, shown_default="4 MiB", metavar="N")
+    request_s: float = _limits(
+        SECONDS, "seconds that a request may take", default=600.0, flags=("--request-timeout",),
+        metavar="S")
+    drain_s: float = _limits(
+        SECONDS, "seconds for open answers after a signal to stop", default=30.0,
+        flags=("--drain-timeout",), metavar="S")
+    stall_s: float = _limits(
+        SECONDS, "seconds without a step before /health fails", default=60.0, flags=("--watchdog",),
+        metavar="S")
+    stays: bool = _limits(
+        Flag(), "answer 503 when the engine has died; else exit 1", default=False,
+        flags=("--stay",))
+    # fmt: on
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if not self.is_local and not self.api_keys and not self.allows_anyone:
             raise RequestError(
-                f"host is {self.host!r}, which others can reach, and there is no api_key; give "
+                f"host is {self.host!r}, which others can reach, and api_keys is empty; give "
                 f"one, or say --insecure-no-auth.",
                 param="host",
             )
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip():
-                raise RequestError("An api_key is empty or no printable ASCII.", param="api_key")
+                raise RequestError("One of api_keys is not printable ASCII.", param="api_keys")
         if len(self.api_keys) > MAX_KEYS:
-            raise RequestError(f"There are more than {MAX_KEYS} api_keys.", param="api_key")
+            raise RequestError(f"There are more than {MAX_KEYS} api_keys.", param="api_keys")
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
         return self.host in LOCAL_NAMES or _address_is(self.host, "is_loopback")
+
+    @property
+    def reports_unknown_fields(self) -> bool:
+        return self.unknown_fields == "report"
 
 
 class Keys:

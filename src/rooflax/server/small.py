@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rooflax import __version__
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import Table
@@ -21,12 +22,8 @@ from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import CHAT, DETOKENIZE, TEMPLATE, TOKENIZE
 
-SHOWN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "max_tokens", "min_tokens", "seed",
-)  # fmt: skip
 _FIELDS = CHAT.schema()["properties"]
-SETTINGS = {name: _FIELDS[name] for name in SHOWN}
+SETTINGS = {name: _FIELDS[name] for name, one in SAMPLING.items() if one.on_page}
 """Numbers that a page lets people set, as /openapi.json describes them."""
 
 
@@ -170,10 +167,7 @@ async def props(service: Service, request: Request) -> Response:
         or (format.reasoning is not None and format.reasoning.open.strip() in (template or ""))
     )
     given = SamplingParams().with_defaults(llm.processor.default_values())
-    settings = {
-        name: getattr(given, name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
+    settings = {name: getattr(given, name) for name in OF_CHECKPOINT}
     return Json(
         {
             "default_generation_settings": settings,

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from rooflax.fields.declaration import Api
+from rooflax.fields.kinds import Flag, Kind, Number, Several, Text, Whole
+from rooflax.fields.sampling import MAX_INT32, SAMPLING, Bias, StopTexts
 from rooflax.server.fields import Field, Table
 
-MAX_PROMPTS, MAX_SAMPLES, MAX_STOP, MAX_STOP_CHARACTERS = 128, 16, 64, 256
-MAX_TEXTS = 2048
-MAX_BIAS, MAX_LOGPROBS, MAX_TOOLS = 1024, 20, 128
+MAX_PROMPTS, MAX_TEXTS, MAX_TOOLS = 128, 2048, 128
 
-Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Id = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 # \Z: before a last line break there is a match of $ as well.
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
-TokenIds = list[Whole]
+TokenIds = list[Id]
 JsonObject = dict[str, Any]
 
 
@@ -59,32 +59,47 @@ STRUCTURED = Table(
     Field("grammar", str, "a Lark grammar"),
     Field("choice", Annotated[list[StopString], Meta(min_length=1, max_length=128)], "literals"),
 )
-SAMPLING = (
-    Field("temperature", Annotated[float, Meta(ge=0, le=2)], "0 takes the likeliest token"),
-    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
-    Field("top_k", Annotated[int, Meta(ge=-1, le=2**31 - 1)], "keep the k likeliest; 0, -1 is off"),
-    Field("min_p", Annotated[float, Meta(ge=0, le=1)], "drop those below p times the likeliest"),
-    Field("n", Annotated[int, Meta(ge=1, le=MAX_SAMPLES)], "answers to give"),
-    Field(
-        "stop", StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP)],
-        "strings that end the text",
-    ),
-    Field(
-        "seed", Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
-        "of the draws; without one each request draws its own, stated in x-rooflax-seed",
-    ),
-    Field("presence_penalty", Penalty, "once per token used"),
-    Field("frequency_penalty", Penalty, "per use of a token"),
-    Field("repetition_penalty", Annotated[float, Meta(gt=0, le=1e6)], "above 1 repeats less"),
-    Field(
-        "logit_bias", Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=MAX_BIAS)], "added to the logits of token ids",
-    ),
-    Field("min_tokens", Whole, "before anything but max_tokens may end the text"),
-    Field("ignore_eos", bool, "go on after end-of-sequence tokens"),
-    Field("stop_token_ids", TokenIds, "ids that end the text"),
-    Field("allowed_token_ids", TokenIds, "the only ids that may be chosen"),
-    Field("prompt_logprobs", Logprobs, "log-probabilities of the prompt's tokens"),
+
+
+def msgspec_type(kind: Kind) -> Any:
+    """A kind of values as msgspec checks it."""
+    match kind:
+        case Whole(low, high):
+            return Annotated[int, Meta(ge=low, le=MAX_INT32 if high is None else high)]
+        case Number():
+            ends = {"gt" if kind.above else "ge": kind.low, "lt" if kind.below else "le": kind.high}
+            ends = {name: end for name, end in ends.items() if math.isfinite(end)}
+            return Annotated[float, Meta(**ends)] if ends else float
+        case Flag():
+            return bool
+        case Text():
+            return str
+        case Several(Whole()):
+            return TokenIds
+        case StopTexts():
+            text: Any = Annotated[str, Meta(min_length=1, max_length=kind.each)]
+            several: Any = Annotated[list[text], Meta(max_length=kind.most)]
+            return text | several if kind.takes_one else several
+        case Bias(value, most):
+            return Annotated[dict[int, msgspec_type(value)], Meta(max_length=most)]
+    raise NotImplementedError(kind)
+
+
+def sampling(api: Api) -> list[Field]:
+    """The fields of sampling that an API has, as fields/sampling.py declares them."""
+    return [
+        Field(
+            http.name or one.name,
+            msgspec_type(http.kind or one.kind),
+            http.help or one.sentence,
+            required=http.required,
+        )
+        for one in SAMPLING.values()
+        for http in one.http_of(api)
+    ]
+
+
+OPENAI = (
     Field("return_token_ids", bool, "token ids of prompt and answer in each choice"),
     Field("timings_per_token", bool, "timings so far, named as llama.cpp's, in every object"),
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
@@ -112,18 +127,16 @@ MODEL = Field("model", str, "a served name; without it the one model")
 COMPLETIONS = Table(
     MODEL,
     Field(
-        "prompt", str | Annotated[list[str | Whole | TokenIds], Meta(min_length=1)],
+        "prompt", str | Annotated[list[str | Id | TokenIds], Meta(min_length=1)],
         "text, token ids, or a list of either; at most 128", required=True,
     ),
-    Field("max_tokens", Whole, "default 16; 0 with echo only"),
-    Field("logprobs", Logprobs, "of the chosen token and this many of the best"),
     Field("echo", bool, "the prompt comes before the answer"),
     Field("best_of", Count, "must equal n"),
     Field("add_special_tokens", bool, "what the tokenizer puts around a text; default true"),
     Field("use_beam_search", bool, "beam search with n beams"),
-    Field("length_penalty", float, "of beams: more favours long texts"),
     *STREAMING,
-    *SAMPLING,
+    *sampling("completions"),
+    *OPENAI,
     rejected("suffix", "the model fills no gaps"),
     rejected("prompt_embeds", "prompts are text or token ids"),
     label("user"),
@@ -178,15 +191,12 @@ RENDERING = (
 CHAT = Table(
     MODEL,
     *RENDERING,
-    Field("max_completion_tokens", Count, "most new tokens; default to the end of the context"),
-    Field("max_tokens", Count, "as max_completion_tokens, which wins"),
-    Field("logprobs", bool, "log-probabilities of the tokens"),
-    Field("top_logprobs", Logprobs, "and of this many of the best; needs logprobs"),
     Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
     Field("parallel_tool_calls", bool, "false allows one call an answer"),
     Field("include_reasoning", bool, "false leaves reasoning_content out of the answer"),
     *STREAMING,
-    *SAMPLING,
+    *sampling("chat"),
+    *OPENAI,
     rejected("functions", "use tools"),
     rejected("function_call", "use tool_choice"),
     rejected("store", "nothing is stored", False),
@@ -218,10 +228,7 @@ RESPONSES = Table(
     Field("tools", list[JsonObject], "functions; tools of other types are reported"),
     Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
     Field("parallel_tool_calls", bool, "false allows one call an answer"),
-    Field("max_output_tokens", Count, "most new tokens; default to the end of the context"),
-    Field("temperature", Annotated[float, Meta(ge=0, le=2)], "0 takes the likeliest token"),
-    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
-    Field("top_logprobs", Logprobs, "of each token; with include message.output_text.logprobs"),
+    *sampling("responses"),
     Field("include", list[str], "message.output_text.logprobs; others change nothing"),
     Field("stream", bool, "answer in server-sent events"),
     Field(
@@ -278,14 +285,7 @@ ANTHROPIC_COUNTED = (
 COUNT_TOKENS = Table(*ANTHROPIC_COUNTED)
 MESSAGES = Table(
     *ANTHROPIC_COUNTED,
-    Field("max_tokens", Count, "most new tokens", required=True),
-    Field(
-        "stop_sequences", Annotated[list[StopString], Meta(max_length=MAX_STOP)],
-        "strings that end the text",
-    ),
-    Field("temperature", Annotated[float, Meta(ge=0, le=1)], "0 takes the likeliest token"),
-    Field("top_p", Annotated[float, Meta(gt=0, le=1)], "keep the likeliest that make up p"),
-    Field("top_k", Annotated[int, Meta(ge=0, le=2**31 - 1)], "keep the k likeliest"),
+    *sampling("messages"),
     Field("stream", bool, "answer in server-sent events"),
     rejected("container", "the server runs no code"),
     rejected("mcp_servers", "the server calls no tools"),

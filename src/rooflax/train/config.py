@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import declare, documented, read_fields
+from rooflax.fields.kinds import Choice, Number, Whole
 
 NEW_WEIGHTS_RATE = 1e-3
 FINE_TUNING_RATE = 2e-5
@@ -15,83 +17,70 @@ FINE_TUNING_RATE = 2e-5
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 LAYERS = ("unrolled", "scan")
-REMAT = (None, "nothing", "dots", "dots_no_batch", "everything")
+REMAT = ("nothing", "dots", "dots_no_batch", "everything")
+MOMENT = Number(0, 1, below=True)  # at 1 the moments stay 0 and the step is 0 / 0
 MAY_CHANGE = frozenset({"checkpoint_every", "keep"})
 """Fields that a resumed run may state differently; any other would change its losses."""
 
 
+_field = partial(declare, group="training")
+
+
+# fmt: off
+@documented
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run's settings.
+    """A training run's settings."""
 
-    Attributes:
-        steps: optimizer steps; or give `tokens`.
-        tokens: tokens to see in all; becomes steps, rounded up.
-        batch_size: rows per step, all micro-batches together.
-        seq_len: tokens per row.
-        micro_batches: parts that a step's rows are computed in, one after the other.
-        learning_rate: at its highest, after the warm-up; the default is for new weights, and
-            FINE_TUNING_RATE is for a checkpoint's.
-        min_lr_ratio: what is left of it at the end of the cosine.
-        warmup_steps: steps of linear rise; None becomes a tenth of all steps, at most 100.
-        weight_decay: of matrices; norms and biases are not decayed.
-        clip_norm: largest global norm of a step's gradient; 0 does not clip.
-        beta1, beta2: AdamW's.
-        seed: of the order of rows.
-        dtype: of the forward and backward computation; weights and optimizer are float32.
-        remat: name of a policy in nn.layers.REMAT_POLICIES; None keeps every intermediate. On CPU
-            it needs layers="scan": XLA there merges what unrolled layers compute twice.
-        layers: "unrolled" or "scan".
-        loss_rows: rows whose logits exist at a time; None is all of a micro-batch.
-        eval_every: steps between held-out losses; 0 only at the end.
-        eval_batches: held-out batches in each of them; the last one takes all.
-        checkpoint_every: steps between checkpoints; 0 only at the end.
-        keep: checkpoints to keep.
-    """
-
-    steps: int | None = None
-    tokens: int | None = None
-    batch_size: int = 16
-    seq_len: int = 512
-    micro_batches: int = 1
-    learning_rate: float = NEW_WEIGHTS_RATE
-    min_lr_ratio: float = 0.1
-    warmup_steps: int | None = None
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: str | None = None
-    layers: Literal["unrolled", "scan"] = "unrolled"
-    loss_rows: int | None = None
-    eval_every: int = 200
-    eval_batches: int = 8
-    checkpoint_every: int = 100
-    keep: int = 2
+    steps: int | None = _field(Whole(1), "optimizer steps; or give tokens", metavar="N")
+    tokens: int | None = _field(
+        Whole(1), "training tokens in all, which become steps, rounded up", metavar="N")
+    batch_size: int = _field(
+        Whole(1), "rows per step, all micro-batches together", default=16, flags=("--batch",),
+        metavar="N")
+    seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
+    micro_batches: int = _field(
+        Whole(1), "micro-batches per step (gradient accumulation)", default=1, metavar="N")
+    learning_rate: float = _field(
+        Number(0, above=True), "peak learning rate, after the warm-up", default=NEW_WEIGHTS_RATE,
+        flags=("--learning-rate", "--lr"), metavar="X")
+    min_lr_ratio: float = _field(
+        Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1, metavar="X")
+    warmup_steps: int | None = _field(
+        Whole(), "steps of linear warm-up", shown_default="a tenth of all steps, at most 100",
+        metavar="N")
+    weight_decay: float = _field(Number(0), "AdamW's, of matrices only", default=0.1, metavar="X")
+    clip_norm: float = _field(
+        Number(0), "clip gradients to this global norm, 0 for none", default=1.0, metavar="X")
+    beta1: float = _field(MOMENT, "AdamW's", default=0.9, metavar="X")
+    beta2: float = _field(MOMENT, "AdamW's", default=0.95, metavar="X")
+    seed: int = _field(Whole(), "random seed of row order and new weights", default=0, metavar="N")
+    dtype: Literal["float32", "bfloat16"] = _field(
+        Choice(COMPUTE_DTYPES), "of activations and gradients; weights are float32",
+        default="float32", metavar="TYPE")
+    remat: str | None = _field(
+        Choice(REMAT), "what the backward pass computes again, which on CPU needs layers scan",
+        metavar="POLICY")
+    layers: Literal["unrolled", "scan"] = _field(
+        Choice(LAYERS), "how the program has the layers", default="unrolled", metavar="HOW")
+    loss_rows: int | None = _field(
+        Whole(1), "rows whose logits exist at a time", shown_default="all of a micro-batch",
+        metavar="N")
+    eval_every: int = _field(
+        Whole(), "steps between held-out losses; 0 only at the end", default=200, metavar="N")
+    eval_batches: int = _field(
+        Whole(1), "held-out batches in each; the last one takes all", default=8, metavar="N")
+    checkpoint_every: int = _field(
+        Whole(), "steps between checkpoints; 0 only at the end", default=100, metavar="N")
+    keep: int = _field(Whole(1), "checkpoints to keep", default=2, metavar="N")
+    # fmt: on
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if (self.steps is None) == (self.tokens is None):
             raise RequestError(
                 f"steps is {self.steps} and tokens is {self.tokens}; give exactly one of the two."
             )
-        for name in ("batch_size", "seq_len", "micro_batches", "eval_batches", "keep"):
-            self._check_whole(name, 1)
-        for name in ("steps", "tokens", "loss_rows", "warmup_steps"):
-            if getattr(self, name) is not None:
-                self._check_whole(name, 0 if name == "warmup_steps" else 1)
-        for name in ("seed", "eval_every", "checkpoint_every"):
-            self._check_whole(name, 0)
-        self._check_number("learning_rate", 0.0, math.inf, above=True)
-        self._check_number("min_lr_ratio", 0.0, 1.0)
-        self._check_number("weight_decay", 0.0, math.inf)
-        self._check_number("clip_norm", 0.0, math.inf)
-        for name in ("beta1", "beta2"):  # at 1 the moments stay 0 and the step is 0 / 0
-            self._check_number(name, 0.0, 1.0, below=True)
-        self._check_choice("dtype", COMPUTE_DTYPES)
-        self._check_choice("remat", REMAT)
-        self._check_choice("layers", LAYERS)
         self._check_divides("batch_size", self.batch_size, self.micro_batches)
         if self.loss_rows is not None:
             rows = self.batch_size // self.micro_batches
@@ -131,30 +120,6 @@ class TrainConfig:
                 raise RequestError(
                     f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; {how}."
                 )
-
-    def _check_whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or value < least:
-            raise RequestError(f"{name} is {value!r}; it must be a whole number from {least} up.")
-
-    def _check_number(
-        self, name: str, least: float, most: float, *, above: bool = False, below: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Not math.isfinite: it fails at whole numbers that no float can hold.
-        if not number or not least <= value <= min(most, sys.float_info.max):
-            raise RequestError(f"{name} is {value!r}; it must be a number from {least} to {most}.")
-        if above and value == least:
-            raise RequestError(f"{name} is {value!r}; it must be above {least}.")
-        if below and value == most:
-            raise RequestError(f"{name} is {value!r}; it must be below {most}.")
-
-    def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            wanted = ", ".join(repr(choice) for choice in choices)
-            raise RequestError(f"{name} is {value!r}; it must be one of {wanted}.")
 
     def _check_divides(self, name: str, value: int, divisor: int) -> None:
         if value % divisor:

@@ -1,0 +1,181 @@
+"""Declarations of fields: everything that is to be known of one, beside its type and default.
+
+A dataclass whose fields are made by `declare` is a table. Checks, flags, environment variables,
+HTTP routes, the sampler's columns and the docs read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from rooflax.fields.kinds import Kind
+
+Api = Literal["completions", "chat", "responses", "messages"]
+COMPLETIONS: Api = "completions"
+CHAT: Api = "chat"
+RESPONSES: Api = "responses"
+MESSAGES: Api = "messages"
+_KEY = "declaration"
+Class = TypeVar("Class", bound=type)
+Taker = TypeVar("Taker", bound=Callable)
+
+
+@dataclass(frozen=True)
+class Http:
+    """A field as an API has it.
+
+    Attributes:
+        name: there; None is the field's own.
+        kind: where the API takes another range.
+        help: where the API means something else by it.
+        is_computed: the route makes the field's value of this and of other fields.
+    """
+
+    apis: tuple[Api, ...] = (COMPLETIONS, CHAT)
+    name: str | None = None
+    kind: Kind | None = None
+    help: str | None = None
+    required: bool = False
+    is_computed: bool = False
+
+
+BOTH = (Http(),)
+"""Completions and chats have the field as it is here."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A field.
+
+    Attributes:
+        help: one sentence without a full stop, for every reader.
+        default: of the dataclass; None is unset.
+        unset: what an unset field means in the end; None says nothing.
+        shown_default: what people read instead of `unset` and `default`.
+        flags: of the command line; with a metavar alone, the one of the field's name.
+        metavar: of the flags' value.
+        group: heading of the flags.
+        http: how APIs have it.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    default: Any = None
+    unset: Any = None
+    shown_default: str | None = None
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    group: str = ""
+    http: tuple[Http, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The help with the default."""
+        known = self.default if self.unset is None else self.unset
+        text = "" if known is None or known is False or known == () else f"{known}"
+        text = f"{known:g}" if isinstance(known, float) else text
+        text = text if self.shown_default is None else self.shown_default
+        return f"{self.help}{self.kind.words}" + (f"; default {text}" if text else "")
+
+    def http_of(self, api: Api) -> list[Http]:
+        """How one API has it: not at all, or by one name or several."""
+        return [one for one in self.http if api in one.apis]
+
+
+def declare(
+    kind: Kind,
+    help: str,
+    *,
+    default: Any = None,
+    factory: Callable[[], Any] | None = None,
+    of: type[Declaration] = Declaration,
+    repr: bool = True,
+    **further: Any,
+) -> Any:
+    """A dataclass field with its declaration.
+
+    Args:
+        of: what else the table says of its fields.
+        repr: whether the dataclass shows the value.
+        further: as `of` has it.
+    """
+    found = of("", kind, help, default, **further)
+    given: dict[str, Any] = (
+        {"default": default} if factory is None else {"default_factory": factory}
+    )
+    return dataclasses.field(metadata={_KEY: found}, repr=repr, **given)
+
+
+@cache
+def declarations(table: type) -> dict[str, Any]:
+    """The fields of a table by name, in order.
+
+    Args:
+        table: a dataclass of `declare`d fields, or a TypedDict annotated with declarations.
+    """
+    if dataclasses.is_dataclass(table):
+        found = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
+    else:
+        found = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
+    named = {name: replace(one, name=name) for name, one in found.items() if one is not None}
+    for name, one in named.items():
+        if one.metavar and not one.flags:
+            named[name] = replace(one, flags=(f"--{name.replace('_', '-')}",))
+    return named
+
+
+def variable_of(flags: Sequence[str]) -> str:
+    """The environment variable that may stand for a flag: ROOFLAX_API_KEY for --api-key."""
+    long = next((flag for flag in flags if flag.startswith("--")), "")
+    return f"ROOFLAX_{long.removeprefix('--').replace('-', '_').upper()}"
+
+
+def read_fields(values: Any) -> None:
+    """Checks the fields of a table's new instance, and keeps what their kinds make of them.
+
+    Raises:
+        RequestError: with the field.
+    """
+    for name, one in declarations(type(values)).items():
+        value = getattr(values, name)
+        if value is not None or one.default is not None or one.kind.repeats:
+            object.__setattr__(values, name, one.kind.read(name, value))
+
+
+def documented(table: Class) -> Class:
+    """Ends the docstring of a table with its fields."""
+    table.__doc__ = f"{inspect.cleandoc(table.__doc__ or '')}\n\nAttributes:\n{_listed(table)}"
+    return table
+
+
+def takes(table: type) -> Callable[[Taker], Taker]:
+    """Shows the fields of a table in place of `**settings`, in a signature and its docstring."""
+
+    def shown(function: Taker) -> Taker:
+        signature = inspect.signature(function)
+        given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        given += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+            for name, one in declarations(table).items()
+        ]
+        function.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+        doc = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = re.sub(r"(?m)^    settings: .*$", lambda _: _listed(table), doc)
+        return function
+
+    return shown
+
+
+def _listed(table: type) -> str:
+    lines = []
+    for name, one in declarations(table).items():
+        text = f"{one.help}; {one.kind.range}" if one.kind.range else one.help
+        lines.append(f"    {name}: {replace(one, help=text).sentence}.")
+    return "\n".join(lines)

@@ -21,8 +21,10 @@ from rooflax.ops import dispatch, native
 from rooflax.ops.dispatch import Ran, what_ran
 from rooflax.ops.formats import FORMATS, Format
 from rooflax.ops.linear import Norm, linear, lookup, unembed
+from rooflax.ops.linear.api import matmul, take
 from rooflax.ops.moe import experts
 from rooflax.ops.weights import (
+    Composite,
     Dense,
     Stacked,
     Weight,
@@ -44,7 +46,7 @@ INNER, OUTER, RANK = 64, 37, 4
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LowRank(Weight):
+class LowRank(Composite):
     """base + a b, as an adapter has it: a takes the inputs to a few, b those to the outputs."""
 
     base: Weight
@@ -56,18 +58,17 @@ class LowRank(Weight):
     dtype = property(lambda self: self.base.dtype)
 
     def matmul(
-        self, x, bias=None, *, prologue=None, residual=None, num_rows=None, dtype=None,
-        implementation=None,
+        self, x, bias, *, prologue, residual, num_rows, dtype, implementation
     ):  # fmt: skip
         how = {"num_rows": num_rows, "implementation": implementation}
         first = {"prologue": prologue, "residual": residual, "dtype": dtype}
-        y = self.base.matmul(x, bias, **first, **how)
-        few = self.a.matmul(x, prologue=prologue, dtype=jnp.float32, **how)
-        return self.b.matmul(few, residual=y, dtype=y.dtype, **how)
+        y = matmul(self.base, x, bias, **first, **how)
+        few = matmul(self.a, x, prologue=prologue, dtype=jnp.float32, **how)
+        return matmul(self.b, few, residual=y, dtype=y.dtype, **how)
 
     def take(self, ids, **how):
-        rows = self.base.take(ids, **how)
-        return rows.astype(jnp.float32) + self.b.take(ids, **how) @ self.a.array.T
+        rows = take(self.base, ids, **how)
+        return rows.astype(jnp.float32) + take(self.b, ids, **how) @ self.a.array.T
 
     def at(self, index):
         return LowRank(self.base.at(index), self.a.at(index), self.b.at(index))
@@ -141,10 +142,10 @@ def test_verbs(kind, implementation):
     numbers = np.asarray(w.numbers())
     assert w.shape == leaf.shape == (INNER, OUTER) and w.nbytes == leaf.nbytes
     norm, residual = Norm(jnp.asarray(normal(INNER, seed=2))), jnp.asarray(normal(3, OUTER, seed=3))
-    y = w.matmul(x, prologue=norm, residual=residual, implementation=implementation)
+    y = matmul(w, x, prologue=norm, residual=residual, implementation=implementation)
     exact = np.asarray(w.activations(norm(x))) @ numbers + np.asarray(residual)
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-4)
-    np.testing.assert_array_equal(w.take(ids), numbers.T[np.asarray(ids)])
+    np.testing.assert_array_equal(take(w, ids), numbers.T[np.asarray(ids)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,10 +155,10 @@ def test_one_of_a_stack_is_a_weight(kind):
     assert isinstance(one, Stacked) and one.shape == (INNER, OUTER)
     alone = as_weight(kept(kind, normal(3, INNER, OUTER)[1]))
     for implementation in ("reference", "xla", None):
-        found = one.matmul(x, implementation=implementation)
-        np.testing.assert_array_equal(found, alone.matmul(x, implementation=implementation))
+        found = matmul(one, x, implementation=implementation)
+        np.testing.assert_array_equal(found, matmul(alone, x, implementation=implementation))
     ids = jnp.arange(OUTER)
-    np.testing.assert_array_equal(one.take(ids), alone.take(ids))
+    np.testing.assert_array_equal(take(one, ids), take(alone, ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)

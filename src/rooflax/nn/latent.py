@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -142,18 +142,7 @@ class LatentAttention:
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, "attn", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        attend: Attend,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "attn", w)
         cos, sin, _ = context.rope[self.rope, self.rope_dim]
         q = self._queries(w, x, norm, context)
         q, p = q[..., : self.nope_dim], apply_rope(q[..., self.nope_dim :], cos, sin)
@@ -163,12 +152,10 @@ class LatentAttention:
         q = jnp.concatenate((self._by_head(q, w["attn.k_b"], context), p), axis=-1)
         h = attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
         h = self._by_head(h[..., : self.rank], w["attn.v_b"], context)
-        o_bias, residual = (
-            context.on_one_shard(w.get("attn.o_bias")),
-            context.on_one_shard(residual),
-        )
+        o_bias = context.on_one_shard(w.get("attn.o_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
-        return context.all_reduce(h)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context)
 
     def _queries(
         self, w: LayerWeights, x: Hidden, norm: Norm | None, context: Context

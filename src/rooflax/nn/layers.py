@@ -82,6 +82,8 @@ def run_layers(
         part = mesh.local_layers(given, shards)
         return run(functions, layers, x, part, batch, cache, slots, groups, options, remat)
 
+    if shards is None or shards.stage == 1:
+        return own(x, cache)
     return mesh.in_stages(own, x, cache, shards)
 
 

@@ -317,15 +317,13 @@ State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
 
 
 def in_stages(
-    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards | None
+    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards
 ) -> State:
     """run(x, cache) by each stage with its own layers, one stage after the other.
 
     Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its
     turn runs nothing and waits.
     """
-    if shards is None or shards.stage == 1:
-        return run(x, cache)
     own, last = jax.lax.axis_index(STAGE), shards.stage - 1
     for turn in range(shards.stage):
         x, cache = jax.lax.cond(own == turn, run, lambda x, cache: (x, cache), x, cache)

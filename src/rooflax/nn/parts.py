@@ -7,7 +7,7 @@ bear the names of LLaMA's checkpoints; a family with other names maps them (`Dec
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -170,20 +170,8 @@ class Attention:
         return "q" if self.reuses_kv else "qk"
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, self.key, w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        attend: Attend,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
         key, num_kv = self.key, len(self.projected) - 1
-        line = f"{key}.{self.projected}"
+        line, norm = f"{key}.{self.projected}", self.wiring.prologue(self.norm, key, w)
         qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
         new = self._projection(w, qkv, context)
         last = qkv.shape[3]
@@ -204,12 +192,10 @@ class Attention:
         h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal, new=new)
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
-        o_bias, residual = (
-            context.on_one_shard(w.get(f"{key}.o_bias")),
-            context.on_one_shard(residual),
-        )
+        o_bias = context.on_one_shard(w.get(f"{key}.o_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
-        return context.all_reduce(h)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context)
 
     def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
         """What becomes of the projection's result, unless more does than that can say."""
@@ -312,9 +298,10 @@ class Mlp:
         prologue: Norm | None = None,
     ) -> Hidden:
         """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
-        branch = partial(self.branch, w, x, context)
+        norm = self.wiring.prologue(self.norm, self.key, w) or prologue
         onto = x if onto is None else onto
-        return self.wiring(branch, self.norm, self.key, w, onto, context, prologue)
+        h = self.branch(w, x, context, norm, self.wiring.residual(onto))
+        return self.wiring.joined(onto, h, self.norm, self.key, w, context)
 
     def branch(
         self,
@@ -327,14 +314,13 @@ class Mlp:
         """The network of x, normed, and what is added to it."""
         key, first = self.key, self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = (
-            context.on_one_shard(w.get(f"{key}.down_bias")),
-            context.on_one_shard(residual),
-        )
+        bias = context.on_one_shard(w.get(f"{key}.down_bias"))
+        residual = context.on_one_shard(residual)
         activation = Activation(self.activation, gated=self.gated)
-        how = {"prologue": activation, "residual": residual}
-        h = context.linear(h, w[f"{key}.down"], down_bias, **how)
-        return context.all_reduce(h)
+        down = w[f"{key}.down"]
+        return context.all_reduce(
+            context.linear(h, down, bias, prologue=activation, residual=residual)
+        )
 
 
 def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> Table:
@@ -444,22 +430,15 @@ class Moe:
         return tuple(f"{prefix}.{expert}.{part}.weight" for expert in experts for part in parts)
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        if self.beside:
-            branch = partial(self._both, self.beside, w, x, context)
-            return self.beside.wiring(branch, self.beside.norm, self.beside.key, w, x, context)
+        if dense := self.beside:
+            h = self._both(dense, w, x, context)
+            return dense.wiring.joined(x, h, dense.norm, dense.key, w, context)
         h = self._experts(w, x, context, onto=x)
         return h + self._shared(w, x, context) if self.shared else h
 
-    def _both(
-        self,
-        dense: Mlp,
-        w: LayerWeights,
-        x: Hidden,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+    def _both(self, dense: Mlp, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """The dense network and the experts, each with a norm of its result."""
+        norm, residual = dense.wiring.prologue(dense.norm, dense.key, w), dense.wiring.residual(x)
         own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
         h = context.norm(dense.branch(w, x, context, norm, None), own[dense.key])
         h = h + context.norm(self._experts(w, x, context), own["mlp"])

@@ -7,7 +7,7 @@ pass; beside those the shapes of what it keeps: float32 arrays whose first axis 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import jax
@@ -68,18 +68,7 @@ class ShortConv:
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "conv", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        recall: Recall,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "conv", w)
         found = context.linear(x, w["conv.in"], w.get("conv.in_bias"), prologue=norm)
         b, c, h = found[..., 0, :], found[..., 1, :], found[..., 2, :]
         inputs, taps = (b * h).reshape(-1, h.shape[-1]), taken(w["conv.taps"])
@@ -93,11 +82,10 @@ class ShortConv:
         if (bias := w.get("conv.taps_bias")) is not None:
             y = y + taken(bias).astype(y.dtype)[None]
         h = (c * y.reshape(c.shape)).astype(x.dtype)
-        out_bias, residual = (
-            context.on_one_shard(w.get("conv.out_bias")),
-            context.on_one_shard(residual),
-        )
-        return context.all_reduce(context.linear(h, w["conv.out"], out_bias, residual=residual))
+        out_bias = context.on_one_shard(w.get("conv.out_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
+        h = context.all_reduce(context.linear(h, w["conv.out"], out_bias, residual=residual))
+        return self.wiring.joined(x, h, self.norm, "conv", w, context)
 
 
 @dataclass(frozen=True)
@@ -175,18 +163,7 @@ class GatedDelta:
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "delta", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        recall: Recall,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "delta", w)
         found = context.linear(x, w["delta.in"], prologue=norm)
         gates = context.linear(x, w["delta.gates"], prologue=norm)
         heads, inputs = found.shape[2], sum(self._widths)
@@ -205,8 +182,9 @@ class GatedDelta:
         o = context.norm(o, Norm(w["delta.out_norm"], eps=self.norm.eps))
         z = found[..., inputs:].reshape(o.shape).astype(jnp.float32)
         h = (o * jax.nn.silu(z)).astype(x.dtype).reshape(*x.shape[:2], heads, -1)
-        residual = context.on_one_shard(residual)
-        return context.all_reduce(context.linear(h, w["delta.out"], contract=2, residual=residual))
+        residual = context.on_one_shard(self.wiring.residual(x))
+        h = context.linear(h, w["delta.out"], contract=2, residual=residual)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "delta", w, context)
 
     def _inputs(
         self, w: LayerWeights, mixed: Float[Array, "T heads width"], gates: Array

@@ -1,4 +1,4 @@
-"""Weights as objects: `Weight` and its verbs, plain arrays, and the formats of few bits."""
+"""Weights as objects: `Weight`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import formats
 from rooflax.ops.weights.quantized import (
@@ -12,6 +12,7 @@ from rooflax.ops.weights.quantized import (
     quantize,
 )
 from rooflax.ops.weights.weight import (
+    Composite,
     Dense,
     Stacked,
     Stored,
@@ -26,6 +27,7 @@ from rooflax.ops.weights.weight import (
 )
 
 __all__ = [
+    "Composite",
     "Dense",
     "Quantized",
     "Stacked",

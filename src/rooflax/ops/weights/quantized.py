@@ -212,9 +212,7 @@ class Quantized(Stored):
         """Both halves of each byte, where codes have four bits."""
         return jnp.concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        """In float32, by XLA on every platform."""
-        del how
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
         ids = jnp.clip(ids, 0, self.outer - 1)
         if self.is_matrix:
             values, scales = (a.at[:, ids].get(mode="clip") for a in (self.values, self.scales))

@@ -1,8 +1,8 @@
-"""`Weight`: what multiplies activations, an object with verbs; plain arrays, and layers of stacks.
+"""`Weight`: what multiplies activations; plain arrays, layers of stacks, weights made of weights.
 
 A leaf of a model's tree of weights is a plain array or a `Weight`. `as_weight` and `as_table` make
 a `Weight` of either; nobody outside of this package asks which it was. The formats of few bits are
-in `formats`. A weight made of weights (an adapter) is one more subclass, with verbs of its own.
+in `formats`. `ops.linear` multiplies by them and looks their rows up.
 """
 
 from __future__ import annotations
@@ -54,34 +54,6 @@ class Weight:
         """Of all its arrays."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
-    def matmul(
-        self,
-        x: Float[Array, "rows width"],
-        bias: Array | Stacked | None = None,
-        *,
-        prologue: Any = None,
-        residual: Float[Array, "rows out"] | None = None,
-        num_rows: Int[Array, ""] | None = None,
-        dtype: Any = None,
-        implementation: str | None = None,
-    ) -> Float[Array, "rows out"]:
-        """prologue(x) @ w + bias + residual; the arguments are those of `ops.linear.linear`.
-
-        Args:
-            dtype: of the result; None is x's.
-        """
-        raise NotImplementedError
-
-    def take(
-        self,
-        ids: Int[Array, " n"],
-        *,
-        num_rows: Int[Array, ""] | None = None,
-        implementation: str | None = None,
-    ) -> Float[Array, "n in"]:
-        """The weights of single outputs, such as tokens' embeddings; see `ops.linear.lookup`."""
-        raise NotImplementedError
-
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Any:
         """A tree like this one, of `PartitionSpec`s.
 
@@ -104,6 +76,34 @@ class Weight:
         """
         name = type(self).__name__
         raise RequestError(f"{name} cannot be a weight of experts; choose plain or quantized ones.")
+
+
+class Composite(Weight):
+    """A weight made of weights, as an adapter is; it multiplies by them with `ops.linear.api`."""
+
+    def matmul(
+        self,
+        x: Float[Array, "rows width"],
+        bias: Array | Stacked | None,
+        *,
+        prologue: Any,
+        residual: Float[Array, "rows out"] | None,
+        num_rows: Int[Array, ""] | None,
+        dtype: Any,
+        implementation: str | None,
+    ) -> Float[Array, "rows out"]:
+        """`ops.linear.api.matmul`."""
+        raise NotImplementedError
+
+    def take(
+        self,
+        ids: Int[Array, " n"],
+        *,
+        num_rows: Int[Array, ""] | None,
+        implementation: str | None,
+    ) -> Float[Array, "n in"]:
+        """`ops.linear.api.take`."""
+        raise NotImplementedError
 
 
 class Stored(Weight):
@@ -135,9 +135,6 @@ class Stored(Weight):
     def shape(self) -> tuple[int, ...]:
         return (*self.stack, *self.in_shape, *self.out_shape)
 
-    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
-        return _matmul(self, None, x, bias, **how)
-
     def at(self, index: Any) -> Stacked:
         return Stacked(self, index)
 
@@ -163,6 +160,15 @@ class Stored(Weight):
 
     def numbers(self) -> Float[Array, "*stack in out"]:
         """What it stands for, in float32."""
+        raise NotImplementedError
+
+    @property
+    def plain_rows(self) -> Float[Array, "out in"] | None:
+        """The outputs' weights where they need no decoding; None where `take` decodes them."""
+        return None
+
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
+        """The weights of single outputs in float32, such as tokens' embeddings, by XLA."""
         raise NotImplementedError
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
@@ -207,10 +213,9 @@ class Dense(Stored):
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        from rooflax.ops.linear.api import lookup_rows
-
-        return lookup_rows(self.array if self.table else self.array.T, ids, **how)
+    @property
+    def plain_rows(self) -> Float[Array, "out in"]:
+        return self.array if self.table else self.array.T
 
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Dense:
         """Of inputs (or outputs) on several axes, only the first can be split."""
@@ -282,31 +287,8 @@ class Stacked(Weight):
         vectors = cast(Array, self.whole)
         return replace(self, whole=vectors.reshape(vectors.shape[0], *shape))
 
-    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
-        return _matmul(self._stored, self.index, x, bias, **how)
-
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        return taken(self).take(ids, **how)
-
     def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
         return self._stored, self.index
-
-
-def _matmul(
-    w: Stored,
-    index: Int[Array, ""] | None,
-    x: Array,
-    bias: Any,
-    *,
-    dtype: Any = None,
-    implementation: str | None = None,
-    **how: Any,
-) -> Array:
-    from rooflax.ops.linear.api import LINEAR  # whose backends know weights
-    from rooflax.ops.linear.args import LinearArgs
-
-    result = x.dtype if dtype is None else dtype
-    return LINEAR(implementation, LinearArgs(x, w, index, bias, dtype=result, **how))
 
 
 def taken(w: T | Stacked) -> T:

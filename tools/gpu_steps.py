@@ -120,7 +120,7 @@ def program(
 
 def _weight(slot: Any, config: Any, storage: Storage) -> Any:
     """Its shape and type, packed if the format says so."""
-    shape = slot.weight.shape(config.axis_sizes)
+    shape = slot.line.shape(config.axis_sizes)
     format = storage.format_of(slot, config)
     if format is None:
         return Struct(shape, storage.dtype_of(slot, config, True))
@@ -130,5 +130,5 @@ def _weight(slot: Any, config: Any, storage: Storage) -> Any:
         sizes = sizes[0] * axis, 1
     for axis in outer:
         sizes = sizes[0], sizes[1] * axis
-    arrays = class_of(format).like(*sizes, shape[: slot.weight.num_stacked])
+    arrays = class_of(format).like(*sizes, shape[: slot.line.num_stacked])
     return class_of(format)(*arrays, format, inner, outer)  # type: ignore[arg-type]

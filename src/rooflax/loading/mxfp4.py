@@ -71,9 +71,7 @@ class Mxfp4Weights:
         unpacked = {
             slot.key
             for slot in found
-            if not (
-                slot.weight.num_stacked and all(set(names(n)) <= present for n in slot.hf_names)
-            )
+            if not (slot.line.num_stacked and all(set(names(n)) <= present for n in slot.hf_names))
         }
         self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
 
@@ -86,7 +84,7 @@ class Mxfp4Weights:
         (name,) = slot.hf_names
         blocks, scales = (self._source.read(part)[experts] for part in names(name))
         codes = np.stack([blocks & 0x0F, blocks >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
-        if isinstance(slot.weight.layout, InterleavedGateUp):
+        if isinstance(slot.line.layout, InterleavedGateUp):
             return _gates_first(codes), _gates_first(scales)
         return codes, scales
 

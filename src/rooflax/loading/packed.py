@@ -108,7 +108,7 @@ class PackedWeights:
 
     def _arrays(self, slot: Slot) -> tuple[jax.ShapeDtypeStruct, ...]:
         in_shape, out_shape = matmul_shape(slot, self._config)
-        stack = slot.weight.shape(self._config.axis_sizes)[: slot.weight.num_stacked]
+        stack = slot.line.shape(self._config.axis_sizes)[: slot.line.num_stacked]
         inner, outer = math.prod(in_shape), math.prod(out_shape)
         return class_of(self.formats[slot.name]).like(inner, outer, stack)
 
@@ -125,7 +125,7 @@ class PackedWeights:
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...]."""
         stored = self._stored(slot)
-        if slot.weight.num_stacked:
+        if slot.line.num_stacked:
             stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
         return stored.unpacked()
 

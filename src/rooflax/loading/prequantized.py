@@ -33,7 +33,7 @@ def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.n
     one_input = (1,) * len(in_shape)
     head = is_head(slot, config)
     out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
-    slot.weight.layout.join(numbers, out)
+    slot.line.layout.join(numbers, out)
     return out.reshape(-1)
 
 
@@ -57,17 +57,17 @@ class PrequantizedParts:
 
     def rows(self, where: Where) -> np.ndarray:
         """Numbers of a part's outputs; every other axis has one entry."""
-        weight = self._slot.weight
+        line = self._slot.line
         _, out_shape = matmul_shape(self._slot, self._config)
         numbers = np.arange(math.prod(out_shape)).reshape(out_shape)
         if is_head(self._slot, self._config):
             return numbers[where[0]][:, None]
-        inner = len(weight.axis_names) - len(out_shape)
+        inner = len(line.axis_names) - len(out_shape)
         return numbers[where[inner:]][(None,) * inner]
 
     def keep(self, rows: np.ndarray, where: Where) -> Quantized:
         """The codes of these outputs and of the inputs that the part has."""
-        slot, stacked = self._slot, self._slot.weight.num_stacked
+        slot, stacked = self._slot, self._slot.line.num_stacked
         in_shape, out_shape = matmul_shape(slot, self._config)
         experts = where[0] if stacked else slice(None)
         if self._experts != experts:

@@ -51,7 +51,7 @@ def random_weights(
 
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in config.slots():
-            shape = slot.weight.shape(config.axis_sizes)
+            shape = slot.line.shape(config.axis_sizes)
             is_quantized = storage.format_of(slot, config) is not None
             dtype = storage.dtype if is_quantized else storage.dtype_of(slot, config, True)
             array = _values(slot, shape, config, seed, dtype)
@@ -67,7 +67,7 @@ def random_weights(
 def _values(
     slot: Slot, shape: tuple[int, ...], config: Decoder, seed: int, dtype: str
 ) -> np.ndarray:
-    init = slot.weight.init
+    init = slot.line.init
     if init in ("ones", "zeros"):
         return np.full(shape, float(init == "ones"), jnp.dtype(dtype))
     rng = np.random.default_rng((seed, zlib.crc32(slot.name.encode())))

@@ -199,7 +199,7 @@ def padding(
         return sum(
             storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
             for slot in config.first(layers).slots()
-            if "vocab" in slot.weight.axis_names
+            if "vocab" in slot.line.axis_names
         )
 
     return {

@@ -28,7 +28,7 @@ from rooflax.ops.attention import (
 )
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
-from rooflax.ops.weights import Stacked, at, taken
+from rooflax.ops.weights import StackMember, at, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -302,7 +302,7 @@ class _Attend:
         v: Float[Array, "B T K H"] | None,
         *,
         scale: float,
-        sinks: Float[Array, " N"] | Stacked | None = None,
+        sinks: Float[Array, " N"] | StackMember | None = None,
         causal: bool = True,
         new: Projected | None = None,
     ) -> Float[Array, "B T N H"]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import leaf_spec, shards_of, weight_spec, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
-from rooflax.nn.weights import GROUP_ENDS, Slot, Weight, Where
+from rooflax.nn.weights import GROUP_ENDS, Slot, WeightLine, Where
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -85,13 +85,13 @@ class Placer:
         lead = (STAGE,) if staged else ()
         leaves, read = [], _remembering(read)
         for where, devices in self._held(slot, staged):
-            part = keep(self._part(slot.weight, where, read), where)
+            part = keep(self._part(slot.line, where, read), where)
             if staged:
                 part = jax.tree.map(lambda array: array[None], part)
             leaves += [jax.device_put(part, device) for device in devices]
         if not leaves:
             return None
-        specs = leaf_spec(slot.weight, leaves[0], self.shards, lead)
+        specs = leaf_spec(slot.line, leaves[0], self.shards, lead)
         parts = jax.tree.map(lambda spec, *arrays: Parts(spec, arrays), specs, *leaves)
         return parts if staged else _joined(parts, self._mesh)
 
@@ -104,8 +104,8 @@ class Placer:
             axis = mesh.axis_names.index(STAGE)
             names = tuple(name for name in mesh.axis_names if name != STAGE)
             mesh = Mesh(mesh.devices.take(stage, axis), names)
-        shape = whole_shape(slot.weight, self.config, self.shards)
-        sharding = NamedSharding(mesh, weight_spec(slot.weight, self.shards))
+        shape = whole_shape(slot.line, self.config, self.shards)
+        sharding = NamedSharding(mesh, weight_spec(slot.line, self.shards))
         by_part: dict[tuple, list[Any]] = {}
         for device, where in sharding.addressable_devices_indices_map(shape).items():
             ends = tuple(w.indices(n)[:2] for w, n in zip(where or (), shape, strict=True))
@@ -113,8 +113,8 @@ class Placer:
         for ends in sorted(by_part):
             yield tuple(slice(*pair) for pair in ends), by_part[ends]
 
-    def _part(self, weight: Weight, where: Where, read: Read) -> np.ndarray:
-        names = weight.axis_names
+    def _part(self, line: WeightLine, where: Where, read: Read) -> np.ndarray:
+        names = line.axis_names
         if names[0] == "vocab":
             return self._vocab_part(where, read)
         for axis, name in enumerate(names):
@@ -141,7 +141,7 @@ class Placer:
         return np.concatenate((q, whole[..., queries:, :]), axis=-2)
 
     def finish(
-        self, weights: dict[str, Any], table: Mapping[str, Weight], *, scan: bool
+        self, weights: dict[str, Any], table: Mapping[str, WeightLine], *, scan: bool
     ) -> dict[str, Any]:
         """The weights as the steps take them.
 
@@ -167,7 +167,9 @@ class Placer:
         )
         return _joined(together, self._mesh)
 
-    def _restacked(self, weights: dict[str, Any], table: Mapping[str, Weight]) -> dict[str, Any]:
+    def _restacked(
+        self, weights: dict[str, Any], table: Mapping[str, WeightLine]
+    ) -> dict[str, Any]:
         layers, period = {"stacked_layers": weights["stacked_layers"]}, self.config.groups.period
         specs = weights_specs(table, layers, self.shards)
         restack = jax.shard_map(

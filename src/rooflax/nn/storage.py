@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Float32, Layout, PlusOne, Reordered, Slot
+from rooflax.nn.weights import Float32, PlusOne, Reordered, Slot, TensorLayout
 from rooflax.ops.formats import FORMATS, GROUP, format_of
 from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 
@@ -83,7 +83,7 @@ class Storage:
 
     def dtype_of(self, slot: Slot, config: Decoder, stored_bfloat16: bool) -> str:
         """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
-        if is_float32(slot.weight.layout):
+        if is_float32(slot.line.layout):
             return "float32"
         reads_bfloat16 = is_matmul(slot, config) or slot.key in TABLES
         keep = self.keeps_bfloat16 and stored_bfloat16 and reads_bfloat16
@@ -91,7 +91,7 @@ class Storage:
 
     def takes_views(self, slot: Slot, config: Decoder) -> bool:
         """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
-        return self.format_of(slot, config) is not None and type(slot.weight.layout) is Layout
+        return self.format_of(slot, config) is not None and type(slot.line.layout) is TensorLayout
 
     def keep(
         self,
@@ -137,17 +137,17 @@ class Storage:
             RequestError: the part cuts a group of inputs that share a scale.
         """
         found = self.format_of(slot, config)
-        shape = slot.weight.shape(sizes or config.axis_sizes)
+        shape = slot.line.shape(sizes or config.axis_sizes)
         if found is None:
             size = math.prod(shape)
             return size * ITEM_BYTES[self.dtype_of(slot, config, stored_bfloat16)]
         in_shape, out_shape = part_shape(slot, config, shape)
         check_groups(slot, found, math.prod(in_shape))
-        stack = math.prod(shape[: slot.weight.num_stacked])
+        stack = math.prod(shape[: slot.line.num_stacked])
         return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
 
 
-def is_float32(layout: Layout) -> bool:
+def is_float32(layout: TensorLayout) -> bool:
     """Whether a weight is float32 at any precision."""
     layout = layout.each if isinstance(layout, Reordered) else layout
     return isinstance(layout, PlusOne | Float32)
@@ -160,7 +160,7 @@ def is_head(slot: Slot, config: Decoder) -> bool:
 
 def is_matmul(slot: Slot, config: Decoder) -> bool:
     """Whether a weight multiplies activations."""
-    return "->" in slot.weight.axes or is_head(slot, config)
+    return "->" in slot.line.axes or is_head(slot, config)
 
 
 def check_groups(slot: Slot, format: str, inner: int) -> None:
@@ -183,14 +183,14 @@ def part_shape(
     """`product_shape` of a part of this shape."""
     if is_head(slot, config):
         return shape[1:], shape[:1]
-    inner = len(slot.weight.in_out_shape(config.axis_sizes)[0])
-    return shape[slot.weight.num_stacked : inner], shape[inner:]
+    inner = len(slot.line.in_out_shape(config.axis_sizes)[0])
+    return shape[slot.line.num_stacked : inner], shape[inner:]
 
 
 def matmul_shape(slot: Slot, config: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(in, out) of a matmul's weight, or of each of a stack."""
-    in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
+    in_shape, out_shape = slot.line.in_out_shape(config.axis_sizes)
     if is_head(slot, config):
         vocab, hidden = out_shape
         return (hidden,), (vocab,)
-    return in_shape[slot.weight.num_stacked :], out_shape
+    return in_shape[slot.line.num_stacked :], out_shape

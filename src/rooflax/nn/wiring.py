@@ -15,13 +15,13 @@ from rooflax.nn import mesh
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import Layout, PlusOne, Weight
+from rooflax.nn.weights import PlusOne, TensorLayout, WeightLine
 from rooflax.ops.linear import Norm, linear
 from rooflax.ops.norm import norm as ops_norm
 from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
-Table = dict[str, Weight]
+Table = dict[str, WeightLine]
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class NormKind:
     centered: bool = False
 
     def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
-        layout = PlusOne() if self.plus_one else Layout()
-        lines = {key: Weight(axis, f"{hf}.weight", layout, "ones")}
+        layout = PlusOne() if self.plus_one else TensorLayout()
+        lines = {key: WeightLine(axis, f"{hf}.weight", layout, "ones")}
         if self.bias:
-            lines[f"{key}_bias"] = Weight("hidden", f"{hf}.bias", init="zeros")
+            lines[f"{key}_bias"] = WeightLine("hidden", f"{hf}.bias", init="zeros")
         return lines
 
     def of(self, weights: Mapping[str, Any], key: str) -> Norm:

@@ -13,7 +13,15 @@ from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.linear import cpu
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Norm, Prologue
-from rooflax.ops.weights import Composite, Stacked, Stored, Weight, as_table, as_weight, taken
+from rooflax.ops.weights import (
+    Composite,
+    Operand,
+    StackMember,
+    StoredOperand,
+    as_operand,
+    as_table,
+    taken,
+)
 
 LINEAR = Operation(
     "linear",
@@ -29,8 +37,8 @@ LINEAR = Operation(
 @parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
-    w: Float[Array, "*weight"] | Weight,
-    bias: Float[Array, "*out"] | Stacked | None = None,
+    w: Float[Array, "*weight"] | Operand,
+    bias: Float[Array, "*out"] | StackMember | None = None,
     *,
     contract: int = 1,
     prologue: Prologue | None = None,
@@ -69,7 +77,7 @@ def linear(
         raise ValueError(f"x ends in {x.shape[x.ndim - contract :]}, but w begins with {in_shape}")
     rows = x.reshape(-1, math.prod(x.shape[split:]))
     y = matmul(
-        as_weight(w, contract=contract),
+        as_operand(w, contract=contract),
         rows,
         None if bias is None else bias.reshape(-1),
         prologue=prologue,
@@ -81,9 +89,9 @@ def linear(
 
 
 def matmul(
-    w: Weight,
+    w: Operand,
     x: Float[Array, "rows width"],
-    bias: Float[Array, " out"] | Stacked | None = None,
+    bias: Float[Array, " out"] | StackMember | None = None,
     *,
     prologue: Prologue | None = None,
     residual: Float[Array, "rows out"] | None = None,
@@ -106,7 +114,7 @@ def matmul(
 @parts.matmuls
 def unembed(
     x: Float[Array, "*batch hidden"],
-    table: Float[Array, "vocab hidden"] | Weight,
+    table: Float[Array, "vocab hidden"] | Operand,
     *,
     prologue: Norm | None = None,
     num_rows: Int[Array, ""] | None = None,
@@ -129,7 +137,7 @@ def unembed(
 
 
 def lookup(
-    table: Float[Array, "vocab hidden"] | Weight,
+    table: Float[Array, "vocab hidden"] | Operand,
     index: Int[Array, "*batch"],
     *,
     num_rows: Int[Array, ""] | None = None,
@@ -145,7 +153,7 @@ def lookup(
 
 
 def take(
-    w: Weight,
+    w: Operand,
     ids: Int[Array, " n"],
     *,
     num_rows: Int[Array, ""] | None = None,
@@ -154,7 +162,7 @@ def take(
     """The weights of single outputs: `lookup` of a list."""
     if isinstance(w, Composite):
         return w.take(ids, num_rows=num_rows, implementation=implementation)
-    one = cast(Stored, taken(w))
+    one = cast(StoredOperand, taken(w))
     if (rows := one.plain_rows) is None:
         return one.take(ids)
     return LOOKUP(implementation, rows, ids, num_rows)

@@ -1,6 +1,20 @@
-"""Weights as objects: `Weight`, plain arrays, and the formats of few bits."""
+"""Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import formats
+from rooflax.ops.weights.operand import (
+    Composite,
+    Dense,
+    Operand,
+    StackMember,
+    StoredOperand,
+    as_operand,
+    as_table,
+    at,
+    in_place,
+    packing_of,
+    split_leaf,
+    taken,
+)
 from rooflax.ops.weights.quantized import (
     Quantized,
     class_of,
@@ -11,30 +25,16 @@ from rooflax.ops.weights.quantized import (
     placed,
     quantize,
 )
-from rooflax.ops.weights.weight import (
-    Composite,
-    Dense,
-    Stacked,
-    Stored,
-    Weight,
-    as_table,
-    as_weight,
-    at,
-    in_place,
-    packing_of,
-    split_leaf,
-    taken,
-)
 
 __all__ = [
     "Composite",
     "Dense",
     "Quantized",
-    "Stacked",
-    "Stored",
-    "Weight",
+    "StackMember",
+    "StoredOperand",
+    "Operand",
     "as_table",
-    "as_weight",
+    "as_operand",
     "at",
     "class_of",
     "formats",

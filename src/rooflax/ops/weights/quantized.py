@@ -26,7 +26,7 @@ from rooflax.ops.dot import dot_general
 from rooflax.ops.formats import FORMATS, GROUP, PANEL
 from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
-from rooflax.ops.weights.weight import Axes, Stored
+from rooflax.ops.weights.operand import Axes, StoredOperand
 
 CHUNK = 1 << 12
 """Outputs that are quantised at a time, so that intermediates stay small."""
@@ -38,7 +38,7 @@ Put = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True)
-class Quantized(Stored):
+class Quantized(StoredOperand):
     """A weight [*stack, *in, *out] in few bits; a stack is one axis of experts or layers, or none.
 
     A subclass is one way to code numbers: it says how rows are encoded and decoded. Its name stands

@@ -131,8 +131,9 @@ def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:
     from rooflax.nn.storage import matmul_shape
 
     shape = slot.line.shape(config.axis_sizes)
-    if (found := storage.format_of(slot, config)) is None:
-        return slot.line.init, shape, storage.dtype_of(slot, config, False), std
+    plan = storage.of(slot, config, is_bfloat16=False)
+    if (found := plan.format) is None:
+        return slot.line.init, shape, plan.dtype, std
     return "packed", (shape[: slot.line.num_stacked], *matmul_shape(slot, config)), found, std
 
 

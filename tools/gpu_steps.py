@@ -121,9 +121,10 @@ def program(
 def _weight(slot: Any, config: Any, storage: Storage) -> Any:
     """Its shape and type, packed if the format says so."""
     shape = slot.line.shape(config.axis_sizes)
-    format = storage.format_of(slot, config)
+    plan = storage.of(slot, config)
+    format = plan.format
     if format is None:
-        return Struct(shape, storage.dtype_of(slot, config, True))
+        return Struct(shape, plan.dtype)
     inner, outer = matmul_shape(slot, config)
     sizes = 1, 1
     for axis in inner:

@@ -99,8 +99,7 @@ def _weights(
     for slot in config.slots():
         size = math.prod(slot.line.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
-        prequantized = storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16)
-        num_bytes += int(prequantized * share)
+        num_bytes += int(storage.of(slot, config).num_bytes() * share)
         if len(slot.line.axis_names) > 1:
             operations += int(2 * size * rows)
     return num_bytes, operations

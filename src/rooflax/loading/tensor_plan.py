@@ -20,7 +20,7 @@ from rooflax.loading.safetensors import DTYPES
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import Storage
+from rooflax.nn.storage import WeightPlan
 from rooflax.nn.weights import Slot, Where
 from rooflax.ops.host_arrays import aligned_empty
 
@@ -55,19 +55,17 @@ class TensorPlan:
 
     def read(
         self,
-        slot: Slot,
-        storage: Storage,
-        config: Decoder,
+        plan: WeightPlan,
         where: Where | None = None,
         empty: Callable[..., np.ndarray] | None = None,
     ) -> np.ndarray:
-        """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
+        """A weight's tensors in our layout: a copy, or the file's own pages where that will do.
 
         Args:
             where: of each axis what is wanted, and alone read; None is everything.
             empty: makes what a copy is written to; None makes it anew.
         """
-        shape, whole = slot.line.shape(self.sizes), where is None
+        slot, shape, whole = plan.slot, plan.shape, where is None
         found = self._found(slot)
         first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
         parts = [self._read(hf, first) for hf in found]
@@ -76,10 +74,9 @@ class TensorPlan:
             if first != slice(None):  # these experts alone were made
                 shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
             parts, shape = slot.line.layout.slice_parts(parts, shape, where), tuple(sizes)
-        if storage.takes_views(slot, config):
+        if plan.takes_views:
             return parts[0].reshape(shape)
-        dtype = storage.dtype_of(slot, config, self.is_bfloat16(slot))
-        out = (empty or aligned_empty)(shape, jnp.dtype(dtype))
+        out = (empty or aligned_empty)(shape, jnp.dtype(plan.dtype))
         slot.line.layout.join(parts, out)
         if whole:  # else there may be more of it to read
             self.release(slot)

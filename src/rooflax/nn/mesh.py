@@ -89,11 +89,6 @@ def shards_of(mesh: Mesh | None) -> Shards | None:
     return Shards(**mesh.shape)
 
 
-def weight_spec(line: WeightLine, shards: Shards) -> PartitionSpec:
-    """Where a weight is split."""
-    return PartitionSpec(*split_axes(line, shards))
-
-
 def weights_specs(
     table: Mapping[str, WeightLine], weights: Mapping[str, Any], shards: Shards
 ) -> dict[str, Any]:

@@ -565,13 +565,15 @@ class WeightLine:
         stack, bar, _ = self.axes.partition("|")
         return len(stack.split()) if bar else 0
 
+    @property
+    def num_inputs(self) -> int:
+        """Axes left of the arrow, those of a stack included."""
+        return len(self.axes.rpartition("->")[0].replace("|", " ").split())
+
     def in_out_shape(self, sizes: Mapping[str, int]) -> tuple[Shape, Shape]:
         """Shape left and right of the arrow; without an arrow everything is on the right."""
-        left, _, right = self.axes.rpartition("->")
-        return (
-            tuple(sizes[name] for name in left.replace("|", " ").split()),
-            tuple(sizes[name] for name in right.split()),
-        )
+        shape, inner = self.shape(sizes), self.num_inputs
+        return shape[:inner], shape[inner:]
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         return tuple(sizes[name] for name in self.axis_names)

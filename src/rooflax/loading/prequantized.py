@@ -67,7 +67,7 @@ class PrequantizedParts:
             self._codes, self._scales = self._prequantized.codes(slot, experts)
             self._experts = experts
             if self._check:
-                check_scales(slot, self._scales)
+                check_scales(slot, plan.format, self._scales)
         own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
         begin, end = 0, math.prod(in_shape)
         if plan.is_head:

@@ -191,7 +191,7 @@ class WeightReader:
                 return place(plan, parts.rows, parts.keep)
             leaf = self._prequantized.packed(slot, **how)
             if check and self._check:
-                check_scales(slot, np.asarray(leaf.scales))
+                check_scales(slot, leaf.format, np.asarray(leaf.scales))
             return leaf
         if place is not None:
             return place(plan, lambda where: self._read(slot, where=where))

@@ -19,7 +19,7 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
-from rooflax.ops.formats import FORMATS, GROUP, format_of
+from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of
 from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 
 if TYPE_CHECKING:
@@ -142,10 +142,8 @@ class Storage:
     @property
     def quantizes_activations(self) -> bool:
         """Whether matmuls round what the checkpoint does not: weights, or activations to int8."""
-        prequantized = any(
-            FORMATS[format].quantizes_activations for format in self.prequantized.values()
-        )
-        return self.quantize is not None or prequantized
+        formats = set(self.prequantized.values())
+        return self.quantize is not None or any(KNOWN[f].quantizes_activations for f in formats)
 
     def of(
         self, slot: Slot, config: Decoder, *, is_bfloat16: bool = True, shards: Shards | None = None

@@ -16,6 +16,7 @@ from rooflax.ops.weights.operand import (
     taken,
 )
 from rooflax.ops.weights.quantized import (
+    CODES,
     Quantized,
     class_of,
     int8_codes,
@@ -27,6 +28,7 @@ from rooflax.ops.weights.quantized import (
 )
 
 __all__ = [
+    "CODES",
     "Composite",
     "Dense",
     "Quantized",

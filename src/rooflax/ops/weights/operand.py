@@ -79,31 +79,13 @@ class Operand:
 
 
 class Composite(Operand):
-    """A weight made of weights, as an adapter is; it multiplies by them with `ops.linear.api`."""
+    """An operand made of operands, as an adapter is.
 
-    def matmul(
-        self,
-        x: Float[Array, "rows width"],
-        bias: Array | StackMember | None,
-        *,
-        prologue: Any,
-        residual: Float[Array, "rows out"] | None,
-        num_rows: Int[Array, ""] | None,
-        dtype: Any,
-        implementation: str | None,
-    ) -> Float[Array, "rows out"]:
-        """`ops.linear.api.matmul`."""
-        raise NotImplementedError
+    Its `matmul` and `take` have the arguments of those of `ops.linear.api`, which call them.
+    """
 
-    def take(
-        self,
-        ids: Int[Array, " n"],
-        *,
-        num_rows: Int[Array, ""] | None,
-        implementation: str | None,
-    ) -> Float[Array, "n in"]:
-        """`ops.linear.api.take`."""
-        raise NotImplementedError
+    matmul: Callable[..., Array]
+    take: Callable[..., Array]
 
 
 class StoredOperand(Operand):

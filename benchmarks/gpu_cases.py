@@ -101,7 +101,7 @@ def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) 
     """Against the reference in float32; read from as many matrices as the cache does not hold."""
     from rooflax.ops.formats import FORMATS
     from rooflax.ops.linear import linear
-    from rooflax.ops.weights import Stacked, Stored, as_weight
+    from rooflax.ops.weights import StackMember, StoredOperand, as_operand
 
     (inner, outer), members = (96, 224) if tiny else (4096, 14336), 2 if tiny else 16
     x = jax.random.normal(jax.random.key(1), (rows, inner), jnp.bfloat16)
@@ -109,14 +109,14 @@ def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) 
     if format in FORMATS:
         w = _one(jax.random.key(0), "packed", sizes, format, 0.02)
     else:
-        w = as_weight(_one(jax.random.key(0), "normal", sum(sizes, ()), format, 0.02), stack=1)
-    w = cast(Stored, w)
+        w = as_operand(_one(jax.random.key(0), "normal", sum(sizes, ()), format, 0.02), stack=1)
+    w = cast(StoredOperand, w)
     name = implementation or "pallas"
     with jax.default_matmul_precision("highest"):
         exact = partial(linear, implementation="reference")
         wanted = jax.jit(exact)(x.astype(jnp.float32), w.member(jnp.int32(1)))
     with as_a_gpu():
-        run = jax.jit(lambda a, i, w: linear(a, Stacked(w, i), implementation=name))
+        run = jax.jit(lambda a, i, w: linear(a, StackMember(w, i), implementation=name))
         row = compared(run(x, jnp.int32(1), w).astype(jnp.float32), wanted, 2**-7)
 
         def all_members(x: Any, w: Any) -> Any:

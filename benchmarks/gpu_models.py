@@ -117,7 +117,7 @@ def drawn(
 
     def arrays() -> Iterator[tuple[Any, Any]]:
         for number, slot in enumerate(config.slots()):
-            std = 0.02 / (2 * config.num_layers) ** 0.5 if slot.weight.init == "residual" else 0.02
+            std = 0.02 / (2 * config.num_layers) ** 0.5 if slot.line.init == "residual" else 0.02
             kind = _kind(slot, config, storage, std)
             yield slot, one(keys(number), *kind)
 
@@ -130,10 +130,11 @@ def _kind(slot: Any, config: Any, storage: Any, std: float) -> tuple[Any, ...]:
     """What `_one` must know of a weight: (how it begins, shape, dtype or format, deviation)."""
     from rooflax.nn.storage import matmul_shape
 
-    shape = slot.weight.shape(config.axis_sizes)
-    if (found := storage.format_of(slot, config)) is None:
-        return slot.weight.init, shape, storage.dtype_of(slot, config, False), std
-    return "packed", (shape[: slot.weight.num_stacked], *matmul_shape(slot, config)), found, std
+    shape = slot.line.shape(config.axis_sizes)
+    plan = storage.of(slot, config, is_bfloat16=False)
+    if (found := plan.format) is None:
+        return slot.line.init, shape, plan.dtype, std
+    return "packed", (shape[: slot.line.num_stacked], *matmul_shape(slot, config)), found, std
 
 
 def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:

@@ -114,7 +114,7 @@ def write_original(folder: Path, name: str) -> Path:
     shapes = {
         hf: tuple(shape)
         for slot in config.slots()
-        for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
+        for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
     }
     nothing = np.zeros(0)
     reference = goldens.Reference(CONFIGS[name], shapes, (), nothing, nothing)
@@ -336,7 +336,7 @@ def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: A
     shapes = {
         hf: tuple(shape)
         for slot in config.slots()
-        for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
+        for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
     }
     nothing = np.zeros(0)
     reference = goldens.Reference(raw, shapes, (), nothing, nothing)

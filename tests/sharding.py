@@ -165,7 +165,7 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     shapes = {
         hf: tuple(shape)
         for slot in config.slots()
-        for hf, shape in zip(slot.hf_names, slot.weight.hf_shapes(config.axis_sizes), strict=True)
+        for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
     }
     reference = goldens.Reference(CONFIGS[name], shapes, (), np.zeros(0), np.zeros(0))
 

@@ -93,7 +93,7 @@ def check_bytes(model, mesh, one, many):
     whole, part = config.axis_sizes, part_sizes(config, shards)
     assert whole["vocab"] == 263 and part["vocab"] == -(-263 // shards.tensor)
     wanted = sum(
-        np.prod(slot.weight.shape(part)) * 4 // (1 if slot.layer is None else shards.stage)
+        np.prod(slot.line.shape(part)) * 4 // (1 if slot.layer is None else shards.stage)
         for slot in slots
     )
     assert many["bytes"] == [wanted] * shards.num_devices

@@ -20,7 +20,7 @@ from rooflax.ops.linear.gpu_rows import ROWS_AT_ONCE, Rows
 from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe import gpu as moe
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import as_weight, class_of
+from rooflax.ops.weights import as_operand, class_of
 
 Struct = jax.ShapeDtypeStruct
 THREADS = 128
@@ -82,7 +82,7 @@ def turn_of(w: Any, rows: int, tiles: bool) -> tuple[int, int]:
 
 
 def multiply(x: Any, w: Any) -> Any:
-    return linear.matmul(LinearArgs(x, as_weight(w).in_stack()[0]))
+    return linear.matmul(LinearArgs(x, as_operand(w).in_stack()[0]))
 
 
 def by_few_rows(x: Any, w: Any) -> Any:

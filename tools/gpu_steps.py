@@ -120,15 +120,16 @@ def program(
 
 def _weight(slot: Any, config: Any, storage: Storage) -> Any:
     """Its shape and type, packed if the format says so."""
-    shape = slot.weight.shape(config.axis_sizes)
-    format = storage.format_of(slot, config)
+    shape = slot.line.shape(config.axis_sizes)
+    plan = storage.of(slot, config)
+    format = plan.format
     if format is None:
-        return Struct(shape, storage.dtype_of(slot, config, True))
+        return Struct(shape, plan.dtype)
     inner, outer = matmul_shape(slot, config)
     sizes = 1, 1
     for axis in inner:
         sizes = sizes[0] * axis, 1
     for axis in outer:
         sizes = sizes[0], sizes[1] * axis
-    arrays = class_of(format).like(*sizes, shape[: slot.weight.num_stacked])
+    arrays = class_of(format).like(*sizes, shape[: slot.line.num_stacked])
     return class_of(format)(*arrays, format, inner, outer)  # type: ignore[arg-type]

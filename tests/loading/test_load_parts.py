@@ -9,7 +9,7 @@ from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards, split_axes, whole_shape
-from rooflax.nn.weights import Layout
+from rooflax.nn.weights import TensorLayout
 from tests import goldens
 from tests.sharding import CONFIGS, write_checkpoint
 
@@ -28,7 +28,7 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
         return array
 
     monkeypatch.setattr(tensor_plan, "aligned_empty", counted)
-    for layout in {Layout, *Layout.__subclasses__()}:
+    for layout in {TensorLayout, *TensorLayout.__subclasses__()}:
         if "join" in vars(layout):
             join = layout.join
 
@@ -44,8 +44,8 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
     _, config = read_config(CONFIGS[model])
     largest = 0
     for slot in config.slots():
-        split = axis in split_axes(slot.weight, Shards(**{axis: 2}))
-        size = 4 * int(np.prod(whole_shape(slot.weight, config, Shards(tensor=2))))
+        split = axis in split_axes(slot.line, Shards(**{axis: 2}))
+        size = 4 * int(np.prod(whole_shape(slot.line, config, Shards(tensor=2))))
         largest = max(largest, size // (2 if split else 1))
     assert max(made) <= largest
     assert llm.model.weights["embed"].dtype == np.float32
@@ -59,7 +59,7 @@ def test_every_layouts_parts_are_parts_of_the_whole(variant):
     state = np.random.RandomState(0)
     stored = goldens.stored_shapes(variant, reference)
     for slot in config.slots():
-        weight, shape = slot.weight, slot.weight.shape(config.axis_sizes)
+        weight, shape = slot.line, slot.line.shape(config.axis_sizes)
         sizes = weight.hf_shapes(config.axis_sizes)
         assert all(stored[n] == s for n, s in zip(slot.hf_names, sizes, strict=True))
         parts = [state.standard_normal(s).astype(np.float32) for s in sizes]

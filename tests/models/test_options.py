@@ -389,7 +389,7 @@ def quantized_weights(model, format):
         return (model.weights if slot.layer is None else layers[slot.layer])[slot.key]
 
     prequantized = (
-        (slot, storage.keep(slot, np.asarray(leaf(slot)), model.config)) for slot in found
+        (slot, storage.of(slot, model.config).keep(np.asarray(leaf(slot)))) for slot in found
     )
     return assemble(model.config.num_layers, prequantized)
 

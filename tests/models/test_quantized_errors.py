@@ -50,7 +50,7 @@ def test_logits_err_no_more_than_stated(name, tmp_path):
     exact = load(folder, dtype="float32")
     storage = Storage("float32", resolve_format("int4"))
     matmuls = [slot for slot in exact.config.slots() if is_matmul(slot, exact.config)]
-    assert {storage.format_of(slot, exact.config) for slot in matmuls} == {"w4a8"}
+    assert {storage.of(slot, exact.config).format for slot in matmuls} == {"w4a8"}
     logits = np.asarray(full_logits(exact, goldens.tokens()))
     found = []
     for format in ("int8", "int4"):

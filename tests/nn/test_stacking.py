@@ -60,7 +60,7 @@ def _checkpoint(model):
     found = {}
     for slot in model.config.slots():
         where = model.weights if slot.layer is None else model.weights["layers"][slot.layer]
-        parts = slot.weight.split(np.asarray(where[slot.key]), model.config.axis_sizes)
+        parts = slot.line.split(np.asarray(where[slot.key]), model.config.axis_sizes)
         found |= dict(zip(slot.hf_names, parts, strict=True))
     return found
 

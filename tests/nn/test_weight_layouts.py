@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooflax.models.registry import read_config
-from rooflax.nn.mesh import weight_spec
 from rooflax.nn.rope import Rope
-from rooflax.nn.shards import Shards, padded_vocab
+from rooflax.nn.shards import Shards, padded_vocab, split_axes
 from rooflax.nn.weights import (
     QKV,
     Conv1D,
@@ -19,34 +18,34 @@ from rooflax.nn.weights import (
     GateUp,
     HeadPart,
     InterleavedGateUp,
-    Layout,
     Linear,
     Reordered,
     Rows,
-    Weight,
+    TensorLayout,
+    WeightLine,
     assemble,
 )
 from tests import goldens
 
 HF = ("q", "k", "v")
 CASES = {
-    "plain": Weight("vocab hidden", "w"),
-    "flat bias": Weight("heads head_dim", "w", Flat()),
-    "conv1d": Weight("hidden -> mlp", "w", Conv1D()),
-    "conv1d of two": Weight("heads head_dim -> hidden", "w", Conv1D()),
-    "linear": Weight("hidden -> mlp", "w", Linear()),
-    "linear of two": Weight("heads head_dim -> hidden", "w", Linear()),
-    "qkv": Weight("hidden -> kv_heads group head_dim", HF, QKV()),
-    "qkv bias": Weight("kv_heads group head_dim", HF, QKV(bias=True)),
-    "gpt2 qkv": Weight("hidden -> heads three head_dim", "w", FusedConv1DQKV()),
-    "gpt2 qkv bias": Weight("heads three head_dim", "w", FusedConv1DQKV()),
-    "gate up": Weight("hidden -> two mlp", ("g", "u"), GateUp()),
-    "gate up bias": Weight("two mlp", ("g", "u"), GateUp(bias=True)),
-    "fused qkv": Weight("hidden -> kv_heads group head_dim", "w", Rows(QKV())),
-    "fused qkv bias": Weight("kv_heads group head_dim", "w", Rows(QKV(bias=True))),
-    "fused gate up": Weight("hidden -> two mlp", "w", Rows(GateUp())),
-    "experts": Weight("experts | hidden -> two mlp", "w", InterleavedGateUp()),
-    "experts bias": Weight("experts two mlp", "w", InterleavedGateUp()),
+    "plain": WeightLine("vocab hidden", "w"),
+    "flat bias": WeightLine("heads head_dim", "w", Flat()),
+    "conv1d": WeightLine("hidden -> mlp", "w", Conv1D()),
+    "conv1d of two": WeightLine("heads head_dim -> hidden", "w", Conv1D()),
+    "linear": WeightLine("hidden -> mlp", "w", Linear()),
+    "linear of two": WeightLine("heads head_dim -> hidden", "w", Linear()),
+    "qkv": WeightLine("hidden -> kv_heads group head_dim", HF, QKV()),
+    "qkv bias": WeightLine("kv_heads group head_dim", HF, QKV(bias=True)),
+    "gpt2 qkv": WeightLine("hidden -> heads three head_dim", "w", FusedConv1DQKV()),
+    "gpt2 qkv bias": WeightLine("heads three head_dim", "w", FusedConv1DQKV()),
+    "gate up": WeightLine("hidden -> two mlp", ("g", "u"), GateUp()),
+    "gate up bias": WeightLine("two mlp", ("g", "u"), GateUp(bias=True)),
+    "fused qkv": WeightLine("hidden -> kv_heads group head_dim", "w", Rows(QKV())),
+    "fused qkv bias": WeightLine("kv_heads group head_dim", "w", Rows(QKV(bias=True))),
+    "fused gate up": WeightLine("hidden -> two mlp", "w", Rows(GateUp())),
+    "experts": WeightLine("experts | hidden -> two mlp", "w", InterleavedGateUp()),
+    "experts bias": WeightLine("experts two mlp", "w", InterleavedGateUp()),
 }
 NAMES = ["vocab", "hidden", "mlp", "heads", "kv_heads", "head_dim", "experts"]
 SIZES = st.lists(st.integers(1, 9), min_size=7, max_size=7).map(
@@ -122,7 +121,7 @@ def test_two_weights_of_one_tensor_are_each_heads_rows_of_a_kind():
     sizes = {"heads": 3, "four": 4, "two": 2, "rank": 5}
     axes, whole = ("heads | four -> rank", "heads | rank -> two"), 0
     for kind, wanted in ((0, slice(0, 4)), (1, slice(4, 6))):
-        weight = Weight(axes[kind], "w", HeadPart((4, 2), kind))
+        weight = WeightLine(axes[kind], "w", HeadPart((4, 2), kind))
         assert weight.hf_shapes(sizes) == [stored.shape]
         out = np.empty(weight.shape(sizes), np.float32)
         weight.layout.join([stored], out)
@@ -150,7 +149,7 @@ def test_join_converts_the_dtype_on_the_way():
     import ml_dtypes
 
     out = np.empty((2, 3), ml_dtypes.bfloat16)
-    Layout().join([np.arange(6, dtype=np.float32).reshape(2, 3)], out)
+    TensorLayout().join([np.arange(6, dtype=np.float32).reshape(2, 3)], out)
     assert out.astype(np.float32).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -158,7 +157,7 @@ def test_join_converts_the_dtype_on_the_way():
 def test_every_slot_once_and_all_parameters_counted(variant):
     _, config = read_config(goldens.VARIANTS[variant])
     sizes, found = config.axis_sizes, list(config.slots())
-    shared = [slot for slot in found if isinstance(slot.weight.layout, HeadPart)]
+    shared = [slot for slot in found if isinstance(slot.line.layout, HeadPart)]
     hf = [hf for slot in found for hf in slot.hf_names]
     assert len(hf) == len(set(hf)) + len(shared) // 2 and len(found) == len(
         {slot.name for slot in found}
@@ -166,7 +165,7 @@ def test_every_slot_once_and_all_parameters_counted(variant):
     shapes = {
         n: tuple(s)
         for slot in found
-        for n, s in zip(slot.hf_names, slot.weight.hf_shapes(sizes), strict=True)
+        for n, s in zip(slot.hf_names, slot.line.hf_shapes(sizes), strict=True)
     }
     assert shapes == goldens.stored_shapes(variant, goldens.committed(variant))
     count = sum(math.prod(shape) for shape in shapes.values())
@@ -184,7 +183,7 @@ def test_every_slot_once_and_all_parameters_counted(variant):
 def test_sharding_splits_one_axis_of_what_is_large_and_nothing_else(variant):
     _, config = read_config(goldens.VARIANTS[variant])
     for key, weight in config.table.items():
-        spec = list(weight_spec(weight, Shards(tensor=2)))
+        spec = split_axes(weight, Shards(tensor=2))
         split = [n for n, part in zip(weight.axis_names, spec, strict=True) if part is not None]
         assert len(split) <= 1, key
         whole = ("norm", "router", "shared_gate", "o_bias", "out_bias", "down_bias", "position",

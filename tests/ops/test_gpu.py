@@ -27,7 +27,7 @@ from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.moe import experts, route
 from rooflax.ops.moe import gpu as moe_gpu
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import Stacked, as_weight, class_of, pack, quantize, taken
+from rooflax.ops.weights import StackMember, as_operand, class_of, pack, quantize, taken
 from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import ATTENTION, MOE, PATTERNS, close, lowered, normal, seen_by_hand
@@ -55,7 +55,7 @@ def weights(format, inner, outer, members=None):
 
 
 def arguments(x, w):
-    return LinearArgs(x, *as_weight(w).in_stack(), dtype=x.dtype)
+    return LinearArgs(x, *as_operand(w).in_stack(), dtype=x.dtype)
 
 
 def kernel(x, w):
@@ -259,14 +259,16 @@ def test_scales_behind_the_last_group_are_not_used(interpreted):
     w, x = weights("mxfp4-a16", 1120, 53, members=3), jnp.asarray(normal(1, 1120))
     others = jnp.arange(3).reshape(3, 1, 1, 1) != 1
     spoilt = replace(w, scales=jnp.where(others, jnp.uint8(255), w.scales))  # NaN
-    close(kernel(x, Stacked(spoilt, jnp.int32(1))), exact(x, taken(Stacked(w, jnp.int32(1)))))
+    close(
+        kernel(x, StackMember(spoilt, jnp.int32(1))), exact(x, taken(StackMember(w, jnp.int32(1))))
+    )
 
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("format", ["w8a16", "mxfp4-a16"])
 def test_one_of_a_stack_is_read_where_it_lies(format, interpreted):
     w, x = weights(format, 96, 200, members=3), jnp.asarray(normal(1, 96))
-    one = Stacked(w, jnp.int32(2))
+    one = StackMember(w, jnp.int32(2))
     close(kernel(x, one), exact(x, taken(one)))
 
 
@@ -713,7 +715,7 @@ def test_the_sum_over_a_tokens_experts(format, interpreted):
     found = gpu_rows.tiled_matmul(rows, stack, members, jnp.full(1, 2 * chosen, jnp.int32))
     wanted = np.array(residual[:, 0])
     for tile, member in enumerate(members):
-        y = exact(jnp.asarray(x[tile]), taken(Stacked(stack, member)))[0] + bias[member]
+        y = exact(jnp.asarray(x[tile]), taken(StackMember(stack, member)))[0] + bias[member]
         wanted[tile // chosen] += shares[tile // chosen, tile % chosen] * np.asarray(y)
     close(found[:, 0], wanted)
 
@@ -757,7 +759,7 @@ def test_only_the_chosen_experts_are_read(interpreted):
 def test_experts_of_one_layer_of_a_stack(interpreted):
     arguments = moe_arguments(SIZED["few tokens"], "float32")
     stacks = [
-        Stacked(jnp.stack([a * jnp.nan, a]), jnp.int32(1)) if at > 2 else a
+        StackMember(jnp.stack([a * jnp.nan, a]), jnp.int32(1)) if at > 2 else a
         for at, a in enumerate(arguments)
     ]
     close(run_experts(*stacks), reference_experts(*arguments))

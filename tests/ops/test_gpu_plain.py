@@ -13,7 +13,7 @@ from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_rows, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
-from rooflax.ops.weights import Stacked, as_weight
+from rooflax.ops.weights import StackMember, as_operand
 from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import close, lowered, normal
@@ -46,7 +46,7 @@ def weights(dtype, *shape):
 
 def kernel(x, w, **how):
     """Linear by the kernel, whatever platform this is."""
-    args = LinearArgs(x, *as_weight(w).in_stack(), **{"dtype": x.dtype, **how})
+    args = LinearArgs(x, *as_operand(w).in_stack(), **{"dtype": x.dtype, **how})
     assert linear_gpu.unsupported(args) is None
     return linear_gpu.matmul(args)
 
@@ -115,7 +115,7 @@ def test_one_of_a_stack_is_read_where_it_lies(dtype, interpreted):
     """The others are NaN."""
     w, x = weights(dtype, INNER, 64), jnp.asarray(normal(2, INNER))
     stack = jnp.stack([w * jnp.nan, w, w * jnp.nan])
-    close(kernel(x, as_weight(Stacked(stack, jnp.int32(1)))), exact(x, w))
+    close(kernel(x, as_operand(StackMember(stack, jnp.int32(1)))), exact(x, w))
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone(interpreted):
@@ -149,7 +149,7 @@ def test_linear_and_unembed_dispatch_to_the_kernel(on_gpu):
     close(linear(many, w), exact(many, w))
     assert "mpmd_map" not in str(jax.make_jaxpr(lambda x: linear(x, w))(many))
     assert "mpmd_map" not in str(jax.make_jaxpr(lambda x: unembed(x, w.T))(x))
-    assert "mpmd_map" in str(jax.make_jaxpr(lambda x: unembed(x, as_weight(w)))(x))
+    assert "mpmd_map" in str(jax.make_jaxpr(lambda x: unembed(x, as_operand(w)))(x))
 
 
 @pytest.mark.every_jax

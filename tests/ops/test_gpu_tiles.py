@@ -18,7 +18,7 @@ from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_tiles, linear
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import applied
-from rooflax.ops.weights import Stacked, as_weight, pack, taken
+from rooflax.ops.weights import StackMember, as_operand, pack, taken
 from tests.marks import cases
 from tests.ops.answers import each_answer
 from tests.ops.cases import close, lowered, normal
@@ -43,7 +43,7 @@ SIZES = {
 
 def multiplied(x, w, dtype=jnp.float32, **how):
     """Linear by the tensor cores, whatever platform this is."""
-    args = LinearArgs(x, *as_weight(w).in_stack(), dtype=dtype, **how)
+    args = LinearArgs(x, *as_operand(w).in_stack(), dtype=dtype, **how)
     assert linear_gpu.unsupported(args) is None
     assert "multiply_tiles" in str(jax.make_jaxpr(lambda: linear_gpu.matmul(args))())
     return linear_gpu.matmul(args)
@@ -82,7 +82,7 @@ def test_from_how_many_rows_on_tensor_cores_multiply(format, interpreted):
     w, most = weights(format, 160, 200), FEW_ROWS[format]
     for rows in (most, most + 1):
         x = rows_of(rows, 160)
-        args = LinearArgs(x, *as_weight(w).in_stack(), dtype=jnp.float32)
+        args = LinearArgs(x, *as_operand(w).in_stack(), dtype=jnp.float32)
         taken = str(jax.make_jaxpr(lambda args=args: linear_gpu.matmul(args))())
         assert ("multiply_tiles" in taken) == (rows > most)
         found = jax.jit(lambda args=args: linear_gpu.matmul(args), compiler_options=QUICK)()
@@ -119,13 +119,13 @@ def test_all_that_a_matmul_takes(name, interpreted):
 def test_what_is_not_read(format, interpreted):
     """Other members of a stack are NaN, and so are outputs that only fill a panel."""
     w, x = weights(format, 160, 53, members=3), rows_of(17, 160)
-    wanted = reference(x, taken(Stacked(w, jnp.int32(1))))
+    wanted = reference(x, taken(StackMember(w, jnp.int32(1))))
     fills, grouped = np.arange(64).reshape(4, 16) >= 53, w.scales.ndim > 2
     fills = fills[None, :, None] if grouped else fills.reshape(1, 64)
     others = (np.arange(3) != 1).reshape(3, *(1,) * (w.scales.ndim - 1))
     lost = jnp.asarray(255 if format == "mxfp4-a16" else np.nan, w.scales.dtype)
     spoilt = replace(w, scales=jnp.where(jnp.asarray(fills | others), lost, w.scales))
-    close(multiplied(x, Stacked(spoilt, jnp.int32(1))), wanted)
+    close(multiplied(x, StackMember(spoilt, jnp.int32(1))), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

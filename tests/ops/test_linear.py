@@ -8,7 +8,7 @@ from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.kernels import chosen
 from rooflax.ops.linear import linear, linear_by_head, unembed
-from rooflax.ops.weights import Stacked, quantize
+from rooflax.ops.weights import StackMember, quantize
 from tests.ops.cases import LINEAR, normal
 
 IMPLEMENTATIONS = ["reference", "xla", None]
@@ -75,7 +75,7 @@ def test_each_head_has_a_matrix_of_its_own(format, implementation):
     else:
         w = jnp.asarray(w, jnp.dtype(format))
     how = {"implementation": implementation}
-    y = linear_by_head(x, Stacked(w, jnp.int32(1)), **how)
+    y = linear_by_head(x, StackMember(w, jnp.int32(1)), **how)
     assert y.shape == (2, 3, 5, 7) and y.dtype == jnp.float32
     own = w.member(1) if format.startswith("w") else w[1]
     np.testing.assert_array_equal(y, linear_by_head(x, own, **how))

@@ -14,7 +14,7 @@ from rooflax.ops.formats import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.weights import Stacked, as_weight, quantize
+from rooflax.ops.weights import StackMember, as_operand, quantize
 from tests.marks import cases
 
 pytestmark = [
@@ -50,7 +50,7 @@ def plain(operation, *arrays, **how):
 
 def product(x, w, bias, *, select=None, **how):
     """The kernel's own arguments."""
-    w, index = as_weight(w, stack=int(select is not None)).in_stack()
+    w, index = as_operand(w, stack=int(select is not None)).in_stack()
     return cpu.selected_matmul(LinearArgs(x, w, index, bias, **how), select)
 
 
@@ -157,12 +157,14 @@ def test_a_layer_among_stacked_layers(format):
     for layer in range(3):
         index = jnp.int32(layer)
         for name in ("reference", "xla", "native"):
-            found = one(x, Stacked(layers, index), Stacked(layers_bias, index), implementation=name)
+            found = one(
+                x, StackMember(layers, index), StackMember(layers_bias, index), implementation=name
+            )
             wanted = one(x, kept(w[layer, 0]), layers_bias[layer], implementation=name)
             np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
         wanted = own(x, kept(w[layer]), bias[layer], select=select)
-        for biases in (Stacked(bias, index), bias[layer]):
-            found = own(x, Stacked(experts, index), biases, select=select)
+        for biases in (StackMember(bias, index), bias[layer]):
+            found = own(x, StackMember(experts, index), biases, select=select)
             np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 

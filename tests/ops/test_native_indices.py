@@ -19,7 +19,7 @@ from rooflax.ops.cache_write import cache_write
 from rooflax.ops.linear import Activation, cpu, linear
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.sampling import ARGMAX, SAMPLE, TokenCounts
-from rooflax.ops.weights import as_weight
+from rooflax.ops.weights import as_operand
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
@@ -56,7 +56,7 @@ def test_numbers_of_rows(count):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_members_of_a_stack(rows, member):
     def call(x, w, select):
-        return cpu.selected_matmul(LinearArgs(x, as_weight(w, stack=1)), select)
+        return cpu.selected_matmul(LinearArgs(x, as_operand(w, stack=1)), select)
 
     x, w = jnp.ones((rows, 8)), jnp.ones((3, 8, 4))
     select = ints(*[0] * (rows - 1), member)

@@ -24,7 +24,7 @@ from rooflax.ops.kernels import chosen
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, lookup, unembed
 from rooflax.ops.moe import experts, route
-from rooflax.ops.weights import Stacked, class_of, packed_bytes, quantize
+from rooflax.ops.weights import StackMember, class_of, packed_bytes, quantize
 from rooflax.ops.weights.matrix_packing import as_matrix, as_panels
 from tests.marks import cases
 from tests.ops.answers import each_answer
@@ -306,10 +306,10 @@ def test_what_happens_before_and_behind(prologue):
 @pytest.mark.parametrize("format", cases(["w8a8", "mxfp4-a16"], slow=["w8a8"]))
 def test_one_of_a_stack_is_read_where_it_lies(format):
     stack, x = quantize(normal(3, 96, 37), format, (96,), (37,)), normal(5, 96)
-    exact = jit_linear("reference")(x, Stacked(stack, jnp.int32(1)))
+    exact = jit_linear("reference")(x, StackMember(stack, jnp.int32(1)))
     others = replace(stack, values=stack.values.at[::2].set(0))
     for packed in (stack, as_panels(stack), others):
-        y = jit_linear("pallas")(x, Stacked(packed, jnp.int32(1)))
+        y = jit_linear("pallas")(x, StackMember(packed, jnp.int32(1)))
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 

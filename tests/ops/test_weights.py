@@ -19,15 +19,17 @@ from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
 from rooflax.ops import dispatch, native
 from rooflax.ops.dispatch import Ran, what_ran
-from rooflax.ops.formats import FORMATS, Format
+from rooflax.ops.formats import FORMATS, KNOWN, Format
 from rooflax.ops.linear import Norm, linear, lookup, unembed
+from rooflax.ops.linear.api import matmul, take
 from rooflax.ops.moe import experts
 from rooflax.ops.weights import (
+    Composite,
     Dense,
-    Stacked,
-    Weight,
+    Operand,
+    StackMember,
+    as_operand,
     as_table,
-    as_weight,
     at,
     quantize,
     split_leaf,
@@ -44,10 +46,10 @@ INNER, OUTER, RANK = 64, 37, 4
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LowRank(Weight):
+class LowRank(Composite):
     """base + a b, as an adapter has it: a takes the inputs to a few, b those to the outputs."""
 
-    base: Weight
+    base: Operand
     a: Dense
     b: Dense
 
@@ -56,18 +58,17 @@ class LowRank(Weight):
     dtype = property(lambda self: self.base.dtype)
 
     def matmul(
-        self, x, bias=None, *, prologue=None, residual=None, num_rows=None, dtype=None,
-        implementation=None,
+        self, x, bias, *, prologue, residual, num_rows, dtype, implementation
     ):  # fmt: skip
         how = {"num_rows": num_rows, "implementation": implementation}
         first = {"prologue": prologue, "residual": residual, "dtype": dtype}
-        y = self.base.matmul(x, bias, **first, **how)
-        few = self.a.matmul(x, prologue=prologue, dtype=jnp.float32, **how)
-        return self.b.matmul(few, residual=y, dtype=y.dtype, **how)
+        y = matmul(self.base, x, bias, **first, **how)
+        few = matmul(self.a, x, prologue=prologue, dtype=jnp.float32, **how)
+        return matmul(self.b, few, residual=y, dtype=y.dtype, **how)
 
     def take(self, ids, **how):
-        rows = self.base.take(ids, **how)
-        return rows.astype(jnp.float32) + self.b.take(ids, **how) @ self.a.array.T
+        rows = take(self.base, ids, **how)
+        return rows.astype(jnp.float32) + take(self.b, ids, **how) @ self.a.array.T
 
     def at(self, index):
         return LowRank(self.base.at(index), self.a.at(index), self.b.at(index))
@@ -87,7 +88,7 @@ def kept(kind, w):
 def low_rank(base, seed=0, scale=1.0):
     a = jnp.asarray(normal(base.inner, RANK, seed=seed + 1)) * scale
     b = jnp.asarray(normal(RANK, base.outer, seed=seed + 2))
-    return LowRank(base, as_weight(a), Dense(b, (RANK,), base.out_shape))
+    return LowRank(base, as_operand(a), Dense(b, (RANK,), base.out_shape))
 
 
 def total(w):
@@ -96,8 +97,10 @@ def total(w):
 
 
 def test_a_class_for_every_code_and_a_native_kernel():
-    assert {format.code for format in FORMATS.values()} == set(CODES)
-    assert {"matrix", "table", *CODES} == set(native.LAYOUTS)
+    codes = {format.code for format in FORMATS.values()}
+    assert codes <= set(CODES) and {"matrix", "table", *codes} == set(native.LAYOUTS)
+    names = {name for cls in CODES.values() for name in (*cls.blocks.values(), *cls.names)}
+    assert names <= set(KNOWN)
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
@@ -137,27 +140,27 @@ def test_a_new_format_is_a_class_and_a_name(monkeypatch, layers):
 @pytest.mark.parametrize("kind", KINDS)
 def test_verbs(kind, implementation):
     leaf, x = stored(kind, INNER, OUTER), jnp.asarray(normal(3, INNER, seed=1))
-    w, ids = as_weight(leaf), jnp.asarray([0, OUTER - 1, 5])
+    w, ids = as_operand(leaf), jnp.asarray([0, OUTER - 1, 5])
     numbers = np.asarray(w.numbers())
     assert w.shape == leaf.shape == (INNER, OUTER) and w.nbytes == leaf.nbytes
     norm, residual = Norm(jnp.asarray(normal(INNER, seed=2))), jnp.asarray(normal(3, OUTER, seed=3))
-    y = w.matmul(x, prologue=norm, residual=residual, implementation=implementation)
+    y = matmul(w, x, prologue=norm, residual=residual, implementation=implementation)
     exact = np.asarray(w.activations(norm(x))) @ numbers + np.asarray(residual)
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-4)
-    np.testing.assert_array_equal(w.take(ids), numbers.T[np.asarray(ids)])
+    np.testing.assert_array_equal(take(w, ids), numbers.T[np.asarray(ids)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_of_a_stack_is_a_weight(kind):
     stack, x = stored(kind, 3, INNER, OUTER), jnp.asarray(normal(2, INNER, seed=1))
-    one = as_weight(at(stack, jnp.int32(1)))
-    assert isinstance(one, Stacked) and one.shape == (INNER, OUTER)
-    alone = as_weight(kept(kind, normal(3, INNER, OUTER)[1]))
+    one = as_operand(at(stack, jnp.int32(1)))
+    assert isinstance(one, StackMember) and one.shape == (INNER, OUTER)
+    alone = as_operand(kept(kind, normal(3, INNER, OUTER)[1]))
     for implementation in ("reference", "xla", None):
-        found = one.matmul(x, implementation=implementation)
-        np.testing.assert_array_equal(found, alone.matmul(x, implementation=implementation))
+        found = matmul(one, x, implementation=implementation)
+        np.testing.assert_array_equal(found, matmul(alone, x, implementation=implementation))
     ids = jnp.arange(OUTER)
-    np.testing.assert_array_equal(one.take(ids), alone.take(ids))
+    np.testing.assert_array_equal(take(one, ids), take(alone, ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +184,7 @@ def test_what_a_mesh_splits(kind):
 @pytest.mark.parametrize("implementation", ["reference", "xla", None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_low_rank_weight_over_each_format(kind, implementation):
-    w = low_rank(as_weight(stored(kind, INNER, OUTER)))
+    w = low_rank(as_operand(stored(kind, INNER, OUTER)))
     x, bias = jnp.asarray(normal(3, INNER, seed=5)), jnp.asarray(normal(OUTER, seed=6))
     norm, residual = Norm(jnp.asarray(normal(INNER, seed=7))), jnp.asarray(normal(3, OUTER, seed=8))
     run = jax.jit(lambda w, x: linear(
@@ -197,7 +200,7 @@ def test_a_low_rank_weight_over_each_format(kind, implementation):
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_low_rank_embedding_and_head(kind):
     table = stored(kind, INNER, OUTER)
-    base = as_weight(table) if kind in FORMATS else as_table(table.T)
+    base = as_operand(table) if kind in FORMATS else as_table(table.T)
     w, x = low_rank(base), jnp.asarray(normal(2, 3, INNER, seed=5))
     np.testing.assert_allclose(unembed(x, w), np.asarray(x) @ total(w), rtol=1e-4, atol=1e-3)
     ids = jnp.asarray([[0, 5], [OUTER - 1, 5]])
@@ -206,7 +209,7 @@ def test_a_low_rank_embedding_and_head(kind):
 
 def test_experts_take_no_low_rank_weight():
     x, ids, shares = jnp.ones((1, INNER)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
-    w = low_rank(as_weight(stored("float32", INNER, OUTER)))
+    w = low_rank(as_operand(stored("float32", INNER, OUTER)))
     biases = jnp.ones((1, 2, 8)), jnp.ones((1, INNER))
     with pytest.raises(RequestError, match="LowRank cannot be a weight of experts"):
         experts(x, ids, shares, w, biases[0], w, biases[1], activation=lambda h: h)
@@ -220,7 +223,7 @@ def adapted(model, scale):
         for key in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"):
             line = config.table[f"layers.{{i}}.{key}"]
             inner = len(line.in_out_shape(config.axis_sizes)[0])
-            base = as_weight(layer[key], contract=inner)
+            base = as_operand(layer[key], contract=inner)
             mine[key] = low_rank(base, seed=index, scale=scale)
             plain[key] = jnp.asarray(total(mine[key])).reshape(layer[key].shape)
         layers.append(mine)

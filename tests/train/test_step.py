@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from rooflax.nn.layers import unstack_layers
-from rooflax.nn.weights import Weight
+from rooflax.nn.weights import WeightLine
 from rooflax.train.config import REMAT
 from rooflax.train.data import Rows
 from rooflax.train.step import (
@@ -372,7 +372,7 @@ def test_edges_of_the_schedule(changes, wanted):
 
 def small_table():
     """A matrix and a vector."""
-    return {"a": Weight("x -> y", "a"), "b": Weight("x", "b", init="zeros")}
+    return {"a": WeightLine("x -> y", "a"), "b": WeightLine("x", "b", init="zeros")}
 
 
 def test_adamw_by_hand():

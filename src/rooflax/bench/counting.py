@@ -97,19 +97,18 @@ def _weights(
     """(bytes read, operations) of all weights for `tokens` tokens."""
     num_bytes = operations = 0
     for slot in config.slots():
-        size = math.prod(slot.weight.shape(config.axis_sizes))
+        size = math.prod(slot.line.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
-        stored = storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16)
-        num_bytes += int(stored * share)
-        if len(slot.weight.axis_names) > 1:
+        num_bytes += int(storage.of(slot, config).num_bytes() * share)
+        if len(slot.line.axis_names) > 1:
             operations += int(2 * size * rows)
     return num_bytes, operations
 
 
 def _use(slot: Slot, config: Decoder, tokens: int, logit_rows: int) -> tuple[float, float]:
     """(rows that a weight multiplies, share of it that is read)."""
-    names = slot.weight.axis_names
-    is_bias = slot.weight.init == "zeros"
+    names = slot.line.axis_names
+    is_bias = slot.line.init == "zeros"
     if config.moe is not None and names[0] == "experts" and len(names) > 1:
         chosen, total = config.moe.experts_per_token, config.moe.num_experts
         share = expected_experts(total, chosen, tokens) / total
@@ -118,8 +117,8 @@ def _use(slot: Slot, config: Decoder, tokens: int, logit_rows: int) -> tuple[flo
     if is_head:
         return logit_rows, 1.0
     if slot.key in LOOKUPS:
-        rows = slot.weight.shape(config.axis_sizes)[0]
+        rows = slot.line.shape(config.axis_sizes)[0]
         return 0.0, min(1.0, tokens / rows)
-    if "->" not in slot.weight.axes:
+    if "->" not in slot.line.axes:
         return 0.0, 1.0
     return tokens, 1.0

@@ -27,7 +27,7 @@ from rooflax.llm import LLM
 from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import FORMATS, format_of
+from rooflax.ops.formats import KNOWN, format_of
 from rooflax.ops.kernels import ran
 
 
@@ -37,9 +37,8 @@ def multiplied_as(storage: Storage) -> str:
     Formats that round multiply their code by int8; other weights are upcast to the activations as
     they are read.
     """
-    format = format_of(storage.format, head=False)
-    if format in FORMATS:
-        return FORMATS[format].code if FORMATS[format].quantizes_activations else storage.dtype
+    if format := KNOWN.get(format_of(storage.format, head=False)):
+        return format.code if format.quantizes_activations else storage.dtype
     return "float32" if storage.keeps_bfloat16 else storage.dtype
 
 

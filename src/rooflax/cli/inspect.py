@@ -139,7 +139,7 @@ def weights(info: ModelInfo) -> dict[str, Any]:
     config = info.config
     parts: Counter[str] = Counter()
     for slot in config.slots():
-        parts[_part(slot.key)] += math.prod(slot.weight.shape(config.axis_sizes))
+        parts[_part(slot.key)] += math.prod(slot.line.shape(config.axis_sizes))
     total = sum(parts.values())
     found = {
         "parameters": total,

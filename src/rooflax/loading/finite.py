@@ -5,11 +5,12 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.nn.weights import Slot
 from rooflax.ops.weights import class_of
-from rooflax.ops.weights.formats import E8M0_VALUES
 
 
-def check_scales(slot: Slot, scales: np.ndarray) -> None:
-    check_finite(slot, E8M0_VALUES[scales] if scales.dtype == np.uint8 else scales)
+def check_scales(slot: Slot, format: str, scales: np.ndarray) -> None:
+    """Rejects scales that make of their codes NaN or infinity."""
+    if not class_of(format).are_finite(scales).all():
+        raise _not_finite(slot)
 
 
 def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> None:
@@ -22,12 +23,16 @@ def check_finite(slot: Slot, array: np.ndarray, format: str | None = None) -> No
     for start in range(0, flat.size, step):
         chunk = flat[start : start + step].astype(np.float32)
         if not np.isfinite(chunk).all():
-            raise CheckpointError(
-                f"The checkpoint's weight {slot.hf_names[0]} holds NaN or infinity; "
-                f"the file is damaged or was saved from a run that diverged."
-            )
+            raise _not_finite(slot)
         if most < np.inf and (largest := np.abs(chunk).max()) > most:
             raise CheckpointError(
                 f"The checkpoint's weight {slot.hf_names[0]} holds {largest:g}, and {code} at "
                 f"most {most:g}; choose another format for `quantize`."
             )
+
+
+def _not_finite(slot: Slot) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint's weight {slot.hf_names[0]} holds NaN or infinity; "
+        f"the file is damaged or was saved from a run that diverged."
+    )

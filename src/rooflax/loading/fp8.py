@@ -24,7 +24,7 @@ from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape
-from rooflax.nn.weights import Layout, Slot
+from rooflax.nn.weights import Slot, TensorLayout
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
 
@@ -133,8 +133,8 @@ class KeptFp8:
         self.formats = {slot.name: KEPT for slot in products if slot.key not in other}
 
     def _keeps(self, slot: Slot) -> bool:
-        transposed = type(slot.weight.layout) is Layout and not is_head(slot, self._config)
-        if slot.weight.num_stacked or transposed:
+        transposed = type(slot.line.layout) is TensorLayout and not is_head(slot, self._config)
+        if slot.line.num_stacked or transposed:
             return False
         found = map(self._names.find, slot.hf_names)
         return all(name is not None and self._source.has_one_scale(name) for name in found)

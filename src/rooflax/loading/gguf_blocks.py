@@ -5,8 +5,9 @@
     Q5_0   w = (q - 16) * d,             as Q4_0, the fifth bits apart; q - 16 is an int8 here
     MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
 
-Other types have scales within scales: the gguf package turns them into float32, and where codes are
-wanted, these are rounded to int8 in the same groups of 32.
+The classes of `ops.weights.formats` read these. Other types have scales within scales: the gguf
+package turns them into float32, and where codes are wanted, these are rounded to int8 in the same
+groups of 32.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
 """
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rooflax.loading import mxfp4
 from rooflax.loading.gguf import PLAIN, TYPES
 from rooflax.ops.formats import GROUP
+from rooflax.ops.weights import CODES, class_of
 from rooflax.ops.weights.formats import Int8Groups
 
-FORMATS = {"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": mxfp4.KEPT}
+FORMATS = {kind: name for cls in CODES.values() for kind, name in cls.blocks.items()}
 """The weight format that holds a block type's numbers exactly (ops.formats)."""
 
 ROUNDED = "w8a16-g32"
@@ -37,27 +38,9 @@ def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
     Args:
         kind: one of `FORMATS`.
         blocks: uint8 [..., blocks, bytes of a block].
-
-    Returns:
-        int8 and float16 for Q8_0 and Q5_0, uint8 from 0 to 15 and float16 for Q4_0, uint8 from 0
-        to 15 and uint8 exponents for MXFP4.
     """
-    head = 1 if kind == "MXFP4" else 2
-    scales, body = blocks[..., :head], blocks[..., head:]
-    if kind == "Q8_0":
-        codes = body.view(np.int8)
-    elif kind == "Q5_0":
-        fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
-        codes = (_nibbles(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16)
-    else:
-        codes = _nibbles(body)
-    scales = np.ascontiguousarray(scales)
-    scales = scales[..., 0] if kind == "MXFP4" else scales.view("<f2")[..., 0]
+    codes, scales = class_of(FORMATS[kind]).from_blocks(kind, blocks)
     return codes.reshape(*codes.shape[:-2], -1), scales
-
-
-def _nibbles(body: np.ndarray) -> np.ndarray:
-    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -82,12 +65,9 @@ def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
 
         with np.errstate(all="ignore"):
             return quants.dequantize(blocks, GGMLQuantizationType[kind])
-    codes, scales = codes_and_scales(kind, blocks[:, None])
     with np.errstate(all="ignore"):
-        if kind == "MXFP4":
-            return np.ldexp(mxfp4.E2M1[codes], scales.astype(np.int32) - 127)
-        values = codes.astype(np.float32) - np.float32(8 if kind == "Q4_0" else 0)
-        return values * scales.astype(np.float32)
+        kept = class_of(FORMATS[kind])
+        return kept.scaled(*kept.from_blocks(kind, blocks))
 
 
 def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

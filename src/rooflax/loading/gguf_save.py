@@ -169,7 +169,7 @@ def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
     }
     entries = tensor_entries(name, config)
     for slot in config.slots():
-        shapes = slot.weight.hf_shapes(config.axis_sizes)
+        shapes = slot.line.hf_shapes(config.axis_sizes)
         for stored, shape in _stored_shapes(slot, shapes, entries).items():
             found[stored] = _tensor_info(slot, config, stored, shape, kind)
     return found
@@ -230,7 +230,7 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
     own = {slot.name: slot for slot in config.slots()}  # the checkpoint may have it elsewhere
     for placed, array in reader.leaves(reader.slots):
         slot = own[placed.name]
-        tensors = slot.weight.split(np.asarray(array), config.axis_sizes)
+        tensors = slot.line.split(np.asarray(array), config.axis_sizes)
         yield from _stored(slot, tensors, entries).items()
     yield from _dense(info).items()
 

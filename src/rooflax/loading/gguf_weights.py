@@ -181,7 +181,7 @@ class GGUFWeights:
 
     def _keeps(self, slot: Slot, name: str) -> bool:
         """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
-        if isinstance(slot.weight.layout, HeadPart) and len(self._stored(name)) == 1:
+        if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
             return False  # both kinds of rows are one tensor, and one of them is transposed
         order = self._change(name).inputs()
         return order is None or moves_groups(order, GROUP)
@@ -195,7 +195,7 @@ class GGUFWeights:
         """Codes and scales [*experts, out, ...] in our order of outputs."""
         read = rounded_codes if self.formats[slot.name] == ROUNDED else codes_and_scales
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
-        if slot.weight.num_stacked:  # experts: gate's outputs, then up's, as they lie here
+        if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
             found = [read(kind, blocks[experts]) for kind, blocks in parts]
             codes, scales = zip(*found, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
@@ -229,7 +229,7 @@ class GGUFWeights:
 
 def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
     """The stored tensors of a checkpoint's that a weight is made of."""
-    layout = slot.weight.layout
+    layout = slot.line.layout
     if isinstance(layout, HeadPart) and len(entry.stored) > 1:
         return (entry.stored[layout.kind],)
     return entry.stored

@@ -118,10 +118,9 @@ def _resident(plan: Plan, check: bool, progress: Callable[[int], None] | None) -
 def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) -> OffloadedModel:
     info, split = plan.info, plan.offloading
     assert split is not None
-    streamed = set(split.streamed)
     reader = info.reader(plan.storage, check=check)
-    passing = [slot for slot in reader.slots if slot.layer in streamed]
-    staying = [slot for slot in reader.slots if slot.layer not in streamed]
+    staying = [slot for slot in reader.slots if reader.plans[slot.name].is_resident]
+    passing = [slot for slot in reader.slots if not reader.plans[slot.name].is_resident]
     for _ in reader.leaves(passing) if check else ():
         pass
     weights = assemble(info.config.num_layers, reader.leaves(staying, progress))

@@ -99,14 +99,10 @@ class ModelInfo:
         """Reads the weights of the checkpoint; the arguments of `WeightReader`."""
         prequantized = self.prequantized() if storage.prequantized else None
         own = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
-        how = {
-            "storage": storage,
-            "check": check,
-            "place": place,
-            "prequantized": prequantized,
-            "own": own,
-        }
-        return WeightReader(self.weights(), self.family, self.config, **how)
+        return WeightReader(
+            self.weights(), self.family, self.config, storage=storage, check=check, place=place,
+            prequantized=prequantized, own=own,
+        )  # fmt: skip
 
     def generation_defaults(self) -> GenerationDefaults:
         if self.folder is None:

@@ -20,9 +20,8 @@ from rooflax.nn.weights import InterleavedGateUp, Slot
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
-from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
+from rooflax.ops.weights.formats import Mxfp4
 
-E2M1 = E2M1_VALUES
 KEPT = "mxfp4-a16"
 """The format that keeps a checkpoint's numbers: activations are not rounded."""
 
@@ -50,12 +49,14 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     experts, rows, groups, half = blocks.shape
     out = np.empty((experts, groups * 2 * half, rows), np.float32)
     for expert in range(experts):
-        values = np.empty((rows, groups, half, 2), np.float32)
-        values[..., 0] = E2M1[blocks[expert] & 0x0F]
-        values[..., 1] = E2M1[blocks[expert] >> 4]
-        values *= E8M0_VALUES[scales[expert]][..., None, None]  # 255 is NaN
+        values = Mxfp4.scaled(_codes(blocks[expert]), scales[expert])
         out[expert] = values.reshape(rows, -1).T
     return out
+
+
+def _codes(blocks: np.ndarray) -> np.ndarray:
+    """[..., 16] bytes as 32 codes, low nibbles first."""
+    return np.stack([blocks & 0x0F, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
 
 
 class Mxfp4Weights:
@@ -71,9 +72,7 @@ class Mxfp4Weights:
         unpacked = {
             slot.key
             for slot in found
-            if not (
-                slot.weight.num_stacked and all(set(names(n)) <= present for n in slot.hf_names)
-            )
+            if not (slot.line.num_stacked and all(set(names(n)) <= present for n in slot.hf_names))
         }
         self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
 
@@ -85,8 +84,8 @@ class Mxfp4Weights:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""
         (name,) = slot.hf_names
         blocks, scales = (self._source.read(part)[experts] for part in names(name))
-        codes = np.stack([blocks & 0x0F, blocks >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
-        if isinstance(slot.weight.layout, InterleavedGateUp):
+        codes = _codes(blocks).reshape(*blocks.shape[:2], -1)
+        if isinstance(slot.line.layout, InterleavedGateUp):
             return _gates_first(codes), _gates_first(scales)
         return codes, scales
 

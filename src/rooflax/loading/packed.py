@@ -22,7 +22,7 @@ from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import matmul_shape
 from rooflax.nn.weights import LAYER_PREFIX, Slot
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.formats import KNOWN
 from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.weights import Quantized, class_of, placed
 from rooflax.ops.weights.matrix_packing import as_panels
@@ -77,7 +77,7 @@ class PackedWeights:
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
         found = list(config.slots())
         unknown = set(declared) - {table_name(slot) for slot in found}
-        wrong = [f for f in declared.values() if not isinstance(f, str) or f not in FORMATS]
+        wrong = [f for f in declared.values() if not isinstance(f, str) or f not in KNOWN]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
             raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
@@ -108,7 +108,7 @@ class PackedWeights:
 
     def _arrays(self, slot: Slot) -> tuple[jax.ShapeDtypeStruct, ...]:
         in_shape, out_shape = matmul_shape(slot, self._config)
-        stack = slot.weight.shape(self._config.axis_sizes)[: slot.weight.num_stacked]
+        stack = slot.line.shape(self._config.axis_sizes)[: slot.line.num_stacked]
         inner, outer = math.prod(in_shape), math.prod(out_shape)
         return class_of(self.formats[slot.name]).like(inner, outer, stack)
 
@@ -125,7 +125,7 @@ class PackedWeights:
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...]."""
         stored = self._stored(slot)
-        if slot.weight.num_stacked:
+        if slot.line.num_stacked:
             stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
         return stored.unpacked()
 

@@ -308,6 +308,8 @@ def make_plan(
         reads_bfloat16=LINEAR.preferred(options.kernels).keeps_bf16,
     )
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
+    if offloading is not None:
+        storage = replace(storage, offloaded=frozenset(offloading.streamed))
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")

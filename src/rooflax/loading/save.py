@@ -194,17 +194,17 @@ def _slot_tensors(
 
     @lru_cache(maxsize=1)
     def parts() -> list[np.ndarray]:
-        if array.shape != slot.weight.shape(sizes):
+        if array.shape != slot.line.shape(sizes):
             raise RequestError(
-                f"{slot.name} is {list(array.shape)}, wanted {list(slot.weight.shape(sizes))}: a "
+                f"{slot.name} is {list(array.shape)}, wanted {list(slot.line.shape(sizes))}: a "
                 f"model placed on a mesh is not saved; load it on one device."
             )
-        return slot.weight.split(np.asarray(array), sizes)
+        return slot.line.split(np.asarray(array), sizes)
 
     def producer(index: int) -> Callable[[], np.ndarray]:
         return lambda: parts()[index].astype(target)
 
-    shapes = slot.weight.hf_shapes(sizes)
+    shapes = slot.line.hf_shapes(sizes)
     return [
         TensorToWrite(hf, dtype_name(target), tuple(shape), producer(index))
         for index, (hf, shape) in enumerate(zip(slot.hf_names, shapes, strict=True))

@@ -20,7 +20,7 @@ from rooflax.loading.safetensors import DTYPES
 from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import Storage
+from rooflax.nn.storage import WeightPlan
 from rooflax.nn.weights import Slot, Where
 from rooflax.ops.host_arrays import aligned_empty
 
@@ -45,29 +45,27 @@ class TensorPlan:
 
     def _placed(self, slot: Slot) -> Slot:
         """The slot with the tensors that the checkpoint has of it, or most of."""
-        if slot.weight.other is None or slot.name in self.own:
+        if slot.line.other is None or slot.name in self.own:
             return slot
 
         def share(slot: Slot) -> float:
             return sum(self.names.find(hf) is not None for hf in slot.hf_names) / len(slot.hf_names)
 
-        return max((replace(slot, weight=weight) for weight in slot.weight.places), key=share)
+        return max((replace(slot, line=line) for line in slot.line.places), key=share)
 
     def read(
         self,
-        slot: Slot,
-        storage: Storage,
-        config: Decoder,
+        plan: WeightPlan,
         where: Where | None = None,
         empty: Callable[..., np.ndarray] | None = None,
     ) -> np.ndarray:
-        """A slot's tensors in our layout: a copy, or the file's own pages where that will do.
+        """A weight's tensors in our layout: a copy, or the file's own pages where that will do.
 
         Args:
             where: of each axis what is wanted, and alone read; None is everything.
             empty: makes what a copy is written to; None makes it anew.
         """
-        shape, whole = slot.weight.shape(self.sizes), where is None
+        slot, shape, whole = plan.slot, plan.shape, where is None
         found = self._found(slot)
         first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
         parts = [self._read(hf, first) for hf in found]
@@ -75,12 +73,11 @@ class TensorPlan:
             sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
             if first != slice(None):  # these experts alone were made
                 shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
-            parts, shape = slot.weight.layout.slice_parts(parts, shape, where), tuple(sizes)
-        if storage.takes_views(slot, config):
+            parts, shape = slot.line.layout.slice_parts(parts, shape, where), tuple(sizes)
+        if plan.takes_views:
             return parts[0].reshape(shape)
-        dtype = storage.dtype_of(slot, config, self.is_bfloat16(slot))
-        out = (empty or aligned_empty)(shape, jnp.dtype(dtype))
-        slot.weight.layout.join(parts, out)
+        out = (empty or aligned_empty)(shape, jnp.dtype(plan.dtype))
+        slot.line.layout.join(parts, out)
         if whole:  # else there may be more of it to read
             self.release(slot)
         return out
@@ -150,7 +147,7 @@ class TensorPlan:
         for slot in self.slots:
             if slot.name in self.own:
                 continue
-            for hf, wanted in zip(slot.hf_names, slot.weight.hf_shapes(self.sizes), strict=True):
+            for hf, wanted in zip(slot.hf_names, slot.line.hf_shapes(self.sizes), strict=True):
                 found = self.names.find(hf)
                 if found is None:
                     missing.append(f"{hf} {list(wanted)}")

@@ -46,6 +46,7 @@ class WeightReader:
 
     Attributes:
         slots: all of them, those outside the layers first.
+        plans: what becomes of each, by its name.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
@@ -64,16 +65,21 @@ class WeightReader:
         prequantized: Prequantized | None = None,
         own: Mapping[str, tuple[str, ...]] | None = None,
     ):
-        self._plan = TensorPlan(source, name, config, own or {})
-        self._config, self._storage, self._check = config, storage, check
+        self._tensors = TensorPlan(source, name, config, own or {})
+        self._config, self._check = config, check
         self._place, self._prequantized = place, prequantized
         self._readers = ThreadPoolExecutor(READERS, "layers")  # of offloaded layers
-        self.slots = self._plan.slots
+        self.slots, shards = self._tensors.slots, place and place.shards
+        self.plans = {
+            slot.name: storage.of(
+                slot, config, is_bfloat16=self._tensors.is_bfloat16(slot), shards=shards
+            )
+            for slot in self.slots
+        }
 
     def num_bytes(self, slot: Slot) -> int:
         """What a weight takes on its device."""
-        keeps_bfloat16 = self._plan.is_bfloat16(slot)
-        return self._storage.num_bytes(slot, self._config, stored_bfloat16=keeps_bfloat16)
+        return self.plans[slot.name].num_bytes()
 
     def arena_bytes(self, index: int) -> int:
         """What `layer` takes of an `Arena`: three arrays at most for each weight."""
@@ -98,18 +104,18 @@ class WeightReader:
                 return None
             return partial(stacks.empty, slot)
 
-        for slot, array in _ahead(lambda slot: self._copied(slot, row(slot)), slots):
+        def copied(slot: Slot) -> np.ndarray | None:
+            return self._read(slot, row(slot)) if self._is_copied(slot) else None
+
+        for slot, array in _ahead(copied, slots):
             in_stack = row(slot) is not None
             if array is None:
                 yield slot, self._made(slot, _as_it_is if in_stack else None)
             else:
-                yield slot, array if in_stack else self._kept(slot, array)
-            self._done(slot, progress)
-
-    def _done(self, slot: Slot, progress: Callable[[int], None] | None) -> None:
-        self._plan.release(slot)
-        if progress:
-            progress(self.num_bytes(slot))
+                yield slot, array if in_stack else jax.device_put(array)
+            self._tensors.release(slot)
+            if progress:
+                progress(self.num_bytes(slot))
 
     def weights(
         self, progress: Callable[[int], None] | None = None, *, stacked: bool = False
@@ -138,78 +144,58 @@ class WeightReader:
             arena.clear()
         found = [slot for slot in self.slots if slot.layer == index]
         for slot in found:
-            self._plan.prefetch(slot)
+            self._tensors.prefetch(slot)
         copies = list(self._readers.map(lambda slot: self._streamed_copy(slot, arena), found))
-        put = arena.put if arena else jax.device_put
+        put = arena.put if arena else None
         layer: dict[str, Any] = {}
         for slot, leaf in zip(found, copies, strict=True):
-            layer[slot.key] = self._streamed(slot, put) if leaf is None else leaf
-            self._plan.release(slot)
+            layer[slot.key] = self._made(slot, put, check=False) if leaf is None else leaf
+            self._tensors.release(slot)
         jax.block_until_ready(layer)
         if any(leaf is None for leaf in copies):  # packing left something behind
             give_back_freed()
         return layer
 
     def _streamed_copy(self, slot: Slot, arena: Arena | None) -> Any:
-        """The weight of a slot that is only copied."""
-        if slot.name in self._plan.own and self._prequantized is not None:
-            return self._prequantized.packed(slot, *([arena.put] if arena else []))
-        array = self._array(slot, arena.empty if arena else None)
-        return None if array is None else jax.device_put(array)
-
-    def _streamed(self, slot: Slot, put: Callable[[np.ndarray], Any]) -> Any:
-        if self._prequantized is not None and self._storage.is_prequantized(slot):
-            return self._prequantized.packed(slot, put)
-        array = self._plan.read(slot, self._storage, self._config)
-        return self._storage.keep(slot, array, self._config, put)
-
-    def _array(self, slot: Slot, empty: Callable[..., np.ndarray] | None) -> np.ndarray | None:
-        storage = self._storage
-        made = (
-            storage.quantize is not None
-            or storage.is_prequantized(slot)
-            or self._plan.is_mxfp4(slot)
-        )
-        if self._place is not None or made:
+        """The weight of a slot that is only copied; None of one that takes memory to make."""
+        if slot.name in self._tensors.own:
+            return self._made(slot, arena.put if arena else None, check=False)
+        if not self._is_copied(slot):
             return None
-        return self._plan.read(slot, storage, self._config, empty=empty)
+        empty = arena.empty if arena else None
+        return jax.device_put(self._tensors.read(self.plans[slot.name], empty=empty))
 
-    def _copied(
-        self, slot: Slot, empty: Callable[..., np.ndarray] | None = None
-    ) -> np.ndarray | None:
-        """The host array of a slot that is only copied, which takes no memory beyond its own."""
-        array = self._array(slot, empty)
-        if array is not None and self._check:
-            check_finite(slot, array)
+    def _is_copied(self, slot: Slot) -> bool:
+        """Whether a weight is its tensors' numbers, whole, and takes no memory beyond its own."""
+        plain = self.plans[slot.name].format is None and not self._tensors.is_mxfp4(slot)
+        return plain and self._place is None
+
+    def _read(
+        self, slot: Slot, empty: Callable[..., np.ndarray] | None = None, where: Where | None = None
+    ) -> np.ndarray:
+        """A weight's numbers, or a part of them, checked."""
+        plan = self.plans[slot.name]
+        array = self._tensors.read(plan, where, empty)
+        if self._check:
+            check_finite(slot, array, plan.format)
         return array
 
-    def _kept(self, slot: Slot, array: np.ndarray) -> Any:
-        return self._storage.keep(slot, array, self._config)
-
-    def _made(self, slot: Slot, put: Put | None = None) -> Any:
-        if self._prequantized is not None and self._storage.is_prequantized(slot):
-            return self._packed(slot, self._prequantized, put)
-        storage, config = self._storage, self._config
-
-        def read(where: Where | None) -> np.ndarray:
-            array = self._plan.read(slot, storage, config, where)
-            if self._check:
-                check_finite(slot, array, storage.format_of(slot, config))
-            return array
-
-        if self._place is None:
-            return self._kept(slot, read(None))
-        return self._place(slot, read, lambda part, _: storage.keep_part(slot, part, config))
-
-    def _packed(self, slot: Slot, prequantized: Prequantized, put: Put | None) -> Any:
-        if self._place is not None:
-            format = self._storage.prequantized[slot.name]
-            parts = PrequantizedParts(prequantized, slot, format, self._config, self._check)
-            return self._place(slot, parts.rows, parts.keep)
-        leaf = prequantized.packed(slot, *([put] if put else []))
-        if self._check:
-            check_scales(slot, np.asarray(leaf.scales))
-        return leaf
+    def _made(self, slot: Slot, put: Put | None = None, *, check: bool = True) -> Any:
+        """A weight on the device, or where `put` puts it."""
+        plan, place = self.plans[slot.name], self._place
+        how = {} if put is None else {"put": put}
+        if plan.is_prequantized:
+            assert self._prequantized is not None
+            if place is not None:
+                parts = PrequantizedParts(self._prequantized, plan, self._check)
+                return place(plan, parts.rows, parts.keep)
+            leaf = self._prequantized.packed(slot, **how)
+            if check and self._check:
+                check_scales(slot, leaf.format, np.asarray(leaf.scales))
+            return leaf
+        if place is not None:
+            return place(plan, lambda where: self._read(slot, where=where))
+        return plan.keep(self._read(slot) if check else self._tensors.read(plan), **how)
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:

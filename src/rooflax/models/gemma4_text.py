@@ -21,7 +21,7 @@ from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeScaling
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import SANDWICH, NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
@@ -37,12 +37,12 @@ SKIPPED = (
 LAYER, LINE = "model.layers.{i}", "layers.{i}.mlp"
 EXPERTS = Names(
     (
-        (f"{LINE}.norm", Stored(f"{LAYER}.pre_feedforward_layernorm_2.weight")),
-        (f"{LINE}.router", Stored(f"{LAYER}.router.proj.weight")),
-        (f"{LINE}.router_norm", Stored(f"{LAYER}.router.scale")),
-        (f"{LINE}.expert_scales", Stored(f"{LAYER}.router.per_expert_scale")),
-        (f"{LINE}.gate_up", Stored(f"{LAYER}.experts.gate_up_proj")),
-        (f"{LINE}.down", Stored(f"{LAYER}.experts.down_proj")),
+        (f"{LINE}.norm", StoredAs(f"{LAYER}.pre_feedforward_layernorm_2.weight")),
+        (f"{LINE}.router", StoredAs(f"{LAYER}.router.proj.weight")),
+        (f"{LINE}.router_norm", StoredAs(f"{LAYER}.router.scale")),
+        (f"{LINE}.expert_scales", StoredAs(f"{LAYER}.router.per_expert_scale")),
+        (f"{LINE}.gate_up", StoredAs(f"{LAYER}.experts.gate_up_proj")),
+        (f"{LINE}.down", StoredAs(f"{LAYER}.experts.down_proj")),
     )
 )
 

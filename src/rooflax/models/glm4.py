@@ -14,16 +14,16 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.phi3 import GATE_UP
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import SANDWICH
 
 LAYER = "model.layers.{i}"
 NAMES = Names(
     (
         GATE_UP,
-        ("layers.{i}.attn.post_norm", Stored(f"{LAYER}.post_self_attn_layernorm.weight")),
-        ("layers.{i}.mlp.norm", Stored(f"{LAYER}.post_attention_layernorm.weight")),
-        ("layers.{i}.mlp.post_norm", Stored(f"{LAYER}.post_mlp_layernorm.weight")),
+        ("layers.{i}.attn.post_norm", StoredAs(f"{LAYER}.post_self_attn_layernorm.weight")),
+        ("layers.{i}.mlp.norm", StoredAs(f"{LAYER}.post_attention_layernorm.weight")),
+        ("layers.{i}.mlp.post_norm", StoredAs(f"{LAYER}.post_mlp_layernorm.weight")),
     )
 )
 

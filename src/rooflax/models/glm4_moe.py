@@ -16,12 +16,12 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 
 SHARED, KEY = f"{MLP}.shared_experts", "layers.{i}.mlp.shared_"
 BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
 NAMES = Names(
-    ((f"{KEY}gate_up", Stored(BOTH)), (f"{KEY}down", Stored(f"{SHARED}.down_proj.weight")))
+    ((f"{KEY}gate_up", StoredAs(BOTH)), (f"{KEY}down", StoredAs(f"{SHARED}.down_proj.weight")))
 )
 
 

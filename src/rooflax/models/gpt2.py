@@ -14,7 +14,7 @@ from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp
-from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, Layout, Stored
+from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, StoredAs, TensorLayout
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
@@ -22,16 +22,18 @@ HF_PREFIXES = ("transformer.", "")
 """Checkpoints name their tensors with this prefix, or without."""
 
 
-def _pair(key: str, hf: str, weight: Layout | None = None, bias: Layout | None = None) -> tuple:
+def _pair(
+    key: str, hf: str, weight: TensorLayout | None = None, bias: TensorLayout | None = None
+) -> tuple:
     """A weight and its bias."""
     hf = f"transformer.{hf}"
-    return (key, Stored(f"{hf}.weight", weight)), (f"{key}_bias", Stored(f"{hf}.bias", bias))
+    return (key, StoredAs(f"{hf}.weight", weight)), (f"{key}_bias", StoredAs(f"{hf}.bias", bias))
 
 
 NAMES = Names(
     (
-        ("embed", Stored("transformer.wte.weight")),
-        ("position", Stored("transformer.wpe.weight")),
+        ("embed", StoredAs("transformer.wte.weight")),
+        ("position", StoredAs("transformer.wpe.weight")),
         *_pair("final_norm", "ln_f"),
         *_pair("layers.{i}.attn.norm", "h.{i}.ln_1"),
         *_pair("layers.{i}.attn.qkv", "h.{i}.attn.c_attn", FusedConv1DQKV(), FusedConv1DQKV()),

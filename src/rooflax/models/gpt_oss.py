@@ -27,7 +27,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
-from rooflax.nn.weights import InterleavedGateUp, Layout, Linear, Stored
+from rooflax.nn.weights import InterleavedGateUp, Linear, StoredAs, TensorLayout
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.linear import ClampedSwiglu
 
@@ -39,11 +39,11 @@ DEFAULT_ROPE = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=
 
 NAMES = Names(
     tuple(
-        (f"layers.{{i}}.mlp.{key}", Stored(f"{MLP}.{hf}", layout))
+        (f"layers.{{i}}.mlp.{key}", StoredAs(f"{MLP}.{hf}", layout))
         for key, hf, layout in (
             ("router", "router.weight", Linear()),
             ("gate_up", "experts.gate_up_proj", InterleavedGateUp()),
-            ("down", "experts.down_proj", Layout()),
+            ("down", "experts.down_proj", TensorLayout()),
         )
     )
 )

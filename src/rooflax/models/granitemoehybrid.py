@@ -16,13 +16,13 @@ from rooflax.models import common, granite
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Mlp
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 
 SHARED = "model.layers.{i}.shared_mlp"
 NAMES = Names(
     (
-        ("layers.{i}.mlp.gate_up", Stored(f"{SHARED}.input_linear.weight")),
-        ("layers.{i}.mlp.down", Stored(f"{SHARED}.output_linear.weight")),
+        ("layers.{i}.mlp.gate_up", StoredAs(f"{SHARED}.input_linear.weight")),
+        ("layers.{i}.mlp.down", StoredAs(f"{SHARED}.output_linear.weight")),
     )
 )
 

@@ -16,10 +16,10 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 
 NAMES = Names(tuple(
-    (f"layers.{{i}}.attn.{part[0]}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
+    (f"layers.{{i}}.attn.{part[0]}_norm", StoredAs(f"{ATTENTION}.{part}_layernorm.weight"))
     for part in ("query", "key")
 ))  # fmt: skip
 STATED = {

@@ -12,7 +12,7 @@ import numpy as np
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
-from rooflax.nn.storage import Storage
+from rooflax.nn.storage import Storage, WeightPlan
 from rooflax.nn.weights import Slot, assemble
 
 DEVIATION = 0.02
@@ -42,32 +42,22 @@ def random_weights(
         progress: called with the bytes of each weight when it is done.
     """
 
-    def put(slot: Slot, array: np.ndarray) -> Any:
-        if place is None:
-            return storage.keep(slot, array, config)
-        return place(
-            slot, lambda w: array[w], lambda part, _: storage.keep_part(slot, part, config)
-        )
-
     def arrays() -> Iterator[tuple[Slot, Any]]:
         for slot in config.slots():
-            shape = slot.weight.shape(config.axis_sizes)
-            is_quantized = storage.format_of(slot, config) is not None
-            dtype = storage.dtype if is_quantized else storage.dtype_of(slot, config, True)
-            array = _values(slot, shape, config, seed, dtype)
-            yield slot, put(slot, array)
+            plan = storage.of(slot, config, shards=place and place.shards)
+            dtype = storage.dtype if plan.format else plan.dtype
+            array = _values(plan, config, seed, dtype)
+            yield slot, plan.keep(array) if place is None else place(plan, array.__getitem__)
             if progress:
-                progress(storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16))
+                progress(plan.num_bytes())
 
     if stacked and place is None:
         return Stacks(config.num_layers, config.groups.period).filled(arrays())
     return assemble(config.num_layers, arrays())
 
 
-def _values(
-    slot: Slot, shape: tuple[int, ...], config: Decoder, seed: int, dtype: str
-) -> np.ndarray:
-    init = slot.weight.init
+def _values(plan: WeightPlan, config: Decoder, seed: int, dtype: str) -> np.ndarray:
+    slot, shape, init = plan.slot, plan.shape, plan.slot.line.init
     if init in ("ones", "zeros"):
         return np.full(shape, float(init == "ones"), jnp.dtype(dtype))
     rng = np.random.default_rng((seed, zlib.crc32(slot.name.encode())))

@@ -17,20 +17,20 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
 NAMES = Names((
-    ("final_norm", Stored("model.embedding_norm.weight")),
-    *((f"layers.{{i}}.{part}.norm", Stored("model.layers.{i}.operator_norm.weight"))
+    ("final_norm", StoredAs("model.embedding_norm.weight")),
+    *((f"layers.{{i}}.{part}.norm", StoredAs("model.layers.{i}.operator_norm.weight"))
       for part in ("attn", "conv")),
-    *((f"layers.{{i}}.attn.{part}_norm", Stored(f"{ATTENTION}.{part}_layernorm.weight"))
+    *((f"layers.{{i}}.attn.{part}_norm", StoredAs(f"{ATTENTION}.{part}_layernorm.weight"))
       for part in "qk"),
-    ("layers.{i}.attn.o", Stored(f"{ATTENTION}.out_proj.weight")),
-    ("layers.{i}.mlp.norm", Stored("model.layers.{i}.ffn_norm.weight")),
-    ("layers.{i}.mlp.gate_up", Stored((f"{FEED}.w1.weight", f"{FEED}.w3.weight"))),
-    ("layers.{i}.mlp.down", Stored(f"{FEED}.w2.weight")),
+    ("layers.{i}.attn.o", StoredAs(f"{ATTENTION}.out_proj.weight")),
+    ("layers.{i}.mlp.norm", StoredAs("model.layers.{i}.ffn_norm.weight")),
+    ("layers.{i}.mlp.gate_up", StoredAs((f"{FEED}.w1.weight", f"{FEED}.w3.weight"))),
+    ("layers.{i}.mlp.down", StoredAs(f"{FEED}.w2.weight")),
 ))  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def estimate(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
+        storage.of(slot, config).num_bytes(slot.line.shape(sizes))
         for slot in config.first(layers).slots()
     )
     chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
@@ -197,9 +197,9 @@ def padding(
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
-            storage.num_bytes(slot, config, stored_bfloat16=storage.keeps_bfloat16, sizes=sizes)
+            storage.of(slot, config).num_bytes(slot.line.shape(sizes))
             for slot in config.first(layers).slots()
-            if "vocab" in slot.weight.axis_names
+            if "vocab" in slot.line.axis_names
         )
 
     return {

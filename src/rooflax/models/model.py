@@ -23,7 +23,7 @@ from rooflax.nn.kv_cache import KVCache
 from rooflax.nn.layers import stack_layers
 from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, query_scale, rope_arrays
-from rooflax.nn.weights import Weight
+from rooflax.nn.weights import WeightLine
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class Model:
     dtype: str | None = field(default=None, metadata={"static": True})
 
     @property
-    def table(self) -> dict[str, Weight]:
+    def table(self) -> dict[str, WeightLine]:
         return self.config.table
 
     @property

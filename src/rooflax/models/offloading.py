@@ -19,7 +19,7 @@ from rooflax.models.memory import gib
 from rooflax.models.model import Model
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import LayerWeights
-from rooflax.nn.weights import Weight
+from rooflax.nn.weights import WeightLine
 
 AHEAD = 2
 """Streamed layers in memory: the one that computes and the one that is read."""
@@ -188,7 +188,7 @@ class OffloadedModel:
         return self.ends.config
 
     @property
-    def table(self) -> dict[str, Weight]:
+    def table(self) -> dict[str, WeightLine]:
         return self.ends.table
 
     @property

@@ -17,10 +17,10 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, MLP
-from rooflax.nn.weights import Stored
+from rooflax.nn.weights import StoredAs
 
-GATE_UP = "layers.{i}.mlp.gate_up", Stored(f"{MLP}.gate_up_proj.weight")
-NAMES = Names((("layers.{i}.attn.qkv", Stored(f"{ATTENTION}.qkv_proj.weight")), GATE_UP))
+GATE_UP = "layers.{i}.mlp.gate_up", StoredAs(f"{MLP}.gate_up_proj.weight")
+NAMES = Names((("layers.{i}.attn.qkv", StoredAs(f"{ATTENTION}.qkv_proj.weight")), GATE_UP))
 NO_BIASES = (("attention_bias", False), ("mlp_bias", False), ("lm_head_bias", False))
 """Files say so; transformers has none, whatever they say."""
 

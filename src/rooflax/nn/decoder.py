@@ -23,7 +23,7 @@ from rooflax.nn.layout import STATE
 from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, Stored, Weight
+from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, StoredAs, WeightLine
 from rooflax.nn.wiring import Context, NormKind, Table
 from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
@@ -44,18 +44,18 @@ class Names:
         further: layers behind the model's own, which predict further tokens and are skipped.
     """
 
-    stored: tuple[tuple[str, Stored], ...] = ()
+    stored: tuple[tuple[str, StoredAs], ...] = ()
     either: tuple[str, ...] = ()
     further: int = 0
 
     def apply(self, table: Table) -> Table:
         places = dict(self.stored)
 
-        def renamed(key: str, line: Weight) -> Weight:
+        def renamed(key: str, line: WeightLine) -> WeightLine:
             place = places[key]
             fused = isinstance(place.hf, str) and not isinstance(line.hf, str)
             layout = place.layout or (Rows(line.layout) if fused else line.layout)
-            other = Stored(line.hf, line.layout) if key in self.either else line.other
+            other = StoredAs(line.hf, line.layout) if key in self.either else line.other
             return replace(line, hf=place.hf, layout=layout, other=other)
 
         return table | {key: renamed(key, table[key]) for key in table if key in places}
@@ -212,16 +212,16 @@ class Decoder:
     @cached_property
     def table(self) -> Table:
         """One line per weight; "{i}" stands for every layer that has it."""
-        table = {"embed": Weight("vocab hidden", "model.embed_tokens.weight")}
+        table = {"embed": WeightLine("vocab hidden", "model.embed_tokens.weight")}
         if self.learned_positions:
-            table["position"] = Weight("position hidden", "model.embed_positions.weight")
+            table["position"] = WeightLine("position hidden", "model.embed_positions.weight")
         table |= self.norm.table("final_norm", "model.norm")
         table |= self.per_layer.table() if self.per_layer else {}
         for layer in dict.fromkeys(self.layers):
             for key, line in layer.table.items():
                 assert table.setdefault(LAYER_PREFIX + key, line) == line, f"layers differ in {key}"
         if not self.tied_embeddings and self.has_head:
-            table["lm_head"] = Weight("vocab hidden", "lm_head.weight")
+            table["lm_head"] = WeightLine("vocab hidden", "lm_head.weight")
         return self.names.apply(table)
 
     def slots(self) -> Iterator[Slot]:
@@ -236,7 +236,7 @@ class Decoder:
     @cached_property
     def num_parameters(self) -> int:
         """How many numbers the weights hold."""
-        return sum(math.prod(slot.weight.shape(self.axis_sizes)) for slot in self.slots())
+        return sum(math.prod(slot.line.shape(self.axis_sizes)) for slot in self.slots())
 
     # Forward
 

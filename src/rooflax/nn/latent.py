@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from rooflax.nn.layers import Attend, LayerWeights
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, Weight
+from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, WeightLine
 from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, Table, Wiring
 from rooflax.ops.linear import Norm, linear_by_head
 from rooflax.ops.rope import apply_rope
@@ -114,46 +114,35 @@ class LatentAttention:
         if self.query_rank:
             queries, name = "query_latent", f"{ATTENTION}.q_b_proj.weight"
             first = f"{ATTENTION}.q_a_proj"
-            lines["attn.q_a"] = Weight("hidden -> query_latent", f"{first}.weight", Linear())
+            lines["attn.q_a"] = WeightLine("hidden -> query_latent", f"{first}.weight", Linear())
             if self.bias:
-                lines["attn.q_a_bias"] = Weight("query_latent", f"{first}.bias", init="zeros")
+                lines["attn.q_a_bias"] = WeightLine("query_latent", f"{first}.bias", init="zeros")
             own = f"{ATTENTION}.q_a_layernorm.weight"
-            lines["attn.q_norm"] = Weight("query_latent", own, init="ones")
+            lines["attn.q_norm"] = WeightLine("query_latent", own, init="ones")
         order = self._order(self.nope_dim)
         axes = f"{queries} -> query_heads each query_dim"
-        lines["attn.q"] = Weight(axes, (name,), QKV(order=order, num_kv=0))
+        lines["attn.q"] = WeightLine(axes, (name,), QKV(order=order, num_kv=0))
         order, first = self._order(self.rank), f"{ATTENTION}.kv_a_proj_with_mqa"
         layout = QKV(order=order, num_kv=0)
         axes = "each each latent_key"
-        lines["attn.kv_a"] = Weight(f"hidden -> {axes}", (f"{first}.weight",), layout)
+        lines["attn.kv_a"] = WeightLine(f"hidden -> {axes}", (f"{first}.weight",), layout)
         if self.bias:
             biases = Reordered(order) if order else Flat()
-            lines["attn.kv_a_bias"] = Weight("latent_key", f"{first}.bias", biases, "zeros")
+            lines["attn.kv_a_bias"] = WeightLine("latent_key", f"{first}.bias", biases, "zeros")
         own, both = f"{ATTENTION}.kv_a_layernorm.weight", f"{ATTENTION}.kv_b_proj.weight"
-        lines["attn.kv_norm"] = Weight("latent", own, init="ones")
+        lines["attn.kv_norm"] = WeightLine("latent", own, init="ones")
         dims = self.nope_dim, self.value_dim
         axes = "query_heads | nope_dim -> latent", "query_heads | latent -> value_dim"
-        lines["attn.k_b"] = Weight(axes[0], both, HeadPart(dims, 0))
-        lines["attn.v_b"] = Weight(axes[1], both, HeadPart(dims, 1))
+        lines["attn.k_b"] = WeightLine(axes[0], both, HeadPart(dims, 0))
+        lines["attn.v_b"] = WeightLine(axes[1], both, HeadPart(dims, 1))
         output, axes = f"{ATTENTION}.o_proj", "query_heads value_dim -> hidden"
-        lines["attn.o"] = Weight(axes, f"{output}.weight", Linear(), "residual")
+        lines["attn.o"] = WeightLine(axes, f"{output}.weight", Linear(), "residual")
         if self.bias:
-            lines["attn.o_bias"] = Weight("hidden", f"{output}.bias", init="zeros")
+            lines["attn.o_bias"] = WeightLine("hidden", f"{output}.bias", init="zeros")
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, "attn", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        attend: Attend,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "attn", w)
         cos, sin, _ = context.rope[self.rope, self.rope_dim]
         q = self._queries(w, x, norm, context)
         q, p = q[..., : self.nope_dim], apply_rope(q[..., self.nope_dim :], cos, sin)
@@ -163,12 +152,10 @@ class LatentAttention:
         q = jnp.concatenate((self._by_head(q, w["attn.k_b"], context), p), axis=-1)
         h = attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
         h = self._by_head(h[..., : self.rank], w["attn.v_b"], context)
-        o_bias, residual = (
-            context.on_one_shard(w.get("attn.o_bias")),
-            context.on_one_shard(residual),
-        )
+        o_bias = context.on_one_shard(w.get("attn.o_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
-        return context.all_reduce(h)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context)
 
     def _queries(
         self, w: LayerWeights, x: Hidden, norm: Norm | None, context: Context

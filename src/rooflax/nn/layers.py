@@ -28,7 +28,7 @@ from rooflax.ops.attention import (
 )
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
-from rooflax.ops.weights import Stacked, at, taken
+from rooflax.ops.weights import StackMember, at, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -82,6 +82,8 @@ def run_layers(
         part = mesh.local_layers(given, shards)
         return run(functions, layers, x, part, batch, cache, slots, groups, options, remat)
 
+    if shards is None or shards.stage == 1:
+        return own(x, cache)
     return mesh.in_stages(own, x, cache, shards)
 
 
@@ -300,7 +302,7 @@ class _Attend:
         v: Float[Array, "B T K H"] | None,
         *,
         scale: float,
-        sinks: Float[Array, " N"] | Stacked | None = None,
+        sinks: Float[Array, " N"] | StackMember | None = None,
         causal: bool = True,
         new: Projected | None = None,
     ) -> Float[Array, "B T N H"]:

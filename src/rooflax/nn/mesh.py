@@ -30,10 +30,9 @@ from rooflax.nn.shards import (
     parse_mesh,
     split_axes,
 )
-from rooflax.nn.weights import LAYER_PREFIX, Weight
-from rooflax.ops import weights as ops_weights
+from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.ops.linear import lookup
-from rooflax.ops.weights import Stacked, as_table, split_leaf, taken
+from rooflax.ops.weights import Operand, StackMember, as_table, split_leaf, taken
 
 
 def make_mesh(text: str) -> Mesh:
@@ -90,13 +89,8 @@ def shards_of(mesh: Mesh | None) -> Shards | None:
     return Shards(**mesh.shape)
 
 
-def weight_spec(weight: Weight, shards: Shards) -> PartitionSpec:
-    """Where a weight is split."""
-    return PartitionSpec(*split_axes(weight, shards))
-
-
 def weights_specs(
-    table: Mapping[str, Weight], weights: Mapping[str, Any], shards: Shards
+    table: Mapping[str, WeightLine], weights: Mapping[str, Any], shards: Shards
 ) -> dict[str, Any]:
     """A tree like `weights` that says where each array is split."""
     lead = (STAGE if shards.stage > 1 else None,)
@@ -121,13 +115,15 @@ def weights_specs(
     return specs
 
 
-def leaf_spec(weight: Weight, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()) -> Any:
+def leaf_spec(
+    line: WeightLine, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()
+) -> Any:
     """Where a weight's array is split, or each array of a weight that is several.
 
     Args:
         lead: of the axis of stacked layers.
     """
-    return split_leaf(leaf, split_axes(weight, shards), weight.num_stacked, lead)
+    return split_leaf(leaf, split_axes(line, shards), line.num_stacked, lead)
 
 
 def cache_spec(shards: Shards) -> PartitionSpec:
@@ -149,10 +145,10 @@ def on_one_shard(bias: None, shards: Shards | None) -> None: ...
 @overload
 def on_one_shard(bias: Array, shards: Shards | None) -> Array: ...
 @overload
-def on_one_shard(bias: Stacked, shards: Shards | None) -> Array | Stacked: ...
+def on_one_shard(bias: StackMember, shards: Shards | None) -> Array | StackMember: ...
 def on_one_shard(
-    bias: Float[Array, "*shape"] | Stacked | None, shards: Shards | None
-) -> Float[Array, "*shape"] | Stacked | None:
+    bias: Float[Array, "*shape"] | StackMember | None, shards: Shards | None
+) -> Float[Array, "*shape"] | StackMember | None:
     """What is added before a sum over tensor: whole on the first part, zero on the others."""
     if shards is None or shards.tensor == 1 or bias is None:
         return bias
@@ -161,7 +157,7 @@ def on_one_shard(
 
 
 def embed(
-    table: Float[Array, "vocab hidden"] | ops_weights.Weight,
+    table: Float[Array, "vocab hidden"] | Operand,
     tokens: Int[Array, "rows seq"],
     shards: Shards | None,
     *,
@@ -317,15 +313,13 @@ State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
 
 
 def in_stages(
-    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards | None
+    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards
 ) -> State:
     """run(x, cache) by each stage with its own layers, one stage after the other.
 
     Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its
     turn runs nothing and waits.
     """
-    if shards is None or shards.stage == 1:
-        return run(x, cache)
     own, last = jax.lax.axis_index(STAGE), shards.stage - 1
     for turn in range(shards.stage):
         x, cache = jax.lax.cond(own == turn, run, lambda x, cache: (x, cache), x, cache)

@@ -7,7 +7,7 @@ bear the names of LLaMA's checkpoints; a family with other names maps them (`Dec
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,14 +24,14 @@ from rooflax.nn.weights import (
     Float32,
     GateUp,
     InterleavedGateUp,
-    Layout,
     Linear,
     PerExpert,
     Reordered,
     Rows,
-    Stacked,
-    Stored,
-    Weight,
+    StackedExperts,
+    StoredAs,
+    TensorLayout,
+    WeightLine,
 )
 from rooflax.nn.wiring import (
     PRE,
@@ -138,10 +138,10 @@ class Attention:
         order = (self.rope or Rope(1.0)).order(self.head_dim, self.interleaved)
         axes = self._axes(f"kv_heads {projected}_group head_dim")
         layout = QKV(order=order, gated=self.gate, num_kv=len(projected) - 1)
-        lines[f"{key}.{projected}"] = Weight(f"hidden -> {axes}", weights, layout)
+        lines[f"{key}.{projected}"] = WeightLine(f"hidden -> {axes}", weights, layout)
         if self.qkv_bias:
             layout = replace(layout, bias=True)
-            lines[f"{key}.{projected}_bias"] = Weight(axes, biases, layout, "zeros")
+            lines[f"{key}.{projected}_bias"] = WeightLine(axes, biases, layout, "zeros")
         if self.qk_norm is not None:
             for part in self._normed:
                 line, hf = f"{key}.{part}_norm", f"{ATTENTION}.{part}_norm"
@@ -153,15 +153,15 @@ class Attention:
             axes = {"q": "kv_heads q_group head_dim", "k": "kv_heads head_dim"}
             for part in self._normed:
                 hf = f"{ATTENTION}.{part}_norm.weight"
-                line = Weight(self._axes(axes[part]), hf, Flat(), "ones")
+                line = WeightLine(self._axes(axes[part]), hf, Flat(), "ones")
                 lines[f"{key}.{part}_norm"] = line
         if self.sinks:
-            lines[f"{key}.sinks"] = Weight(self.axis("heads"), f"{ATTENTION}.sinks")
+            lines[f"{key}.sinks"] = WeightLine(self.axis("heads"), f"{ATTENTION}.sinks")
         output = f"{ATTENTION}.o_proj"
         axes = self._axes("heads head_dim -> hidden")
-        lines[f"{key}.o"] = Weight(axes, f"{output}.weight", Linear(), "residual")
+        lines[f"{key}.o"] = WeightLine(axes, f"{output}.weight", Linear(), "residual")
         if self.output_bias:
-            lines[f"{key}.o_bias"] = Weight("hidden", f"{output}.bias", Flat(), "zeros")
+            lines[f"{key}.o_bias"] = WeightLine("hidden", f"{output}.bias", Flat(), "zeros")
         return lines
 
     @property
@@ -170,20 +170,8 @@ class Attention:
         return "q" if self.reuses_kv else "qk"
 
     def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, attend, context)
-        return self.wiring(branch, self.norm, self.key, w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        attend: Attend,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
         key, num_kv = self.key, len(self.projected) - 1
-        line = f"{key}.{self.projected}"
+        line, norm = f"{key}.{self.projected}", self.wiring.prologue(self.norm, key, w)
         qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
         new = self._projection(w, qkv, context)
         last = qkv.shape[3]
@@ -204,12 +192,10 @@ class Attention:
         h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal, new=new)
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
-        o_bias, residual = (
-            context.on_one_shard(w.get(f"{key}.o_bias")),
-            context.on_one_shard(residual),
-        )
+        o_bias = context.on_one_shard(w.get(f"{key}.o_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
-        return context.all_reduce(h)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context)
 
     def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
         """What becomes of the projection's result, unless more does than that can say."""
@@ -294,13 +280,13 @@ class Mlp:
         weights, biases = (tuple(f"{MLP}.{p}.{end}" for p in parts) for end in ("weight", "bias"))
         out, layout = (f"gate_up {key}", GateUp()) if self.gated else (key, Linear())
         flat = GateUp(bias=True) if self.gated else Flat()
-        lines[self._first] = Weight(f"hidden -> {out}", weights, layout)
+        lines[self._first] = WeightLine(f"hidden -> {out}", weights, layout)
         if self.bias:
-            lines[f"{self._first}_bias"] = Weight(out, biases, flat, "zeros")
-        down = f"{MLP}.down_proj"
-        lines[f"{key}.down"] = Weight(f"{key} -> hidden", f"{down}.weight", Linear(), "residual")
+            lines[f"{self._first}_bias"] = WeightLine(out, biases, flat, "zeros")
+        down, axes = f"{MLP}.down_proj", f"{key} -> hidden"
+        lines[f"{key}.down"] = WeightLine(axes, f"{down}.weight", Linear(), "residual")
         if self.bias:
-            lines[f"{key}.down_bias"] = Weight("hidden", f"{down}.bias", Flat(), "zeros")
+            lines[f"{key}.down_bias"] = WeightLine("hidden", f"{down}.bias", Flat(), "zeros")
         return lines
 
     def __call__(
@@ -312,9 +298,10 @@ class Mlp:
         prologue: Norm | None = None,
     ) -> Hidden:
         """`onto`, or x, and the network of x, which `prologue` norms if nothing else does."""
-        branch = partial(self.branch, w, x, context)
+        norm = self.wiring.prologue(self.norm, self.key, w) or prologue
         onto = x if onto is None else onto
-        return self.wiring(branch, self.norm, self.key, w, onto, context, prologue)
+        h = self.branch(w, x, context, norm, self.wiring.residual(onto))
+        return self.wiring.joined(onto, h, self.norm, self.key, w, context)
 
     def branch(
         self,
@@ -327,14 +314,13 @@ class Mlp:
         """The network of x, normed, and what is added to it."""
         key, first = self.key, self._first
         h = context.linear(x, w[first], w.get(f"{first}_bias"), prologue=norm)
-        down_bias, residual = (
-            context.on_one_shard(w.get(f"{key}.down_bias")),
-            context.on_one_shard(residual),
-        )
+        bias = context.on_one_shard(w.get(f"{key}.down_bias"))
+        residual = context.on_one_shard(residual)
         activation = Activation(self.activation, gated=self.gated)
-        how = {"prologue": activation, "residual": residual}
-        h = context.linear(h, w[f"{key}.down"], down_bias, **how)
-        return context.all_reduce(h)
+        down = w[f"{key}.down"]
+        return context.all_reduce(
+            context.linear(h, down, bias, prologue=activation, residual=residual)
+        )
 
 
 def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> Table:
@@ -392,31 +378,32 @@ class Moe:
 
     def table(self) -> Table:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
-        lines["mlp.router"] = Weight("hidden -> routes", f"{MLP}.gate.weight", Linear())
+        lines["mlp.router"] = WeightLine("hidden -> routes", f"{MLP}.gate.weight", Linear())
         each, axes = self.stored("gate_proj", "up_proj"), "experts | hidden -> gate_up mlp"
         places = (
-            Stored(each, PerExpert(GateUp())),
-            Stored(f"{MLP}.experts.gate_up_proj", Stacked(Rows(GateUp()))),
+            StoredAs(each, PerExpert(GateUp())),
+            StoredAs(f"{MLP}.experts.gate_up_proj", StackedExperts(Rows(GateUp()))),
         )
         lines["mlp.gate_up"] = self._line(axes, places)
         places = (
-            Stored(self.stored("down_proj"), PerExpert(Linear())),
-            Stored(f"{MLP}.experts.down_proj", Stacked(Linear())),
+            StoredAs(self.stored("down_proj"), PerExpert(Linear())),
+            StoredAs(f"{MLP}.experts.down_proj", StackedExperts(Linear())),
         )
         lines["mlp.down"] = self._line("experts | mlp -> hidden", places, "residual")
         if self.shared:
             both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
             down = f"{MLP}.shared_expert.down_proj.weight"
             gate = f"{MLP}.shared_expert_gate.weight"
-            lines["mlp.shared_gate_up"] = Weight("hidden -> gate_up shared_mlp", both, GateUp())
-            lines["mlp.shared_down"] = Weight("shared_mlp -> hidden", down, Linear(), "residual")
+            lines["mlp.shared_gate_up"] = WeightLine("hidden -> gate_up shared_mlp", both, GateUp())
+            axes = "shared_mlp -> hidden"
+            lines["mlp.shared_down"] = WeightLine(axes, down, Linear(), "residual")
             if self.shared_gated:
-                lines["mlp.shared_gate"] = Weight("gates hidden", gate)
+                lines["mlp.shared_gate"] = WeightLine("gates hidden", gate)
         if self.router_norm:
             lines |= self.norm.table("mlp.router_norm", f"{MLP}.gate_norm")
         if self.expert_scales:
             stored = f"{MLP}.gate.per_expert_scale"
-            lines["mlp.expert_scales"] = Weight("routes", stored, Float32(), "ones")
+            lines["mlp.expert_scales"] = WeightLine("routes", stored, Float32(), "ones")
         if self.beside:
             lines |= self.beside.table()
             for number, key in ((1, self.beside.key), (2, "mlp")):
@@ -424,19 +411,21 @@ class Moe:
                 lines |= self.norm.table(f"{key}.own_norm", hf)
         if self.biased:
             stored = f"{MLP}.gate.e_score_correction_bias"
-            lines["mlp.choice_bias"] = Weight("routes", stored, Float32(), "zeros")
+            lines["mlp.choice_bias"] = WeightLine("routes", stored, Float32(), "zeros")
         if self.bias:
             fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
-            lines["mlp.router_bias"] = Weight("routes", f"{MLP}.router.bias", init="zeros")
-            lines["mlp.gate_up_bias"] = Weight("experts gate_up mlp", fused, split, "zeros")
+            lines["mlp.router_bias"] = WeightLine("routes", f"{MLP}.router.bias", init="zeros")
+            lines["mlp.gate_up_bias"] = WeightLine("experts gate_up mlp", fused, split, "zeros")
             stored = f"{MLP}.experts.down_proj_bias"
-            lines["mlp.down_bias"] = Weight("experts hidden", stored, init="zeros")
+            lines["mlp.down_bias"] = WeightLine("experts hidden", stored, init="zeros")
         return lines
 
-    def _line(self, axes: str, places: tuple[Stored, Stored], init: str = "normal") -> Weight:
+    def _line(
+        self, axes: str, places: tuple[StoredAs, StoredAs], init: str = "normal"
+    ) -> WeightLine:
         """Of experts, which lie one by one or in one tensor."""
         first, other = reversed(places) if self.stacked else places
-        return Weight(axes, first.hf, first.layout or Layout(), init, other)
+        return WeightLine(axes, first.hf, first.layout or TensorLayout(), init, other)
 
     def stored(self, *parts: str, prefix: str = f"{MLP}.experts") -> tuple[str, ...]:
         """The tensors of a checkpoint that has some for each expert."""
@@ -444,22 +433,15 @@ class Moe:
         return tuple(f"{prefix}.{expert}.{part}.weight" for expert in experts for part in parts)
 
     def __call__(self, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
-        if self.beside:
-            branch = partial(self._both, self.beside, w, x, context)
-            return self.beside.wiring(branch, self.beside.norm, self.beside.key, w, x, context)
+        if dense := self.beside:
+            h = self._both(dense, w, x, context)
+            return dense.wiring.joined(x, h, dense.norm, dense.key, w, context)
         h = self._experts(w, x, context, onto=x)
         return h + self._shared(w, x, context) if self.shared else h
 
-    def _both(
-        self,
-        dense: Mlp,
-        w: LayerWeights,
-        x: Hidden,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+    def _both(self, dense: Mlp, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """The dense network and the experts, each with a norm of its result."""
+        norm, residual = dense.wiring.prologue(dense.norm, dense.key, w), dense.wiring.residual(x)
         own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
         h = context.norm(dense.branch(w, x, context, norm, None), own[dense.key])
         h = h + context.norm(self._experts(w, x, context), own["mlp"])
@@ -545,7 +527,7 @@ class Layer:
         lines |= self.per_layer.layer_table() if self.per_layer else {}
         if self.scaled:
             name = "model.layers.{i}.layer_scalar"
-            lines["scale"] = Weight("one", name, Float32(), "ones")
+            lines["scale"] = WeightLine("one", name, Float32(), "ones")
         return lines
 
     @cached_property

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.nn import mesh
 from rooflax.nn.layers import LayerWeights
-from rooflax.nn.weights import Linear, Weight
+from rooflax.nn.weights import Linear, WeightLine
 from rooflax.nn.wiring import Context, Hidden, NormKind, Table
 from rooflax.ops.linear import Activation
 
@@ -51,20 +51,19 @@ class PerLayer:
 
     def table(self) -> Table:
         """The lines outside the layers."""
-        projection = Weight(
-            "hidden -> depth per_layer", "model.per_layer_model_projection.weight", Linear()
-        )
+        embed, projection = "embed_tokens_per_layer", "model.per_layer_model_projection.weight"
+        axes = "hidden -> depth per_layer"
         return {
-            "per_layer.embed": Weight("vocab per_layers", "model.embed_tokens_per_layer.weight"),
-            "per_layer.projection": projection,
+            "per_layer.embed": WeightLine("vocab per_layers", f"model.{embed}.weight"),
+            "per_layer.projection": WeightLine(axes, projection, Linear()),
         } | self.norm.table("per_layer.norm", "model.per_layer_projection_norm", "per_layer")
 
     def layer_table(self) -> Table:
         """A layer's."""
         gate, up = (f"{LAYER}.per_layer_{name}.weight" for name in ("input_gate", "projection"))
         return {
-            "per_layer.gate": Weight("hidden -> per_layer", gate, Linear()),
-            "per_layer.up": Weight("per_layer -> hidden", up, Linear(), "residual"),
+            "per_layer.gate": WeightLine("hidden -> per_layer", gate, Linear()),
+            "per_layer.up": WeightLine("per_layer -> hidden", up, Linear(), "residual"),
         } | self.norm.table("per_layer.norm", f"{LAYER}.post_per_layer_input_norm")
 
     def of_tokens(

@@ -14,9 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rooflax.nn.layers import stack_layers, unstack_layers
-from rooflax.nn.mesh import leaf_spec, shards_of, weight_spec, weights_specs
+from rooflax.nn.mesh import shards_of, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
-from rooflax.nn.weights import GROUP_ENDS, Slot, Weight, Where
+from rooflax.nn.storage import WeightPlan
+from rooflax.nn.weights import GROUP_ENDS, WeightLine, Where
+from rooflax.ops.weights import split_leaf
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -71,41 +73,42 @@ class Placer:
         }
         self.config = config_on(config, self.shards)
 
-    def __call__(self, slot: Slot, read: Read, keep: Keep) -> Any:
+    def __call__(self, plan: WeightPlan, read: Read, keep: Keep | None = None) -> Any:
         """A weight on its devices; with stages a layer's is a tree of `Parts` until `finish`.
 
         Args:
             read: called for what this process's devices hold, once for each different part.
-            keep: makes of a part what they hold.
+            keep: makes of a part what they hold; None does as the plan says.
 
         Returns:
             None where another process has all of it.
         """
-        staged = slot.layer is not None and self.shards.stage > 1
+        slot, staged = plan.slot, plan.slot.layer is not None and self.shards.stage > 1
         lead = (STAGE,) if staged else ()
         leaves, read = [], _remembering(read)
-        for where, devices in self._held(slot, staged):
-            part = keep(self._part(slot.weight, where, read), where)
+        for where, devices in self._held(plan, staged):
+            part = self._part(slot.line, where, read)
+            part = keep(part, where) if keep else plan.keep(part, np.ascontiguousarray)
             if staged:
                 part = jax.tree.map(lambda array: array[None], part)
             leaves += [jax.device_put(part, device) for device in devices]
         if not leaves:
             return None
-        specs = leaf_spec(slot.weight, leaves[0], self.shards, lead)
+        specs = split_leaf(leaves[0], plan.axes, slot.line.num_stacked, lead)
         parts = jax.tree.map(lambda spec, *arrays: Parts(spec, arrays), specs, *leaves)
         return parts if staged else _joined(parts, self._mesh)
 
-    def _held(self, slot: Slot, staged: bool) -> Iterator[tuple[Where, list[Any]]]:
+    def _held(self, plan: WeightPlan, staged: bool) -> Iterator[tuple[Where, list[Any]]]:
         """Each different part that this process's devices hold, and which do."""
-        mesh = self._mesh
+        slot, mesh = plan.slot, self._mesh
         if staged:
             assert slot.layer is not None
             stage = slot.layer // (self.config.num_layers // self.shards.stage)
             axis = mesh.axis_names.index(STAGE)
             names = tuple(name for name in mesh.axis_names if name != STAGE)
             mesh = Mesh(mesh.devices.take(stage, axis), names)
-        shape = whole_shape(slot.weight, self.config, self.shards)
-        sharding = NamedSharding(mesh, weight_spec(slot.weight, self.shards))
+        shape = whole_shape(slot.line, self.config, self.shards)
+        sharding = NamedSharding(mesh, PartitionSpec(*plan.axes))
         by_part: dict[tuple, list[Any]] = {}
         for device, where in sharding.addressable_devices_indices_map(shape).items():
             ends = tuple(w.indices(n)[:2] for w, n in zip(where or (), shape, strict=True))
@@ -113,8 +116,8 @@ class Placer:
         for ends in sorted(by_part):
             yield tuple(slice(*pair) for pair in ends), by_part[ends]
 
-    def _part(self, weight: Weight, where: Where, read: Read) -> np.ndarray:
-        names = weight.axis_names
+    def _part(self, line: WeightLine, where: Where, read: Read) -> np.ndarray:
+        names = line.axis_names
         if names[0] == "vocab":
             return self._vocab_part(where, read)
         for axis, name in enumerate(names):
@@ -141,7 +144,7 @@ class Placer:
         return np.concatenate((q, whole[..., queries:, :]), axis=-2)
 
     def finish(
-        self, weights: dict[str, Any], table: Mapping[str, Weight], *, scan: bool
+        self, weights: dict[str, Any], table: Mapping[str, WeightLine], *, scan: bool
     ) -> dict[str, Any]:
         """The weights as the steps take them.
 
@@ -167,7 +170,9 @@ class Placer:
         )
         return _joined(together, self._mesh)
 
-    def _restacked(self, weights: dict[str, Any], table: Mapping[str, Weight]) -> dict[str, Any]:
+    def _restacked(
+        self, weights: dict[str, Any], table: Mapping[str, WeightLine]
+    ) -> dict[str, Any]:
         layers, period = {"stacked_layers": weights["stacked_layers"]}, self.config.groups.period
         specs = weights_specs(table, layers, self.shards)
         restack = jax.shard_map(

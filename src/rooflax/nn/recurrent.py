@@ -7,7 +7,7 @@ pass; beside those the shapes of what it keeps: float32 arrays whose first axis 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from rooflax.nn.layers import LayerWeights, Recall
 from rooflax.nn.layout import STATE
 from rooflax.nn.parts import PRE, Context, Hidden, NormKind, Table, Wiring
-from rooflax.nn.weights import Channels, Flat, Float32, FusedRows, HeadRows, Linear, Weight
+from rooflax.nn.weights import Channels, Flat, Float32, FusedRows, HeadRows, Linear, WeightLine
 from rooflax.ops.linear import Norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
 from rooflax.ops.weights import taken
@@ -57,29 +57,19 @@ class ShortConv:
     def table(self) -> Table:
         lines = self.wiring.table(self.norm, "conv", "input_layernorm", "post_attention_layernorm")
         first, last = f"{SHORT_CONV}.in_proj", f"{SHORT_CONV}.out_proj"
-        lines["conv.in"] = Weight("hidden -> branches channels", f"{first}.weight", FusedRows())
-        lines["conv.taps"] = Weight("channels taps", f"{SHORT_CONV}.conv.weight", Channels())
-        lines["conv.out"] = Weight("channels -> hidden", f"{last}.weight", Linear(), "residual")
+        lines["conv.in"] = WeightLine("hidden -> branches channels", f"{first}.weight", FusedRows())
+        lines["conv.taps"] = WeightLine("channels taps", f"{SHORT_CONV}.conv.weight", Channels())
+        lines["conv.out"] = WeightLine("channels -> hidden", f"{last}.weight", Linear(), "residual")
         if self.bias:
             fused = FusedRows(bias=True)
-            lines["conv.in_bias"] = Weight("branches channels", f"{first}.bias", fused, "zeros")
-            lines["conv.taps_bias"] = Weight("channels", f"{SHORT_CONV}.conv.bias", init="zeros")
-            lines["conv.out_bias"] = Weight("hidden", f"{last}.bias", Flat(), "zeros")
+            lines["conv.in_bias"] = WeightLine("branches channels", f"{first}.bias", fused, "zeros")
+            taps = f"{SHORT_CONV}.conv.bias"
+            lines["conv.taps_bias"] = WeightLine("channels", taps, init="zeros")
+            lines["conv.out_bias"] = WeightLine("hidden", f"{last}.bias", Flat(), "zeros")
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "conv", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        recall: Recall,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "conv", w)
         found = context.linear(x, w["conv.in"], w.get("conv.in_bias"), prologue=norm)
         b, c, h = found[..., 0, :], found[..., 1, :], found[..., 2, :]
         inputs, taps = (b * h).reshape(-1, h.shape[-1]), taken(w["conv.taps"])
@@ -93,11 +83,10 @@ class ShortConv:
         if (bias := w.get("conv.taps_bias")) is not None:
             y = y + taken(bias).astype(y.dtype)[None]
         h = (c * y.reshape(c.shape)).astype(x.dtype)
-        out_bias, residual = (
-            context.on_one_shard(w.get("conv.out_bias")),
-            context.on_one_shard(residual),
-        )
-        return context.all_reduce(context.linear(h, w["conv.out"], out_bias, residual=residual))
+        out_bias = context.on_one_shard(w.get("conv.out_bias"))
+        residual = context.on_one_shard(self.wiring.residual(x))
+        h = context.all_reduce(context.linear(h, w["conv.out"], out_bias, residual=residual))
+        return self.wiring.joined(x, h, self.norm, "conv", w, context)
 
 
 @dataclass(frozen=True)
@@ -162,31 +151,20 @@ class GatedDelta:
             first = HeadRows(((sum(widths) + widths[2],),)), HeadRows(((2 * group,),))
             names = ("in_proj_qkvz",), ("in_proj_ba",)
         stored = [tuple(f"{DELTA}.{name}.weight" for name in each) for each in names]
-        lines["delta.in"] = Weight("hidden -> delta_heads delta_width", stored[0], first[0])
-        lines["delta.gates"] = Weight("hidden -> delta_heads delta_gates", stored[1], first[1])
+        lines["delta.in"] = WeightLine("hidden -> delta_heads delta_width", stored[0], first[0])
+        lines["delta.gates"] = WeightLine("hidden -> delta_heads delta_gates", stored[1], first[1])
         axes, kernel = "delta_heads delta_inputs taps", HeadRows((widths,), is_kernel=True)
-        lines["delta.taps"] = Weight(axes, f"{DELTA}.conv1d.weight", kernel)
+        lines["delta.taps"] = WeightLine(axes, f"{DELTA}.conv1d.weight", kernel)
         for key, name in (("a_log", "A_log"), ("dt_bias", "dt_bias")):
             axes, init = "delta_heads delta_group", "zeros" if key == "a_log" else "ones"
-            lines[f"delta.{key}"] = Weight(axes, f"{DELTA}.{name}", Float32(), init)
-        lines["delta.out_norm"] = Weight("value_dim", f"{DELTA}.norm.weight", init="ones")
+            lines[f"delta.{key}"] = WeightLine(axes, f"{DELTA}.{name}", Float32(), init)
+        lines["delta.out_norm"] = WeightLine("value_dim", f"{DELTA}.norm.weight", init="ones")
         axes = "delta_heads delta_values -> hidden"
-        lines["delta.out"] = Weight(axes, f"{DELTA}.out_proj.weight", Linear(), "residual")
+        lines["delta.out"] = WeightLine(axes, f"{DELTA}.out_proj.weight", Linear(), "residual")
         return lines
 
     def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
-        branch = partial(self._branch, w, x, recall, context)
-        return self.wiring(branch, self.norm, "delta", w, x, context)
-
-    def _branch(
-        self,
-        w: LayerWeights,
-        x: Hidden,
-        recall: Recall,
-        context: Context,
-        norm: Norm | None,
-        residual: Hidden | None,
-    ) -> Hidden:
+        norm = self.wiring.prologue(self.norm, "delta", w)
         found = context.linear(x, w["delta.in"], prologue=norm)
         gates = context.linear(x, w["delta.gates"], prologue=norm)
         heads, inputs = found.shape[2], sum(self._widths)
@@ -205,8 +183,9 @@ class GatedDelta:
         o = context.norm(o, Norm(w["delta.out_norm"], eps=self.norm.eps))
         z = found[..., inputs:].reshape(o.shape).astype(jnp.float32)
         h = (o * jax.nn.silu(z)).astype(x.dtype).reshape(*x.shape[:2], heads, -1)
-        residual = context.on_one_shard(residual)
-        return context.all_reduce(context.linear(h, w["delta.out"], contract=2, residual=residual))
+        residual = context.on_one_shard(self.wiring.residual(x))
+        h = context.linear(h, w["delta.out"], contract=2, residual=residual)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "delta", w, context)
 
     def _inputs(
         self, w: LayerWeights, mixed: Float[Array, "T heads width"], gates: Array

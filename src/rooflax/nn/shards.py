@@ -15,7 +15,7 @@ from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import AnyAttention, Decoder
-    from rooflax.nn.weights import Shape, Weight
+    from rooflax.nn.weights import Shape, WeightLine
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
 """Axes of a mesh, the outermost first: tensor's devices are neighbours, they exchange the most."""
@@ -163,17 +163,17 @@ def _rule(axis: str) -> str | None:
     return RULES.get(_base(axis))
 
 
-def split_axes(weight: Weight, shards: Shards) -> tuple[str | None, ...]:
+def split_axes(line: WeightLine, shards: Shards) -> tuple[str | None, ...]:
     """Per axis of a weight the mesh's axis that it is split over."""
-    rules = map(_rule, weight.axis_names)
+    rules = map(_rule, line.axis_names)
     return tuple(axis if axis and getattr(shards, axis) > 1 else None for axis in rules)
 
 
-def whole_shape(weight: Weight, config: Decoder, shards: Shards) -> Shape:
+def whole_shape(line: WeightLine, config: Decoder, shards: Shards) -> Shape:
     """All parts of a weight together, the vocabulary padded; `config` is as `config_on` gives."""
     sizes = dict(config.axis_sizes)
     sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
-    return weight.shape(sizes)
+    return line.shape(sizes)
 
 
 def part_sizes(config: Decoder, shards: Shards) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`Storage`: at which width each weight lies in memory.
+"""`WeightPlan`: what each weight becomes in memory, decided once, by `Storage.of`.
 
 Weights of matmuls can be narrower than the activations, because kernels widen them as they read:
 bfloat16 as a checkpoint has it, or quantised. Everything else (norms, biases, tables that are only
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from rooflax.errors import RequestError
-from rooflax.nn.weights import Float32, Layout, PlusOne, Reordered, Slot
-from rooflax.ops.formats import FORMATS, GROUP, format_of
+from rooflax.nn.shards import Shards, split_axes
+from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
+from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of
 from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
 
 if TYPE_CHECKING:
@@ -27,6 +28,88 @@ if TYPE_CHECKING:
 TABLES = ("embed", "per_layer.embed")
 """Of which a step looks rows up, at their own width."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What a weight becomes in memory; loading, counting, splitting and offloading read it.
+
+    Attributes:
+        shape: of the whole array in our layout.
+        format: of a matmul's weight in few bits; None is a plain array.
+        dtype: of a plain array, and of the numbers that are quantised.
+        is_prequantized: its codes are the checkpoint's own.
+        is_head: it makes logits: [vocab, hidden], multiplied along hidden.
+        is_resident: it stays in memory; else it is read at every step.
+        axes: per axis of the array the mesh's axis that it is split over.
+    """
+
+    slot: Slot
+    shape: Shape
+    format: str | None
+    dtype: str
+    is_prequantized: bool
+    is_head: bool
+    is_resident: bool
+    axes: tuple[str | None, ...]
+
+    @property
+    def takes_views(self) -> bool:
+        """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
+        return self.format is not None and type(self.slot.line.layout) is TensorLayout
+
+    def matmul_shape(self, shape: Shape | None = None) -> tuple[Shape, Shape]:
+        """(in, out) of the matmul, or of each of a stack.
+
+        Args:
+            shape: of a part of the array; None is all of it.
+        """
+        return _matmul_shape(self.slot, shape or self.shape, self.is_head)
+
+    def keep(
+        self, array: np.ndarray, put: Callable[[np.ndarray], Any] = jax.device_put
+    ) -> jax.Array | np.ndarray | Quantized:
+        """A host array in our layout, or a part of it, as it will lie where `put` puts it.
+
+        Raises:
+            RequestError: the part cuts a group of inputs that share a scale.
+        """
+        if self.format is None:
+            return put(array)
+        shapes = self.matmul_shape(array.shape)
+        self.check_groups(math.prod(shapes[0]))
+        return quantize(array, self.format, *shapes, transposed=self.is_head, put=put)
+
+    def num_bytes(self, shape: Shape | None = None) -> int:
+        """What it takes.
+
+        Args:
+            shape: of a part of it; None is all of it.
+
+        Raises:
+            RequestError: the part cuts a group of inputs that share a scale.
+        """
+        shape = shape or self.shape
+        if self.format is None:
+            return math.prod(shape) * ITEM_BYTES[self.dtype]
+        inner, outer = map(math.prod, self.matmul_shape(shape))
+        self.check_groups(inner)
+        stack = math.prod(shape[: self.slot.line.num_stacked])
+        return stack * packed_bytes(self.format, inner, outer)
+
+    def check_groups(self, inner: int) -> None:
+        """Rejects a part with so many inputs if it cuts a group of them with one scale.
+
+        Raises:
+            RequestError: with the arithmetic.
+        """
+        if self.format is not None and not class_of(self.format).fits(inner):
+            raise RequestError(
+                f"{self.slot.name} has {inner} inputs on each device, which {self.format} cannot "
+                f"keep in groups of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + "
+                f"{inner % GROUP}); choose a smaller tensor axis, another format, or a `dtype` in "
+                f"place of the file's blocks."
+            )
 
 
 @dataclass(frozen=True)
@@ -40,12 +123,14 @@ class Storage:
         keeps_bfloat16: matmuls' weights that the checkpoint has in bfloat16 stay so.
         prequantized: formats by slot of matmuls' weights that a checkpoint holds quantised and that
             stay so, unless `quantize` asks for another.
+        offloaded: layers that are read at every step.
     """
 
     dtype: str = "float32"
     quantize: str | None = None
     keeps_bfloat16: bool = False
     prequantized: Mapping[str, str] = field(default_factory=dict)
+    offloaded: Set[int] = frozenset()
 
     @property
     def format(self) -> str:
@@ -57,97 +142,38 @@ class Storage:
     @property
     def quantizes_activations(self) -> bool:
         """Whether matmuls round what the checkpoint does not: weights, or activations to int8."""
-        prequantized = any(
-            FORMATS[format].quantizes_activations for format in self.prequantized.values()
-        )
-        return self.quantize is not None or prequantized
+        formats = set(self.prequantized.values())
+        return self.quantize is not None or any(KNOWN[f].quantizes_activations for f in formats)
 
-    def format_of(self, slot: Slot, config: Decoder) -> str | None:
-        """The format that a weight is quantised to; None where it is not.
+    def of(
+        self, slot: Slot, config: Decoder, *, is_bfloat16: bool = True, shards: Shards | None = None
+    ) -> WeightPlan:
+        """The decision about a weight.
 
         int8 stands in where groups of 32 do not divide the inputs.
-        """
-        if self.is_prequantized(slot):
-            return self.prequantized[slot.name]
-        if self.quantize is None or not is_matmul(slot, config):
-            return None
-        in_shape, _ = matmul_shape(slot, config)
-        wanted = format_of(self.quantize, head=is_head(slot, config))
-        if class_of(wanted).fits(math.prod(in_shape)):
-            return wanted
-        return "w8a8" if FORMATS[wanted].quantizes_activations else "w8a16"
-
-    def is_prequantized(self, slot: Slot) -> bool:
-        """Whether a weight's codes are the checkpoint's own."""
-        return self.quantize is None and slot.name in self.prequantized
-
-    def dtype_of(self, slot: Slot, config: Decoder, stored_bfloat16: bool) -> str:
-        """Of an unquantised weight, whose tensors in the checkpoint are bfloat16 or are not."""
-        if is_float32(slot.weight.layout):
-            return "float32"
-        reads_bfloat16 = is_matmul(slot, config) or slot.key in TABLES
-        keep = self.keeps_bfloat16 and stored_bfloat16 and reads_bfloat16
-        return "bfloat16" if keep else self.dtype
-
-    def takes_views(self, slot: Slot, config: Decoder) -> bool:
-        """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
-        return self.format_of(slot, config) is not None and type(slot.weight.layout) is Layout
-
-    def keep(
-        self,
-        slot: Slot,
-        array: np.ndarray,
-        config: Decoder,
-        put: Callable[[np.ndarray], Any] = jax.device_put,
-    ) -> jax.Array | Quantized:
-        """A host array in our layout, as it will lie on the device where `put` puts it."""
-        found = self.format_of(slot, config)
-        if found is None:
-            return put(array)
-        shapes = matmul_shape(slot, config)
-        return quantize(array, found, *shapes, transposed=is_head(slot, config), put=put)
-
-    def keep_part(self, slot: Slot, array: np.ndarray, config: Decoder) -> np.ndarray | Quantized:
-        """A part of a host array in our layout as its devices will hold it, still on the host.
-
-        Raises:
-            RequestError: the part cuts a group of inputs that share a scale.
-        """
-        found = self.format_of(slot, config)
-        if found is None:
-            return np.ascontiguousarray(array)
-        shapes = part_shape(slot, config, array.shape)
-        check_groups(slot, found, math.prod(shapes[0]))
-        return quantize(array, found, *shapes, transposed=is_head(slot, config), put=np.asarray)
-
-    def num_bytes(
-        self,
-        slot: Slot,
-        config: Decoder,
-        *,
-        stored_bfloat16: bool,
-        sizes: Mapping[str, int] | None = None,
-    ) -> int:
-        """What a weight will take.
 
         Args:
-            sizes: of the axes of a part of it; None is all of it.
-
-        Raises:
-            RequestError: the part cuts a group of inputs that share a scale.
+            is_bfloat16: the checkpoint has its tensors in bfloat16.
+            shards: of the mesh that it is put on.
         """
-        found = self.format_of(slot, config)
-        shape = slot.weight.shape(sizes or config.axis_sizes)
-        if found is None:
-            size = math.prod(shape)
-            return size * ITEM_BYTES[self.dtype_of(slot, config, stored_bfloat16)]
-        in_shape, out_shape = part_shape(slot, config, shape)
-        check_groups(slot, found, math.prod(in_shape))
-        stack = math.prod(shape[: slot.weight.num_stacked])
-        return stack * packed_bytes(found, math.prod(in_shape), math.prod(out_shape))
+        line, head = slot.line, is_head(slot, config)
+        shape, own = line.shape(config.axis_sizes), self.quantize is None
+        is_prequantized = own and slot.name in self.prequantized
+        found = self.prequantized.get(slot.name) if own else None
+        multiplies = is_matmul(slot, config)
+        if self.quantize is not None and multiplies:
+            found = format_of(self.quantize, head=head)
+            inner = math.prod(_matmul_shape(slot, shape, head)[0])
+            if not class_of(found).fits(inner):
+                found = "w8a8" if FORMATS[found].quantizes_activations else "w8a16"
+        stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
+        dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
+        axes = split_axes(line, shards) if shards else (None,) * len(shape)
+        is_resident = slot.layer not in self.offloaded
+        return WeightPlan(slot, shape, found, dtype, is_prequantized, head, is_resident, axes)
 
 
-def is_float32(layout: Layout) -> bool:
+def is_float32(layout: TensorLayout) -> bool:
     """Whether a weight is float32 at any precision."""
     layout = layout.each if isinstance(layout, Reordered) else layout
     return isinstance(layout, PlusOne | Float32)
@@ -160,37 +186,16 @@ def is_head(slot: Slot, config: Decoder) -> bool:
 
 def is_matmul(slot: Slot, config: Decoder) -> bool:
     """Whether a weight multiplies activations."""
-    return "->" in slot.weight.axes or is_head(slot, config)
+    return "->" in slot.line.axes or is_head(slot, config)
 
 
-def check_groups(slot: Slot, format: str, inner: int) -> None:
-    """Rejects a part of a weight that cuts a group of inputs with one scale.
-
-    Raises:
-        RequestError: with the arithmetic.
-    """
-    if not class_of(format).fits(inner):
-        raise RequestError(
-            f"{slot.name} has {inner} inputs on each device, which {format} cannot keep in groups "
-            f"of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + {inner % GROUP}); choose a "
-            f"smaller tensor axis, another format, or a `dtype` in place of the file's blocks."
-        )
-
-
-def part_shape(
-    slot: Slot, config: Decoder, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`matmul_shape` of a part of this shape."""
-    if is_head(slot, config):
-        return shape[1:], shape[:1]
-    inner = len(slot.weight.in_out_shape(config.axis_sizes)[0])
-    return shape[slot.weight.num_stacked : inner], shape[inner:]
-
-
-def matmul_shape(slot: Slot, config: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def matmul_shape(slot: Slot, config: Decoder) -> tuple[Shape, Shape]:
     """(in, out) of a matmul's weight, or of each of a stack."""
-    in_shape, out_shape = slot.weight.in_out_shape(config.axis_sizes)
-    if is_head(slot, config):
-        vocab, hidden = out_shape
-        return (hidden,), (vocab,)
-    return in_shape[slot.weight.num_stacked :], out_shape
+    return _matmul_shape(slot, slot.line.shape(config.axis_sizes), is_head(slot, config))
+
+
+def _matmul_shape(slot: Slot, shape: Shape, is_head: bool) -> tuple[Shape, Shape]:
+    if is_head:
+        return shape[1:], shape[:1]
+    inner = slot.line.num_inputs
+    return shape[slot.line.num_stacked : inner], shape[inner:]

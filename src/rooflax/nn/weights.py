@@ -1,8 +1,9 @@
 """The weight table: one line per weight, read by everyone who handles weights.
 
-A family's table maps our name of a weight to a `Weight`: its axes, its names in a checkpoint,
-and how one becomes the other. Sharding, initialisation, loading, counting of bytes and saving
-all read that line. This module works on NumPy arrays and shapes; it knows no files and no jax.
+A family's table maps our name of a weight to a `WeightLine`: its axes, its names in a checkpoint,
+and the `TensorLayout` by which one becomes the other. Sharding, initialisation, loading, counting
+of bytes and saving all read that line; what multiplies is an `Operand`, see `ops.weights`. This
+module works on NumPy arrays and shapes; it knows no files and no jax.
 
 A name with "{i}" stands for every layer. In the pytree of arrays, layer weights live in
 `weights["layers"][i]["attn.qkv"]`, all others at the top: `weights["embed"]`.
@@ -25,14 +26,14 @@ Where = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How the tensors of a checkpoint become one of ours, and back.
 
     The base class keeps a tensor as the checkpoint has it.
     """
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
-        """Shapes of the checkpoint's tensors, in order of `Weight.hf`."""
+        """Shapes of the checkpoint's tensors, in order of `WeightLine.hf`."""
         return [(*in_shape, *out_shape)]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -57,7 +58,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class PlusOne(Layout):
+class PlusOne(TensorLayout):
     """A norm's weight, which the checkpoint has less one; ours is float32 at any precision."""
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -68,7 +69,7 @@ class PlusOne(Layout):
 
 
 @dataclass(frozen=True)
-class Flat(Layout):
+class Flat(TensorLayout):
     """A bias or other vector whose axes the checkpoint flattens into one."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -76,7 +77,7 @@ class Flat(Layout):
 
 
 @dataclass(frozen=True)
-class Conv1D(Layout):
+class Conv1D(TensorLayout):
     """GPT-2's linear layer, [in, out] in the checkpoint."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -84,7 +85,7 @@ class Conv1D(Layout):
 
 
 @dataclass(frozen=True)
-class Linear(Layout):
+class Linear(TensorLayout):
     """torch.nn.Linear, [out, in] in the checkpoint, [in, out] here."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -132,7 +133,7 @@ GROUP_ENDS = {"qkv_group": 2, "qk_group": 1, "q_group": 0}
 
 
 @dataclass(frozen=True)
-class QKV(Layout):
+class QKV(TensorLayout):
     """Separate q, k, v projections, fused by key/value head.
 
     Ours is [hidden, kv_heads, group + 2, head_dim]: for each K/V head its query heads, then k,
@@ -199,7 +200,7 @@ class QKV(Layout):
 
 
 @dataclass(frozen=True)
-class Reordered(Layout):
+class Reordered(TensorLayout):
     """A vector of a head's dimensions, in the order that `QKV` gives them.
 
     Attributes:
@@ -207,7 +208,7 @@ class Reordered(Layout):
     """
 
     order: tuple[int, ...]
-    each: Layout = Layout()
+    each: TensorLayout = TensorLayout()
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         self.each.join([parts[0][list(self.order)]], out)
@@ -217,14 +218,14 @@ class Reordered(Layout):
 
 
 @dataclass(frozen=True)
-class Rows(Layout):
+class Rows(TensorLayout):
     """One tensor that has the rows of several, one after the other.
 
     Attributes:
         each: the layout of the several.
     """
 
-    each: Layout
+    each: TensorLayout
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         several = self.each.hf_shapes(in_shape, out_shape)
@@ -252,7 +253,7 @@ class Rows(Layout):
 
 
 @dataclass(frozen=True)
-class FusedConv1DQKV(Layout):
+class FusedConv1DQKV(TensorLayout):
     """GPT-2's c_attn: q, k, v side by side in thirds, [in, 3 * hidden] or a bias of 3 * hidden."""
 
     bias: bool = False
@@ -277,7 +278,7 @@ class FusedConv1DQKV(Layout):
 
 
 @dataclass(frozen=True)
-class GateUp(Layout):
+class GateUp(TensorLayout):
     """Two linear layers, gate and up, fused as [hidden, 2, mlp]; with `bias` as [2, mlp]."""
 
     bias: bool = False
@@ -300,7 +301,7 @@ class GateUp(Layout):
 
 
 @dataclass(frozen=True)
-class FusedRows(Layout):
+class FusedRows(TensorLayout):
     """Linear layers whose rows lie in one tensor, one layer after the other, as [hidden, parts,
     width]; with `bias` as [parts, width]."""
 
@@ -329,7 +330,7 @@ class FusedRows(Layout):
 
 
 @dataclass(frozen=True)
-class Channels(Layout):
+class Channels(TensorLayout):
     """The kernel of a convolution of each channel, [channels, 1, taps] in the checkpoint."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -337,7 +338,7 @@ class Channels(Layout):
 
 
 @dataclass(frozen=True)
-class InterleavedGateUp(Layout):
+class InterleavedGateUp(TensorLayout):
     """GPT-OSS's experts: gate and up alternate on the last axis; ours is [..., 2, mlp]."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -358,14 +359,14 @@ class InterleavedGateUp(Layout):
 
 
 @dataclass(frozen=True)
-class PerExpert(Layout):
+class PerExpert(TensorLayout):
     """A stack of which each expert has tensors of its own: the first's, then the second's, ...
 
     Attributes:
         each: of one expert's tensors.
     """
 
-    each: Layout
+    each: TensorLayout
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         return self.each.hf_shapes(in_shape[1:], out_shape) * in_shape[0]
@@ -390,7 +391,7 @@ def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndar
 
 
 @dataclass(frozen=True)
-class Stacked(PerExpert):
+class StackedExperts(PerExpert):
     """A stack of which one tensor holds all experts."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
@@ -414,7 +415,7 @@ class Stacked(PerExpert):
 
 
 @dataclass(frozen=True)
-class HeadRows(Layout):
+class HeadRows(TensorLayout):
     """Rows of several kinds, of each kind those of all heads; ours has a head's rows of all kinds
     side by side, [hidden, heads, width], so that a split over heads keeps them together.
 
@@ -469,7 +470,7 @@ class HeadRows(Layout):
 
 
 @dataclass(frozen=True)
-class HeadPart(Layout):
+class HeadPart(TensorLayout):
     """Of a linear layer whose rows are by head, and of each head of two kinds, the rows of one.
 
     The first kind's are as in the checkpoint, [heads, rows, in], the second's transposed, [heads,
@@ -516,15 +517,15 @@ class Float32(Flat):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a checkpoint keeps a weight: fields of `Weight`; without a layout it has the line's."""
+class StoredAs:
+    """Where a checkpoint keeps a weight, in place of its line's own; None is the line's layout."""
 
     hf: str | tuple[str, ...]
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightLine:
     """One line of a family's table.
 
     Attributes:
@@ -538,16 +539,16 @@ class Weight:
 
     axes: str
     hf: str | tuple[str, ...]
-    layout: Layout = Layout()
+    layout: TensorLayout = TensorLayout()
     init: str = "normal"
-    other: Stored | None = None
+    other: StoredAs | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
     @property
-    def places(self) -> tuple[Weight, ...]:
+    def places(self) -> tuple[WeightLine, ...]:
         """This line, and the same with its tensors where some checkpoints keep them."""
         if self.other is None:
             return (self,)
@@ -564,13 +565,15 @@ class Weight:
         stack, bar, _ = self.axes.partition("|")
         return len(stack.split()) if bar else 0
 
+    @property
+    def num_inputs(self) -> int:
+        """Axes left of the arrow, those of a stack included."""
+        return len(self.axes.rpartition("->")[0].replace("|", " ").split())
+
     def in_out_shape(self, sizes: Mapping[str, int]) -> tuple[Shape, Shape]:
         """Shape left and right of the arrow; without an arrow everything is on the right."""
-        left, _, right = self.axes.rpartition("->")
-        return (
-            tuple(sizes[name] for name in left.replace("|", " ").split()),
-            tuple(sizes[name] for name in right.split()),
-        )
+        shape, inner = self.shape(sizes), self.num_inputs
+        return shape[:inner], shape[inner:]
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         return tuple(sizes[name] for name in self.axis_names)
@@ -590,11 +593,11 @@ class Slot:
 
     key: str
     layer: int | None
-    weight: Weight
+    line: WeightLine
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(name.replace("{i}", str(self.layer)) for name in self.weight.names)
+        return tuple(name.replace("{i}", str(self.layer)) for name in self.line.names)
 
     @property
     def name(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ from rooflax.nn import mesh
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import Layout, PlusOne, Weight
+from rooflax.nn.weights import PlusOne, TensorLayout, WeightLine
 from rooflax.ops.linear import Norm, linear
 from rooflax.ops.norm import norm as ops_norm
 from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
-Table = dict[str, Weight]
+Table = dict[str, WeightLine]
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Context:
     num_tokens: Int[Array, ""] | None
     rope: Mapping[tuple[Rope, int], tuple[Array, Array, Array | None]]
 
-    def linear(self, x: Array, weight: Any, bias: Any = None, **how: Any) -> Array:
+    @cached_property
+    def linear(self) -> partial[Array]:
         """ops.linear of the real tokens, by the step's kernels."""
-        how |= {"num_rows": self.num_tokens, "implementation": self.options.kernels}
-        return linear(x, weight, bias, **how)
+        return partial(linear, num_rows=self.num_tokens, implementation=self.options.kernels)
 
     def norm(self, x: Array, norm: Norm) -> Array:
         """x normed, by the step's kernels; before a matmul `linear`'s prologue does it."""
@@ -73,10 +74,10 @@ class NormKind:
     centered: bool = False
 
     def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
-        layout = PlusOne() if self.plus_one else Layout()
-        lines = {key: Weight(axis, f"{hf}.weight", layout, "ones")}
+        layout = PlusOne() if self.plus_one else TensorLayout()
+        lines = {key: WeightLine(axis, f"{hf}.weight", layout, "ones")}
         if self.bias:
-            lines[f"{key}_bias"] = Weight("hidden", f"{hf}.bias", init="zeros")
+            lines[f"{key}_bias"] = WeightLine("hidden", f"{hf}.bias", init="zeros")
         return lines
 
     def of(self, weights: Mapping[str, Any], key: str) -> Norm:
@@ -107,26 +108,20 @@ class Wiring:
             lines |= norm.table(f"{key}.post_norm", f"model.layers.{{i}}.{after}")
         return lines
 
-    def __call__(
-        self,
-        branch: Callable[..., Hidden],
-        norm: NormKind,
-        key: str,
-        w: LayerWeights,
-        x: Hidden,
-        context: Context,
-        prologue: Norm | None = None,
-    ) -> Hidden:
-        """x + scale * branch's result.
+    def prologue(self, norm: NormKind, key: str, w: LayerWeights) -> Norm | None:
+        """The norm of what the branch reads."""
+        return norm.of(w, f"{key}.norm") if self.before else None
 
-        Args:
-            branch: called with a norm or None, and with what it adds to its result or None.
-            prologue: the norm of what the branch reads if it has none of its own.
-        """
-        prologue = norm.of(w, f"{key}.norm") if self.before else prologue
-        if not self.after and self.scale == 1.0:
-            return branch(prologue, x)  # the matmul adds it
-        h = branch(prologue, None)
+    def residual(self, x: Hidden) -> Hidden | None:
+        """What the branch's last matmul adds to its result; None leaves that to `joined`."""
+        return None if self.after or self.scale != 1.0 else x
+
+    def joined(
+        self, x: Hidden, h: Hidden, norm: NormKind, key: str, w: LayerWeights, context: Context
+    ) -> Hidden:
+        """x + scale * h, the branch's result."""
+        if self.residual(x) is not None:
+            return h
         h = context.norm(h, norm.of(w, f"{key}.post_norm")) if self.after else h
         return x + h * self.scale
 

@@ -6,6 +6,7 @@ groups of 32 inputs instead of one scale per output. int4 and MXFP4 always have 
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass
 
 from rooflax.errors import RequestError
@@ -40,6 +41,8 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
+KNOWN = ChainMap[str, Format]({}, FORMATS)
+"""These and what files hold beside them, which `quantize` does not make; their classes add it."""
 ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
 HEAD = "+head="
 

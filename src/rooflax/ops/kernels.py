@@ -19,7 +19,7 @@ from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import ClampedSwiglu
 from rooflax.ops.moe.api import EXPERTS
 from rooflax.ops.moe.args import Experts, MoeArgs
-from rooflax.ops.weights import Dense, Stored, class_of
+from rooflax.ops.weights import Dense, StoredOperand, class_of
 
 OPERATIONS = {"linear": LINEAR, "attention": PAGED, "moe": EXPERTS}
 
@@ -57,7 +57,7 @@ def by_default() -> dict[str, dict[str, Ran]]:
     width = accelerator.cache_width(64)
     x, ids = _like((1, sizes[0]), dtype), _like((1, 2), "int32")
 
-    def weight(kind: str, *stack: int) -> Stored:
+    def weight(kind: str, *stack: int) -> StoredOperand:
         shapes = (sizes[:1], sizes[1:])
         if kind not in ALIASES:
             return Dense(_like((*stack, *sizes), kind), *shapes)

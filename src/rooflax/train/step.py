@@ -18,7 +18,7 @@ from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.rope import RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Weight
+from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
 
@@ -66,7 +66,7 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
 
 
 def make_optimizer(
-    table: dict[str, Weight], weights: dict[str, Any], config: TrainConfig
+    table: dict[str, WeightLine], weights: dict[str, Any], config: TrainConfig
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW whose decay touches matrices only.
 
@@ -94,7 +94,7 @@ def _mixing_types(optimizer: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def decay_mask(table: dict[str, Weight], weights: dict[str, Any]) -> dict[str, Any]:
+def decay_mask(table: dict[str, WeightLine], weights: dict[str, Any]) -> dict[str, Any]:
     """For each array of `weights`, whether it is a matrix by its line in the table.
 
     Norms, biases and other vectors are not, stacked or not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -11,8 +11,17 @@ from jaxtyping import Array, Float, Int
 from rooflax.ops import parts
 from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.linear import cpu
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Norm, Prologue
-from rooflax.ops.weights import Stacked, Weight, as_table, as_weight
+from rooflax.ops.weights import (
+    Composite,
+    Operand,
+    StackMember,
+    StoredOperand,
+    as_operand,
+    as_table,
+    taken,
+)
 
 LINEAR = Operation(
     "linear",
@@ -28,8 +37,8 @@ LINEAR = Operation(
 @parts.matmuls
 def linear(
     x: Float[Array, "*batch"],
-    w: Float[Array, "*weight"] | Weight,
-    bias: Float[Array, "*out"] | Stacked | None = None,
+    w: Float[Array, "*weight"] | Operand,
+    bias: Float[Array, "*out"] | StackMember | None = None,
     *,
     contract: int = 1,
     prologue: Prologue | None = None,
@@ -67,7 +76,8 @@ def linear(
     if x.shape[x.ndim - contract :] != in_shape:
         raise ValueError(f"x ends in {x.shape[x.ndim - contract :]}, but w begins with {in_shape}")
     rows = x.reshape(-1, math.prod(x.shape[split:]))
-    y = as_weight(w, contract=contract).matmul(
+    y = matmul(
+        as_operand(w, contract=contract),
         rows,
         None if bias is None else bias.reshape(-1),
         prologue=prologue,
@@ -78,10 +88,33 @@ def linear(
     return y.reshape(*x.shape[:split], *out_shape)
 
 
+def matmul(
+    w: Operand,
+    x: Float[Array, "rows width"],
+    bias: Float[Array, " out"] | StackMember | None = None,
+    *,
+    prologue: Prologue | None = None,
+    residual: Float[Array, "rows out"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
+    dtype: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows out"]:
+    """`linear` of rows, in `dtype`; None is x's."""
+    dtype = x.dtype if dtype is None else dtype
+    if isinstance(w, Composite):
+        return w.matmul(
+            x, bias, prologue=prologue, residual=residual, num_rows=num_rows, dtype=dtype,
+            implementation=implementation,
+        )  # fmt: skip
+    stack, index = w.in_stack()
+    args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
+    return LINEAR(implementation, args)
+
+
 @parts.matmuls
 def unembed(
     x: Float[Array, "*batch hidden"],
-    table: Float[Array, "vocab hidden"] | Weight,
+    table: Float[Array, "vocab hidden"] | Operand,
     *,
     prologue: Norm | None = None,
     num_rows: Int[Array, ""] | None = None,
@@ -92,14 +125,19 @@ def unembed(
     A table that is a weight has hidden as inputs and the vocabulary as outputs. For `num_rows` see
     `linear`.
     """
-    how: dict[str, Any] = {"prologue": prologue, "num_rows": num_rows, "dtype": jnp.float32}
-    rows = x.reshape(-1, x.shape[-1])
-    logits = as_table(table).matmul(rows, implementation=implementation, **how)
+    logits = matmul(
+        as_table(table),
+        x.reshape(-1, x.shape[-1]),
+        prologue=prologue,
+        num_rows=num_rows,
+        dtype=jnp.float32,
+        implementation=implementation,
+    )
     return logits.reshape(*x.shape[:-1], -1)
 
 
 def lookup(
-    table: Float[Array, "vocab hidden"] | Weight,
+    table: Float[Array, "vocab hidden"] | Operand,
     index: Int[Array, "*batch"],
     *,
     num_rows: Int[Array, ""] | None = None,
@@ -111,18 +149,23 @@ def lookup(
     goes through a kernel. For `num_rows` see `linear`.
     """
     how = {"num_rows": num_rows, "implementation": implementation}
-    return as_table(table).take(index.reshape(-1), **how).reshape(*index.shape, -1)
+    return take(as_table(table), index.reshape(-1), **how).reshape(*index.shape, -1)
 
 
-def lookup_rows(
-    table: Float[Array, "vocab hidden"],
-    index: Int[Array, " n"],
+def take(
+    w: Operand,
+    ids: Int[Array, " n"],
     *,
     num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "n hidden"]:
-    """`lookup` in a plain table."""
-    return LOOKUP(implementation, table, index, num_rows)
+) -> Float[Array, "n in"]:
+    """The weights of single outputs: `lookup` of a list."""
+    if isinstance(w, Composite):
+        return w.take(ids, num_rows=num_rows, implementation=implementation)
+    one = cast(StoredOperand, taken(w))
+    if (rows := one.plain_rows) is None:
+        return one.take(ids)
+    return LOOKUP(implementation, rows, ids, num_rows)
 
 
 def _rows(table: Array, index: Array, num_rows: object) -> Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.prologue import Prologue, applied
 from rooflax.ops.real_rows import NumRows
-from rooflax.ops.weights import Stacked, Stored, taken
+from rooflax.ops.weights import StackMember, StoredOperand, taken
 
 
 @jax.tree_util.register_dataclass
@@ -30,16 +30,16 @@ class LinearArgs:
     """
 
     x: Float[Array, "rows width"]
-    w: Stored
+    w: StoredOperand
     index: Int[Array, ""] | None = None
-    bias: Float[Array, " out"] | Stacked | None = None
+    bias: Float[Array, " out"] | StackMember | None = None
     prologue: Prologue | None = None
     residual: Float[Array, "rows out"] | None = None
     num_rows: NumRows = None
     dtype: Any = field(default=jnp.float32, metadata={"static": True})
 
     @property
-    def matrix(self) -> Stored:
+    def matrix(self) -> StoredOperand:
         """The one that is meant, copied out of its stack."""
         return self.w if self.index is None else self.w.member(self.index)
 

@@ -17,7 +17,7 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Activation, Norm, Prologue
 from rooflax.ops.real_rows import NumRows, real_rows
-from rooflax.ops.weights import Stacked, in_place
+from rooflax.ops.weights import StackMember, in_place
 
 NATIVE_DTYPES = (jnp.float32, jnp.bfloat16)
 ACTIVATIONS = {
@@ -98,7 +98,7 @@ def _before(
     return attributes, (_vector(weight, in_stack), _vector(bias, in_stack))
 
 
-def _vector(vector: jax.Array | Stacked | None, in_stack: bool) -> jax.Array:
+def _vector(vector: jax.Array | StackMember | None, in_stack: bool) -> jax.Array:
     """A bias or a norm's; one of a stack stays there unless all of the stack would be upcast.
 
     Args:

@@ -30,7 +30,7 @@ from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.gpu_codes import CODES
 from rooflax.ops.linear.gpu_rows import TILE, Rows
 from rooflax.ops.linear.prologue import applied
-from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of, taken
+from rooflax.ops.weights import Quantized, StoredOperand, int8_codes, packing_of, taken
 
 MOST_ROWS = 16
 """Rows up to which the kernel for few rows is used."""
@@ -66,7 +66,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
 
 
 def few_matmuls(
-    rows: Rows, w: Stored, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
+    rows: Rows, w: StoredOperand, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
 ) -> Float[Array, "results rows out"]:
     """Of tiles of few rows, with members of a stack that is `readable`."""
     run: Any = gpu_plain.tiled_matmul if w.code == "matrix" else gpu_rows.tiled_matmul
@@ -101,7 +101,7 @@ def _no_tensor_cores(args: LinearArgs) -> str | None:
     return gpu_tiles.unsupported(w)
 
 
-def unreadable(w: Stored) -> str | None:
+def unreadable(w: StoredOperand) -> str | None:
     """Why the kernel for few rows cannot read a weight, or a stack of them."""
     if w.code not in CODES:
         return gpu_plain.unsupported(w)

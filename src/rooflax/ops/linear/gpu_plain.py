@@ -30,7 +30,7 @@ from rooflax.ops.linear.gpu_rows import (
 )
 from rooflax.ops.linear.gpu_values import GROUPS, HALF, Share, Source, fuses, gated, operands
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue, applied
-from rooflax.ops.weights import Stored
+from rooflax.ops.weights import StoredOperand
 
 LOAD_BYTES = 16
 """Of a thread."""
@@ -44,7 +44,7 @@ ENOUGH_PANELS = 264
 """Two for each of an H200's multiprocessors: below it they are of the smaller width."""
 
 
-def unsupported(w: Stored) -> str | None:
+def unsupported(w: StoredOperand) -> str | None:
     """Why the kernel cannot read a weight, or a stack of them."""
     if w.code != "matrix":
         return "linear's GPU kernel reads no table, whose inputs lie beside each other: XLA has it"
@@ -60,7 +60,7 @@ def unsupported(w: Stored) -> str | None:
 
 
 def tiled_matmul(
-    rows: Rows, w: Stored, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
+    rows: Rows, w: StoredOperand, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
 ) -> Float[Array, "tiles rows out"]:
     """`gpu_rows.tiled_matmul` of plain weights, without shares."""
     from rooflax.ops.mosaic import launch, plgpu
@@ -217,7 +217,7 @@ def _together(tiles: int) -> int:
     return max(n for n in powers_of_two(LOADS) if tiles % n == 0)
 
 
-def _sizes(count: int, few: int, w: Stored) -> tuple[int, int]:
+def _sizes(count: int, few: int, w: StoredOperand) -> tuple[int, int]:
     """Outputs of a program, and its warpgroups."""
     wide, narrow = WIDTHS
     is_wide = w.outer % wide == 0 and count * (w.outer // wide) >= ENOUGH_PANELS
@@ -225,12 +225,12 @@ def _sizes(count: int, few: int, w: Stored) -> tuple[int, int]:
     return width, warpgroups_of(count * (w.outer // width), _steps(w, width), few)
 
 
-def _steps(w: Stored, width: int) -> int:
+def _steps(w: StoredOperand, width: int) -> int:
     tiles = w.inner // _depth(w.dtype, width)
     return tiles // _together(tiles)
 
 
-def _candidates(few: int, w: Stored) -> list[tuple[int, int]]:
+def _candidates(few: int, w: StoredOperand) -> list[tuple[int, int]]:
     found = []
     for width in WIDTHS:
         if w.outer % width == 0:

@@ -9,13 +9,13 @@ from rooflax.ops import parts
 from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.linear import cpu
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.weights import Weight, as_weight
+from rooflax.ops.weights import Operand, as_operand
 
 
 @parts.matmuls
 def linear_by_head(
     x: Float[Array, "*batch heads width"],
-    w: Float[Array, "heads width out"] | Weight,
+    w: Float[Array, "heads width out"] | Operand,
     *,
     num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
@@ -27,7 +27,7 @@ def linear_by_head(
         num_rows: how many leading rows of x, its batch axes taken as one, are real; None is all.
         implementation: as for `linear`; on GPU and TPU it is XLA's.
     """
-    stack, index = as_weight(w, stack=1).in_stack()
+    stack, index = as_operand(w, stack=1).in_stack()
     rows = x.reshape(-1, *x.shape[-2:])
     args = LinearArgs(rows, stack, index, num_rows=num_rows)  # type: ignore[arg-type]
     return BY_HEAD(implementation, args).astype(x.dtype).reshape(*x.shape[:-1], -1)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
-from rooflax.ops.weights import Stacked, taken
+from rooflax.ops.weights import StackMember, taken
 
 STATIC = {"static": True}
 
@@ -23,8 +23,8 @@ STATIC = {"static": True}
 class Norm:
     """RMSNorm; with a bias LayerNorm."""
 
-    weight: Float[Array, " hidden"] | Stacked
-    bias: Float[Array, " hidden"] | Stacked | None = None
+    weight: Float[Array, " hidden"] | StackMember
+    bias: Float[Array, " hidden"] | StackMember | None = None
     eps: float = field(default=1e-5, metadata=STATIC)
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:

@@ -30,7 +30,7 @@ from rooflax.ops.formats import GROUP
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.tiles import LANES, up_to
 from rooflax.ops.tpu import dot
-from rooflax.ops.weights import Quantized, Stored, int8_codes, packing_of
+from rooflax.ops.weights import Quantized, StoredOperand, int8_codes, packing_of
 from rooflax.ops.weights.matrix_packing import as_matrix, e8m0
 
 LARGEST_TILE = 256
@@ -65,7 +65,7 @@ def unsupported(args: LinearArgs) -> str | None:
     )
 
 
-def stack_of(w: Stored, index: jax.Array | None) -> tuple[Stored, jax.Array]:
+def stack_of(w: StoredOperand, index: jax.Array | None) -> tuple[StoredOperand, jax.Array]:
     """The stack that the kernel reads and a member's number there; what it cannot read where it
     lies is copied out."""
     if index is None:
@@ -75,7 +75,7 @@ def stack_of(w: Stored, index: jax.Array | None) -> tuple[Stored, jax.Array]:
 
 def tiled_matmul(
     x: Float[Array, "rows in"],
-    w: Stored,
+    w: StoredOperand,
     members: Int[Array, " tiles"],
     *,
     num_tiles: Int[Array, ""] | None,

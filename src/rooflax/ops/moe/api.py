@@ -12,7 +12,7 @@ from rooflax.ops import accelerator, parts
 from rooflax.ops.dispatch import Operation
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import Stacked, Weight
+from rooflax.ops.weights import Operand, StackMember
 
 EXPERTS = Operation(
     "experts",
@@ -114,10 +114,10 @@ def experts(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens chosen"],
     expert_weights: Float[Array, "tokens chosen"],
-    gate_up: Float[Array, "experts hidden 2 mlp"] | Weight,
-    gate_up_bias: Float[Array, "experts 2 mlp"] | Stacked | None,
-    down: Float[Array, "experts mlp hidden"] | Weight,
-    down_bias: Float[Array, "experts hidden"] | Stacked | None,
+    gate_up: Float[Array, "experts hidden 2 mlp"] | Operand,
+    gate_up_bias: Float[Array, "experts 2 mlp"] | StackMember | None,
+    down: Float[Array, "experts mlp hidden"] | Operand,
+    down_bias: Float[Array, "experts hidden"] | StackMember | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
     norm: Norm | None = None,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.prologue import Norm
 from rooflax.ops.real_rows import NumRows
-from rooflax.ops.weights import Stacked, Stored, Weight, as_weight, taken
+from rooflax.ops.weights import Operand, StackMember, StoredOperand, as_operand, taken
 
 
 @jax.tree_util.register_dataclass
@@ -24,12 +24,12 @@ class Experts:
         bias: [experts, *out]; None is none.
     """
 
-    w: Stored
+    w: StoredOperand
     index: Int[Array, ""] | None
-    bias: Array | Stacked | None
+    bias: Array | StackMember | None
 
     @property
-    def stack(self) -> Stored:
+    def stack(self) -> StoredOperand:
         """The experts alone, copied out of their stack."""
         return self.w if self.index is None else self.w.member(self.index)
 
@@ -63,15 +63,15 @@ class MoeArgs:
         x: Float[Array, "tokens hidden"],
         expert_ids: Int[Array, "tokens chosen"],
         expert_weights: Float[Array, "tokens chosen"],
-        gate_up: Array | Weight,
-        gate_up_bias: Array | Stacked | None,
-        down: Array | Weight,
-        down_bias: Array | Stacked | None,
+        gate_up: Array | Operand,
+        gate_up_bias: Array | StackMember | None,
+        down: Array | Operand,
+        down_bias: Array | StackMember | None,
         **how: Any,
     ) -> MoeArgs:
         """Of leaves."""
-        up = Experts(*as_weight(gate_up, stack=1).in_stack(), gate_up_bias)
-        out = Experts(*as_weight(down, stack=1).in_stack(), down_bias)
+        up = Experts(*as_operand(gate_up, stack=1).in_stack(), gate_up_bias)
+        out = Experts(*as_operand(down, stack=1).in_stack(), down_bias)
         return MoeArgs(x, expert_ids, expert_weights, up, out, **how)
 
     @property

@@ -26,7 +26,7 @@ from rooflax.ops.linear import gpu_rows, gpu_tiles
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu
 from rooflax.ops.moe.args import Experts, MoeArgs
 from rooflax.ops.moe.xla import plan
-from rooflax.ops.weights import Quantized, Stored
+from rooflax.ops.weights import Quantized, StoredOperand
 
 WIDE_TILE = 128
 """Rows of a tile on the tensor cores."""
@@ -67,7 +67,9 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     return args.onto(jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype))
 
 
-def _members(e: Experts, expert: Int[Array, " tiles"]) -> tuple[Stored, Int[Array, " tiles"]]:
+def _members(
+    e: Experts, expert: Int[Array, " tiles"]
+) -> tuple[StoredOperand, Int[Array, " tiles"]]:
     """All matrices in one stack, and which of them these experts are."""
     if e.index is None:
         return e.w, expert
@@ -110,7 +112,7 @@ def unsupported(args: MoeArgs) -> str | None:
     return reject(args.up.w) or reject(args.down.w)
 
 
-def _many_unsupported(w: Stored) -> str | None:
+def _many_unsupported(w: StoredOperand) -> str | None:
     if w.code != "matrix":
         if w.quantizes_activations:
             return f"the experts' tensor cores would lose digits of {cast(Quantized, w).format}"
@@ -129,7 +131,7 @@ def _rows_each(pairs: int, num_experts: int) -> int:
 
 def _few(
     x: Float[Array, "tiles tile inner"],
-    w: Stored,
+    w: StoredOperand,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
     dtype: Any,
@@ -140,7 +142,7 @@ def _few(
 
 def _many(
     x: Float[Array, "tiles tile inner"],
-    w: Stored,
+    w: StoredOperand,
     members: Int[Array, " tiles"],
     num_tiles: Int[Array, " one"],
     dtype: Any,

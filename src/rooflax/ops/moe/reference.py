@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import Stored, taken
+from rooflax.ops.weights import StoredOperand, taken
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -29,7 +29,7 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     return args.onto(jnp.einsum("te,ted->td", shares, y, precision=HIGHEST).astype(x.dtype))
 
 
-def _operands(x: jax.Array, w: Stored) -> tuple[jax.Array, jax.Array]:
+def _operands(x: jax.Array, w: StoredOperand) -> tuple[jax.Array, jax.Array]:
     """Rows as the weights' format rounds them, and the weights, in float32."""
     rows = w.activations(x.reshape(-1, x.shape[-1]))
     return rows.reshape(x.shape), w.numbers().reshape(w.shape)

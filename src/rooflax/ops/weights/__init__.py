@@ -1,7 +1,22 @@
-"""Weights as objects: `Weight` and its verbs, plain arrays, and the formats of few bits."""
+"""Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import formats
+from rooflax.ops.weights.operand import (
+    Composite,
+    Dense,
+    Operand,
+    StackMember,
+    StoredOperand,
+    as_operand,
+    as_table,
+    at,
+    in_place,
+    packing_of,
+    split_leaf,
+    taken,
+)
 from rooflax.ops.weights.quantized import (
+    CODES,
     Quantized,
     class_of,
     int8_codes,
@@ -11,28 +26,17 @@ from rooflax.ops.weights.quantized import (
     placed,
     quantize,
 )
-from rooflax.ops.weights.weight import (
-    Dense,
-    Stacked,
-    Stored,
-    Weight,
-    as_table,
-    as_weight,
-    at,
-    in_place,
-    packing_of,
-    split_leaf,
-    taken,
-)
 
 __all__ = [
+    "CODES",
+    "Composite",
     "Dense",
     "Quantized",
-    "Stacked",
-    "Stored",
-    "Weight",
+    "StackMember",
+    "StoredOperand",
+    "Operand",
     "as_table",
-    "as_weight",
+    "as_operand",
     "at",
     "class_of",
     "formats",

@@ -12,12 +12,16 @@ With w the weight [in, out], q its codes, s its scales and g = k // 32:
 Formats that round take activations as int8 inside the matmul: one scale per row for int8, one per
 row and group of 32 for the others.
 
-To add one: a class here and its names in ops.formats; XLA computes it then. A kernel is one more
-step for each platform: `Code` in csrc/kernels.h with `kLayouts` in csrc/matmul_ffi.cc and LAYOUTS
-in ops/native.py; `CODES` in linear/gpu_codes.py; `_weights` in linear/tpu.py.
+To add one: a class here; XLA computes it then. Its names are its own where files alone have it, and
+in ops.formats where `quantize` makes it. A kernel is one more step for each platform:
+`Code` in csrc/kernels.h with `kLayouts` in csrc/matmul_ffi.cc and LAYOUTS in ops/native.py; `CODES`
+in linear/gpu_codes.py; `_weights` in linear/tpu.py.
 """
 
 from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +76,16 @@ class Int8Groups(Quantized):
     code = "int8-g32"
     value_type = np.int8
     most = float(127 * FLOAT16_MAX)
+    blocks = MappingProxyType({"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32"})
+
+    @staticmethod
+    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Q5_0's codes lie as Q4_0's, their fifth bits apart."""
+        scales, body = _split(blocks, "<f2")
+        if kind == "Q8_0":
+            return body.view(np.int8), scales
+        fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
+        return (_nibbles(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16), scales
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -90,6 +104,12 @@ class Int4(Quantized):
 
     code, nibbles, zero = "int4", True, 8
     most = float(8 * FLOAT16_MAX)
+    blocks = MappingProxyType({"Q4_0": "w4a8"})
+
+    @staticmethod
+    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scales, body = _split(blocks, "<f2")
+        return _nibbles(body), scales
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -100,7 +120,7 @@ class Int4(Quantized):
         return q.reshape(rows.shape), scales[:, :, 0].astype(np.float16), largest[:, :, 0]
 
     @staticmethod
-    def decoded(codes: jax.Array) -> jax.Array:
+    def decoded(codes: Any) -> Any:
         return codes.astype(jnp.float32) - 8.0
 
 
@@ -109,6 +129,16 @@ class Mxfp4(Quantized):
 
     code, nibbles = "mxfp4", True
     scale_type, broken_scale = np.uint8, 255
+    blocks = MappingProxyType({"MXFP4": "mxfp4-a16"})
+
+    @staticmethod
+    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scales, body = _split(blocks, "u1")
+        return _nibbles(body), scales
+
+    @classmethod
+    def are_finite(cls, scales: np.ndarray) -> np.ndarray:
+        return scales != cls.broken_scale
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -124,12 +154,29 @@ class Mxfp4(Quantized):
         return codes.reshape(rows.shape), scales, largest
 
     @staticmethod
-    def decoded(codes: jax.Array) -> jax.Array:
-        return jnp.asarray(E2M1_VALUES)[codes.astype(jnp.int32)]
+    def decoded(codes: Any) -> Any:
+        return _looked_up(E2M1_VALUES, codes)
 
     @staticmethod
-    def factors(scales: jax.Array) -> jax.Array:
-        return jnp.asarray(E8M0_VALUES)[scales.astype(jnp.int32)]
+    def factors(scales: Any) -> Any:
+        return _looked_up(E8M0_VALUES, scales)
+
+
+def _looked_up(table: np.ndarray, index: Any) -> Any:
+    on_host = isinstance(index, np.ndarray)
+    return (table if on_host else jnp.asarray(table))[index.astype(jnp.int32)]
+
+
+def _split(blocks: np.ndarray, scale: str) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks that begin with a scale as their scales, and what is behind these."""
+    size = np.dtype(scale).itemsize
+    scales = np.ascontiguousarray(blocks[..., :size]).view(scale)[..., 0]
+    return scales, blocks[..., size:]
+
+
+def _nibbles(body: np.ndarray) -> np.ndarray:
+    """16 bytes, the first half of the codes in their low halves."""
+    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:

@@ -11,8 +11,9 @@ scales are [1, out] or [in / 32 padded to 32, out], in float32, of mxfp4 as they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -23,10 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import accelerator
 from rooflax.ops.dot import dot_general
-from rooflax.ops.formats import FORMATS, GROUP, PANEL
+from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format
 from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
-from rooflax.ops.weights.weight import Axes, Stored
+from rooflax.ops.weights.operand import Axes, StoredOperand
 
 CHUNK = 1 << 12
 """Outputs that are quantised at a time, so that intermediates stay small."""
@@ -38,11 +39,11 @@ Put = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True)
-class Quantized(Stored):
+class Quantized(StoredOperand):
     """A weight [*stack, *in, *out] in few bits; a stack is one axis of experts or layers, or none.
 
-    A subclass is one way to code numbers: it says how rows are encoded and decoded. Its name stands
-    in `ops.formats`, and a backend has a kernel for it or none.
+    A subclass is one way to code numbers: how rows are encoded and decoded, and which blocks of a
+    GGUF file have its codes. Its names stand in `ops.formats`, and a backend has a kernel or none.
 
     Attributes:
         values: packed codes, as the module says.
@@ -55,6 +56,8 @@ class Quantized(Stored):
         zero: the code of zero.
         broken_scale: what makes of every code NaN.
         most: the largest magnitude that is held.
+        names: those that are not in `ops.formats`, with whether activations are rounded.
+        blocks: GGUF's types that hold its codes, with the name of the format that they become.
     """
 
     values: Array
@@ -74,11 +77,14 @@ class Quantized(Stored):
     scale_type: ClassVar[Any] = np.float16
     broken_scale: ClassVar[float] = np.nan
     most: ClassVar[float] = np.inf
+    names: ClassVar[Mapping[str, bool]] = MappingProxyType({})
+    blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
         static = ["format", "in_shape", "out_shape", "packing"]
         jax.tree_util.register_dataclass(cls, list(ARRAYS), static)
         CODES[cls.code] = cls
+        KNOWN.update({name: Format(cls.code, rounds) for name, rounds in cls.names.items()})
 
     # Of a format
 
@@ -88,14 +94,38 @@ class Quantized(Stored):
         raise NotImplementedError
 
     @staticmethod
-    def decoded(codes: jax.Array) -> jax.Array:
+    def decoded(codes: Any) -> Any:
         """What codes stand for before they are scaled, in float32."""
         return codes.astype(jnp.float32)
 
     @staticmethod
-    def factors(scales: jax.Array) -> jax.Array:
+    def factors(scales: Any) -> Any:
         """Scales in float32."""
         return scales.astype(jnp.float32)
+
+    @classmethod
+    def scaled(cls, codes: Any, scales: Any, axis: int = -1) -> Any:
+        """The numbers of codes in float32, on the host or not.
+
+        Args:
+            scales: as `codes` without `axis`, along which they are shared.
+        """
+        numbers, factors = cls.decoded(codes), cls.factors(scales)
+        return numbers * (factors[..., None] if axis == -1 else factors[..., None, :])
+
+    @classmethod
+    def are_finite(cls, scales: np.ndarray) -> np.ndarray:
+        """Which scales make numbers of codes."""
+        return np.isfinite(scales)
+
+    @staticmethod
+    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Codes [..., blocks, 32] and scales [..., blocks] of one of `blocks`.
+
+        Args:
+            blocks: uint8 [..., blocks, bytes of a block].
+        """
+        raise NotImplementedError
 
     @classmethod
     def encode(cls, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +169,7 @@ class Quantized(Stored):
 
     @property
     def quantizes_activations(self) -> bool:  # type: ignore[override]
-        return FORMATS[self.format].quantizes_activations
+        return KNOWN[self.format].quantizes_activations
 
     @property
     def is_matrix(self) -> bool:
@@ -190,15 +220,21 @@ class Quantized(Stored):
         lead = self.stack
         if self.is_matrix:
             return self._matrix_numbers().reshape(*lead, self.inner, self.outer)
+        q, scales = self._by_output()
+        numbers = self.scaled(q, scales).reshape(*lead, q.shape[len(lead)], -1)
+        return numbers[..., : self.outer, : self.inner].swapaxes(-1, -2)
+
+    def _by_output(self) -> tuple[Any, Any]:
+        """Codes [*stack, out, in] and scales [*stack, out] of panels, padded; with groups codes
+        [*stack, out, groups, 32] and scales [*stack, out, groups]. Of host arrays on the host."""
+        values, lead = self.values, self.stack
         if not self.grouped:
-            q = self.values.swapaxes(-3, -2).reshape(*lead, self.values.shape[-4] * PANEL, -1)
-            numbers = self.decoded(q) * self.scales[..., None]
-            return numbers[..., : self.outer, : self.inner].swapaxes(-1, -2)
-        groups = jnp.moveaxis(self.values, -2, -4)  # [panels, 16, groups, quads, 4]
+            q = values.swapaxes(-3, -2)
+            return q.reshape(*lead, values.shape[-4] * PANEL, -1), self.scales
+        groups = _namespace(values).moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
         q = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
         scales = self.scales.swapaxes(-1, -2).reshape(*q.shape[:-1])
-        numbers = self.decoded(self._halves(q)) * self.factors(scales)[..., None]
-        return numbers.reshape(*lead, -1, self.inner)[..., : self.outer, :].swapaxes(-1, -2)
+        return self._halves(q), scales
 
     def _matrix_numbers(self) -> jax.Array:
         """[*stack, groups, 32, out], or without groups [*stack, in, out]."""
@@ -206,15 +242,13 @@ class Quantized(Stored):
             return self.decoded(self.values) * self.scales
         scales = self.scales[..., : self.inner // GROUP, :]
         q = self.values.reshape(*scales.shape[:-1], -1, self.values.shape[-1])
-        return self.decoded(self._halves(q, axis=-2)) * self.factors(scales)[..., None, :]
+        return self.scaled(self._halves(q, axis=-2), scales, axis=-2)
 
     def _halves(self, q: jax.Array, axis: int = -1) -> jax.Array:
         """Both halves of each byte, where codes have four bits."""
-        return jnp.concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
+        return _namespace(q).concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        """In float32, by XLA on every platform."""
-        del how
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
         ids = jnp.clip(ids, 0, self.outer - 1)
         if self.is_matrix:
             values, scales = (a.at[:, ids].get(mode="clip") for a in (self.values, self.scales))
@@ -227,22 +261,19 @@ class Quantized(Stored):
         q = self.values.at[panel, :, :, lane].get(mode="promise_in_bounds")
         q = self._halves(q.reshape(*ids.shape, self.values.shape[1], -1))
         scales = self.scales.at[panel, :, lane].get(mode="promise_in_bounds")
-        scaled = self.decoded(q) * self.factors(scales)[..., None]
-        return scaled.reshape(*ids.shape, self.inner)
+        return self.scaled(q, scales).reshape(*ids.shape, self.inner)
 
     def unpacked(self) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of host arrays in panels, as `pack` takes them."""
-        values, scales, lead = np.asarray(self.values), np.asarray(self.scales), self.stack
-        if not self.grouped:
-            codes = values.swapaxes(-3, -2).reshape(*lead, values.shape[-4] * PANEL, -1)
-            return codes[..., : self.outer, : self.inner], scales[..., : self.outer]
-        groups = np.moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
-        codes = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
-        if self.nibbles:
-            codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
-        scales = scales.swapaxes(-1, -2).reshape(*codes.shape[:-1])
-        codes = codes.reshape(*codes.shape[:-2], self.inner)
-        return codes[..., : self.outer, :], scales[..., : self.outer, :]
+        arrays = {"values": np.asarray(self.values), "scales": np.asarray(self.scales)}
+        codes, scales = replace(self, **arrays)._by_output()
+        codes = codes.reshape(*self.stack, codes.shape[len(self.stack)], -1)
+        outputs = (..., slice(self.outer), *(slice(None),) * self.grouped)
+        return codes[..., : self.outer, : self.inner], scales[outputs]
+
+
+def _namespace(array: Any) -> Any:
+    return np if isinstance(array, np.ndarray) else jnp
 
 
 CODES: dict[str, type[Quantized]] = {}
@@ -251,7 +282,7 @@ CODES: dict[str, type[Quantized]] = {}
 
 def class_of(format: str) -> type[Quantized]:
     """Of a name in ops.formats."""
-    return CODES[FORMATS[format].code]
+    return CODES[KNOWN[format].code]
 
 
 def packed_bytes(format: str, inner: int, outer: int) -> int:

@@ -1,8 +1,8 @@
-"""`Weight`: what multiplies activations, an object with verbs; plain arrays, and layers of stacks.
+"""`Operand`: what multiplies activations: plain arrays, members of stacks, operands of operands.
 
-A leaf of a model's tree of weights is a plain array or a `Weight`. `as_weight` and `as_table` make
-a `Weight` of either; nobody outside of this package asks which it was. The formats of few bits are
-in `formats`. A weight made of weights (an adapter) is one more subclass, with verbs of its own.
+A leaf of a model's tree of weights is a plain array or an `Operand`. `as_operand` and `as_table`
+make one of either; nobody outside of this package asks which it was. The formats of few bits are in
+`formats`. `ops.linear` multiplies by them and looks their rows up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Axes = Sequence[str | None]
 """Per axis of a weight, the axis of the mesh that splits it."""
 
 
-class Weight:
+class Operand:
     """A matrix, with its inputs and its outputs on one axis each or on several.
 
     Attributes:
@@ -54,34 +54,6 @@ class Weight:
         """Of all its arrays."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
-    def matmul(
-        self,
-        x: Float[Array, "rows width"],
-        bias: Array | Stacked | None = None,
-        *,
-        prologue: Any = None,
-        residual: Float[Array, "rows out"] | None = None,
-        num_rows: Int[Array, ""] | None = None,
-        dtype: Any = None,
-        implementation: str | None = None,
-    ) -> Float[Array, "rows out"]:
-        """prologue(x) @ w + bias + residual; the arguments are those of `ops.linear.linear`.
-
-        Args:
-            dtype: of the result; None is x's.
-        """
-        raise NotImplementedError
-
-    def take(
-        self,
-        ids: Int[Array, " n"],
-        *,
-        num_rows: Int[Array, ""] | None = None,
-        implementation: str | None = None,
-    ) -> Float[Array, "n in"]:
-        """The weights of single outputs, such as tokens' embeddings; see `ops.linear.lookup`."""
-        raise NotImplementedError
-
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Any:
         """A tree like this one, of `PartitionSpec`s.
 
@@ -92,11 +64,11 @@ class Weight:
         """
         raise NotImplementedError
 
-    def at(self, index: Any) -> Weight:
+    def at(self, index: Any) -> Operand:
         """One of a stack, left where it lies."""
         raise NotImplementedError
 
-    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+    def in_stack(self) -> tuple[StoredOperand, Int[Array, ""] | None]:
         """What kernels read: arrays, and the number of the member that is meant; None is all.
 
         Raises:
@@ -106,7 +78,17 @@ class Weight:
         raise RequestError(f"{name} cannot be a weight of experts; choose plain or quantized ones.")
 
 
-class Stored(Weight):
+class Composite(Operand):
+    """An operand made of operands, as an adapter is.
+
+    Its `matmul` and `take` have the arguments of those of `ops.linear.api`, which call them.
+    """
+
+    matmul: Callable[..., Array]
+    take: Callable[..., Array]
+
+
+class StoredOperand(Operand):
     """A weight that is arrays, or a stack of them; what backends ask of it.
 
     Attributes:
@@ -135,20 +117,17 @@ class Stored(Weight):
     def shape(self) -> tuple[int, ...]:
         return (*self.stack, *self.in_shape, *self.out_shape)
 
-    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
-        return _matmul(self, None, x, bias, **how)
+    def at(self, index: Any) -> StackMember:
+        return StackMember(self, index)
 
-    def at(self, index: Any) -> Stacked:
-        return Stacked(self, index)
-
-    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+    def in_stack(self) -> tuple[StoredOperand, Int[Array, ""] | None]:
         return self, None
 
-    def member(self, index: Any) -> Stored:
+    def member(self, index: Any) -> StoredOperand:
         """A copy of one of the stack."""
         raise NotImplementedError
 
-    def joined(self) -> Stored:
+    def joined(self) -> StoredOperand:
         """A stack of stacks as one."""
         raise NotImplementedError
 
@@ -163,6 +142,15 @@ class Stored(Weight):
 
     def numbers(self) -> Float[Array, "*stack in out"]:
         """What it stands for, in float32."""
+        raise NotImplementedError
+
+    @property
+    def plain_rows(self) -> Float[Array, "out in"] | None:
+        """The outputs' weights where they need no decoding; None where `take` decodes them."""
+        return None
+
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
+        """The weights of single outputs in float32, such as tokens' embeddings, by XLA."""
         raise NotImplementedError
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
@@ -182,7 +170,7 @@ def _dot_each(x: Array, w: Array) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Dense(Stored):
+class Dense(StoredOperand):
     """A weight at its own width.
 
     Attributes:
@@ -207,10 +195,9 @@ class Dense(Stored):
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        from rooflax.ops.linear.api import lookup_rows
-
-        return lookup_rows(self.array if self.table else self.array.T, ids, **how)
+    @property
+    def plain_rows(self) -> Float[Array, "out in"]:
+        return self.array if self.table else self.array.T
 
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Dense:
         """Of inputs (or outputs) on several axes, only the first can be split."""
@@ -242,7 +229,7 @@ class Dense(Stored):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stacked(Weight):
+class StackMember(Operand):
     """One of a stack, left where it lies: a weight, or a vector such as a bias.
 
     A loop over stacked layers would copy each layer's weights out of the stack; a backend that is
@@ -253,12 +240,12 @@ class Stacked(Weight):
         index: static or traced; within the stack.
     """
 
-    whole: Array | Stored
+    whole: Array | StoredOperand
     index: Int[Array, ""]
 
     @property
-    def _stored(self) -> Stored:
-        return cast(Stored, self.whole)
+    def _stored(self) -> StoredOperand:
+        return cast(StoredOperand, self.whole)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -277,70 +264,47 @@ class Stacked(Weight):
     def dtype(self) -> np.dtype:
         return self.whole.dtype
 
-    def reshape(self, *shape: int) -> Stacked:
+    def reshape(self, *shape: int) -> StackMember:
         """A vector in another shape."""
         vectors = cast(Array, self.whole)
         return replace(self, whole=vectors.reshape(vectors.shape[0], *shape))
 
-    def matmul(self, x: Float[Array, "rows width"], bias: Any = None, **how: Any) -> Array:
-        return _matmul(self._stored, self.index, x, bias, **how)
-
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        return taken(self).take(ids, **how)
-
-    def in_stack(self) -> tuple[Stored, Int[Array, ""] | None]:
+    def in_stack(self) -> tuple[StoredOperand, Int[Array, ""] | None]:
         return self._stored, self.index
 
 
-def _matmul(
-    w: Stored,
-    index: Int[Array, ""] | None,
-    x: Array,
-    bias: Any,
-    *,
-    dtype: Any = None,
-    implementation: str | None = None,
-    **how: Any,
-) -> Array:
-    from rooflax.ops.linear.api import LINEAR  # whose backends know weights
-    from rooflax.ops.linear.args import LinearArgs
-
-    result = x.dtype if dtype is None else dtype
-    return LINEAR(implementation, LinearArgs(x, w, index, bias, dtype=result, **how))
-
-
-def taken(w: T | Stacked) -> T:
-    """A copy of the member; what is not `Stacked` as it is."""
-    if not isinstance(w, Stacked):
+def taken(w: T | StackMember) -> T:
+    """A copy of the member; what is not `StackMember` as it is."""
+    if not isinstance(w, StackMember):
         return w
-    if isinstance(w.whole, Stored):
+    if isinstance(w.whole, StoredOperand):
         return cast(T, w.whole.member(w.index))
     return cast(T, w.whole[w.index])
 
 
-def in_place(vector: Array | Stacked | None, is_readable: Callable[[Array], bool]) -> Any:
+def in_place(vector: Array | StackMember | None, is_readable: Callable[[Array], bool]) -> Any:
     """The whole stack that a vector lies in where a kernel can read it, else the vector."""
-    if isinstance(vector, Stacked) and is_readable(cast(Array, vector.whole)):
+    if isinstance(vector, StackMember) and is_readable(cast(Array, vector.whole)):
         return vector.whole
     return taken(vector)
 
 
-def at(leaf: Array | Weight, index: Any) -> Weight:
-    """`Weight.at` of a leaf: a plain array may be a weight or a vector."""
-    return leaf.at(index) if isinstance(leaf, Weight) else Stacked(leaf, index)
+def at(leaf: Array | Operand, index: Any) -> Operand:
+    """`Operand.at` of a leaf: a plain array may be a weight or a vector."""
+    return leaf.at(index) if isinstance(leaf, Operand) else StackMember(leaf, index)
 
 
-def as_weight(leaf: Array | Weight, *, contract: int = 1, stack: int = 0) -> Weight:
-    """A leaf as a weight; one that is a `Weight` knows its axes.
+def as_operand(leaf: Array | Operand, *, contract: int = 1, stack: int = 0) -> Operand:
+    """A leaf as an operand; one that is an `Operand` knows its axes.
 
     Args:
         leaf: an array is [*stack, *in, *out].
         contract: number of axes in `*in`.
         stack: number of axes in `*stack`.
     """
-    if isinstance(leaf, Stacked) and not isinstance(leaf.whole, Weight):
+    if isinstance(leaf, StackMember) and not isinstance(leaf.whole, Operand):
         return replace(leaf, whole=_dense(leaf.whole, contract, stack + 1))
-    return leaf if isinstance(leaf, Weight) else _dense(leaf, contract, stack)
+    return leaf if isinstance(leaf, Operand) else _dense(leaf, contract, stack)
 
 
 def _dense(array: Array, contract: int, stack: int) -> Dense:
@@ -350,20 +314,20 @@ def _dense(array: Array, contract: int, stack: int) -> Dense:
     return Dense(array if array.shape == flat else array.reshape(flat), in_shape, out_shape)
 
 
-def as_table(leaf: Array | Weight) -> Weight:
+def as_table(leaf: Array | Operand) -> Operand:
     """An embedding as a weight from hidden to vocabulary; an array is [vocab, hidden]."""
-    if isinstance(leaf, Weight):
+    if isinstance(leaf, Operand):
         return leaf
     return Dense(leaf, leaf.shape[1:], leaf.shape[:1], table=True)
 
 
 def split_leaf(leaf: Any, axes: Axes, stack: int, lead: Axes = ()) -> Any:
-    """`Weight.split` of a leaf: a plain array has an axis for each of `axes`."""
-    if isinstance(leaf, Weight):
+    """`Operand.split` of a leaf: a plain array has an axis for each of `axes`."""
+    if isinstance(leaf, Operand):
         return leaf.split(axes, stack, lead)
     return PartitionSpec(*lead, *axes)
 
 
 def packing_of(leaf: Any) -> str | None:
     """In which order a leaf's codes lie; None where nothing is packed."""
-    return leaf.packing if isinstance(leaf, Stored) else None
+    return leaf.packing if isinstance(leaf, StoredOperand) else None

@@ -6,7 +6,7 @@ import pytest
 
 import rooflax
 from rooflax import LLM, AsyncLLM, RequestError, SamplingParams
-from rooflax.cli.main import with_flags
+from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.parser import FIELDS
 from tests import goldens
 
@@ -100,7 +100,8 @@ def test_the_command_line_shows_flags_where_fields_are_named():
     assert with_flags("max_tokens_per_step", None, flags) == "max_tokens_per_step"
     assert with_flags("n is 0; an n of 1", "n", flags) == "--samples is 0; an n of 1"
     assert with_flags("the seed; see `check`", None, flags) == "the seed; see --check"
-    assert set(FIELDS.values()) >= {"n", "use_cache"}
+    assert parser_of("generate").flag_names["n"] == "--samples"
+    assert set(FIELDS.values()) >= {"jit", "use_cache"}
 
 
 def test_a_models_facts_are_known_without_its_weights():

@@ -201,21 +201,12 @@ def add_execution(parser: Parser, *, cached: bool = True, lists: bool = False) -
     """
     add = parser.group("speed, never tokens").add_argument
 
-    def choice(flag: str, metavar: str, text: str, kind: Any = str) -> None:
-        if lists:
-            add(flag, metavar=metavar, default=[None], help=text, type=_listed(kind))
-        else:
-            add(flag, metavar=metavar, help=text, type=kind)
-
     if cached:
         add("--no-cache", action="store_true", help="recompute the whole sequence for every token")
         add("--no-jit", action="store_true", help="run every operation eagerly")
-    choice("--layers", "HOW", "unrolled or scan; default scan where kernels read stacked weights")
-    choice("--gqa", "HOW", "grouped (default) or repeat")
-    choice("--moe", "HOW", "grouped (default), per_token, dense")
-    choice("--kernels", "NAME", "reference, xla, native, pallas; default the best")
-    if cached:
-        choice("--decode-steps", "N", "decode steps per dispatch", whole)
+    for name, one in declarations(ExecutionOptions).items():
+        if one.flags and (cached or name != "decode_steps"):
+            add_field(parser, replace(one, default=None, unset=one.default), lists=lists)
 
 
 def add_speculation(parser: Parser) -> None:
@@ -248,15 +239,11 @@ def execution_options(args: argparse.Namespace) -> ExecutionOptions:
     """The switches as what they become in Python; RequestError for a wrong value."""
     if getattr(args, "no_cache", False) and args.decode_steps is not None:
         raise RequestError("--decode-steps needs the cache, and --no-cache is given; drop one.")
-    return ExecutionOptions.of(
-        use_cache=False if getattr(args, "no_cache", False) else None,
-        jit=False if getattr(args, "no_jit", False) else None,
-        layers=args.layers,
-        gqa=args.gqa,
-        moe=args.moe,
-        kernels=args.kernels,
-        decode_steps=getattr(args, "decode_steps", None),
-    )
+    given = values_of(args, ExecutionOptions)
+    for flag, name in (("no_cache", "use_cache"), ("no_jit", "jit")):
+        if getattr(args, flag, False):
+            given[name] = False
+    return ExecutionOptions.of(**given)
 
 
 def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> None:

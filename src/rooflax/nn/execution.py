@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import declare, documented, read_fields
+from rooflax.fields.kinds import Choice, Flag, Whole
 from rooflax.ops.formats import resolve_format
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -31,46 +34,39 @@ def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> Non
         raise RequestError(f"{field} is {value!r}; it must be one of {wanted}.", param=field)
 
 
+_field = partial(declare, group="speed, never tokens")
+
+
+# fmt: off
+@documented
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Switches that change speed and memory, never a token (in float32, the KV cache too).
+    """Switches that change speed and memory, never a token (in float32, the KV cache too)."""
 
-    Attributes:
-        use_cache: keep K and V of past tokens; off, every step runs the whole sequence again.
-        jit: compile the step; off, every operation is dispatched by itself.
-        layers: "unrolled" repeats the layers in the program; "scan" loops over stacked weights.
-            None is what `with_layers` says.
-        gqa: "grouped" reads each K/V head once for its query heads; "repeat" copies it first.
-        moe: "grouped" runs tokens sorted by expert; "per_token" one expert after the other;
-            "dense" runs every expert on every token.
-        kernels: the implementation of linear, attention and moe; None takes the platform's best.
-        decode_steps: tokens decoded per dispatch in one jitted loop, 1 to 1024; None lets the
-            engine choose.
-    """
-
-    use_cache: bool = True
-    jit: bool = True
-    layers: Literal["unrolled", "scan"] | None = None
-    gqa: Literal["grouped", "repeat"] = "grouped"
-    moe: Literal["grouped", "per_token", "dense"] = "grouped"
-    kernels: str | None = None
-    decode_steps: int | None = None
+    use_cache: bool = _field(
+        Flag(), "keep K and V of past tokens; off, every step runs the whole sequence again",
+        default=True)
+    jit: bool = _field(
+        Flag(), "compile the step; off, every operation is dispatched by itself", default=True)
+    layers: Literal["unrolled", "scan"] | None = _field(
+        Choice(("unrolled", "scan")), "repeat the layers in the program, or loop over stacked "
+        "weights", shown_default="scan where kernels read stacked weights", metavar="HOW")
+    gqa: Literal["grouped", "repeat"] = _field(
+        Choice(("grouped", "repeat")), "read each K/V head once for its query heads, or copy it "
+        "first", default="grouped", metavar="HOW")
+    moe: Literal["grouped", "per_token", "dense"] = _field(
+        Choice(("grouped", "per_token", "dense")), "tokens sorted by expert, one expert after the "
+        "other, or every expert on every token", default="grouped", metavar="HOW")
+    kernels: str | None = _field(
+        Choice(KERNELS), "implementation of linear, attention and experts",
+        shown_default="the best", metavar="NAME")
+    decode_steps: int | None = _field(
+        Whole(1, MAX_DECODE_STEPS), "decode steps per dispatch",
+        shown_default="the engine's choice", metavar="N")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        _check_choice("use_cache", self.use_cache, (True, False))
-        _check_choice("jit", self.jit, (True, False))
-        _check_choice("layers", self.layers, (None, "unrolled", "scan"))
-        _check_choice("gqa", self.gqa, ("grouped", "repeat"))
-        _check_choice("moe", self.moe, ("grouped", "per_token", "dense"))
-        _check_choice("kernels", self.kernels, (None, *KERNELS))
-        steps = self.decode_steps
-        whole = isinstance(steps, int) and not isinstance(steps, bool)
-        if steps is not None and not (whole and 1 <= steps <= MAX_DECODE_STEPS):
-            raise RequestError(
-                f"decode_steps is {steps!r}; it must be a whole number from 1 to "
-                f"{MAX_DECODE_STEPS}.",
-                param="decode_steps",
-            )
+        read_fields(self)
 
     @classmethod
     def of(cls, **given: Any) -> ExecutionOptions:
@@ -181,12 +177,7 @@ def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: 
         RequestError: the arguments have no meaning together.
     """
     if num_draft_tokens is not None:
-        whole = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
-        if not whole or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
-            raise RequestError(
-                f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number from 1 to "
-                f"{MOST_DRAFT_TOKENS}."
-            )
+        Whole(1, MOST_DRAFT_TOKENS).read("num_draft_tokens", num_draft_tokens)
         if speculate is None:
             raise RequestError(
                 'num_draft_tokens is given without speculate; add speculate="ngram" or a model.'

@@ -6,6 +6,11 @@
 
 #include "kernels.h"
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if defined(__x86_64__) && !defined(ROOFLAX_GENERIC_ONLY)
 #define ROOFLAX_X86
 #endif
@@ -25,11 +30,37 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512vnni");
 }
 #endif
+
 #endif
+
+}  // namespace
+
+// A process has to ask the operating system for them, once.
+bool HasTiles() {
+#if !defined(ROOFLAX_X86) || defined(ROOFLAX_WITHOUT_TILES)
+  return false;
+#elif defined(ROOFLAX_TILES_IN_MEMORY)
+  return HasAvx512();
+#elif defined(__linux__)
+  static const bool allowed = [] {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return HasAvx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  }();
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+namespace {
 
 // Null where this processor does not have it, or there is no such name.
 const Kernels* Find(const char* name) {
 #if defined(ROOFLAX_X86)
+#if !defined(ROOFLAX_WITHOUT_TILES)
+  if (std::strcmp(name, "amx") == 0) return HasTiles() ? &amx::kKernels : nullptr;
+#endif
   if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
   if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
@@ -39,6 +70,7 @@ const Kernels* Find(const char* name) {
 
 const Kernels* Best() {
 #if defined(ROOFLAX_X86)
+  if (const Kernels* found = Find("amx")) return found;
   if (const Kernels* found = __builtin_cpu_is("amd") ? Find("avx512-far") : nullptr) return found;
 #endif
   for (const char* name : {"avx512", "avx2"}) {
@@ -69,7 +101,7 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2", "avx512" or "avx512-far"; 0 if this processor lacks it. "" takes the best again.
+// Forces "generic", "avx2", "avx512", "avx512-far" or "amx"; 0 if this processor lacks it. "" takes the best again.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
   const rooflax::Kernels* found = *name ? rooflax::Find(name) : rooflax::Best();
   if (found == nullptr) return 0;

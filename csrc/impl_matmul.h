@@ -301,8 +301,8 @@ void MatmulPart(const MatmulArgs& a) {
 }
 
 // The parts' sums added up in their order, into the output.
-void AddParts(const MatmulArgs& a) {
-  const int64_t parts = NumParts(a.inner), width = a.end - a.begin;
+void AddPartsOf(const MatmulArgs& a, int64_t parts) {
+  const int64_t width = a.end - a.begin;
   for (int64_t m = 0; m < a.rows; ++m) {
     float* total = a.parts + m * a.parts_stride + a.begin - a.parts_begin;
     for (int64_t part = 1; part < parts; ++part) {
@@ -312,6 +312,8 @@ void AddParts(const MatmulArgs& a) {
     Finish(a.out, m, a.begin, width, total);
   }
 }
+
+void AddParts(const MatmulArgs& a) { AddPartsOf(a, NumParts(a.inner)); }
 
 // ---- Many rows of x ----
 

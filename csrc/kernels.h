@@ -36,6 +36,30 @@ inline int64_t NumParts(int64_t inner) {
 
 constexpr int64_t kFewRows = 16;  // the most that `matmul_part` takes
 
+// Rows of float32 as sums of at most kMostTerms rows of bfloat16, for matmuls that take those: blocks of
+// kTermBlock inputs, the last filled up with zeros.
+constexpr int64_t kTermBlock = 32, kMostTerms = 3;
+inline int64_t NumTermBlocks(int64_t inner) { return (inner + kTermBlock - 1) / kTermBlock; }
+// At most four parts of the inputs, as those of `PartLength`: each is memory that lies together.
+inline int64_t TermPartLength(int64_t inner) {
+  const int64_t quarter = (inner + 4 * kTermBlock - 1) / (4 * kTermBlock) * kTermBlock;
+  return quarter < 64 ? 64 : quarter;
+}
+inline int64_t NumTermParts(int64_t inner) {
+  return inner == 0 ? 1 : (inner + TermPartLength(inner) - 1) / TermPartLength(inner);
+}
+
+// One row of a tile of `rows`, as terms: [blocks, num_terms, rows, kTermBlock], or, as the tile of a table
+// wants them, [blocks, num_terms, kTermBlock / 2, rows, 2]. The high bits of a number, of what is left of
+// it, and of what is left of that: exact, but for one term, which is the nearest. What is infinite or NaN
+// is its first term.
+struct SplitArgs {
+  const float* x;  // [inner]
+  uint16_t* terms;  // of the tile
+  int64_t inner, num_terms, row, rows;
+  bool table;
+};
+
 // sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
   const float* x;  // [rows, inner]; where rows of w are short, as `order_inputs` leaves them
@@ -46,6 +70,9 @@ struct MatmulArgs {
   // Of `matmul_part` and `add_parts`: sums [parts, rows, columns from parts_begin on].
   float* parts;  // of `matmul_part`: where the sums of the part numbered `part` begin
   int64_t part, parts_begin, parts_stride, parts_size;  // from row to row, and from part to part
+  // Of a kernel that takes them, and bfloat16: of each tile of kTiledRows rows, see SplitArgs.
+  const uint16_t* terms;
+  int64_t num_terms;
 };
 
 // What happens to a row before its matmul.
@@ -74,9 +101,14 @@ struct QuantizeRowsArgs {
 // sums fit into registers: of the groups of 32 that these rows have, those of the same number lie
 // beside each other. Nine to twelve are two tiles, each of which fetches half of the next panels.
 inline int64_t TileRows(int64_t left, int64_t most) {
-  if (most < 12) return left < most ? left : most;
+  if (most != 12) return left < most ? left : most;
   return left > 12 ? 12 : left > 8 ? 8 : left;
 }
+
+// Rows in a tile of AMX. Where a run of rows is multiplied by those, its bytes of kInt8 lie in tiles as
+// well: [blocks of kRowBlock inputs, rows of the tile, kRowBlock], filled up with zeros.
+constexpr int64_t kTiledRows = 16, kRowBlock = 64;
+inline int64_t RowBytes(int64_t stride) { return (stride + kRowBlock - 1) / kRowBlock * kRowBlock; }
 
 // One row of a tile of float32 as int8, one scale per group of 32.
 struct QuantizeGroupsArgs {
@@ -178,10 +210,12 @@ struct DeltaArgs {
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
+  int64_t tiled_from[5];  // rows of a run from which it is multiplied by tiles of AMX, by their Code
   int32_t row_offset;  // what `quantize_row` adds to a byte
   int64_t short_row;  // bytes; rows of w below it are short for `matmul` and `matmul_part`
+  void (*split)(const SplitArgs&);  // where matmuls with bfloat16 take terms, else null
   void (*order_inputs)(const float* x, int64_t inner, float* out);  // one row's
-  void (*matmul)(const MatmulArgs&);  // any number of rows
+  void (*matmul)(const MatmulArgs&);  // any number of rows; columns from a multiple of kPanel on
   void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
   void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums
   void (*unembed)(const MatmulArgs&);
@@ -211,10 +245,22 @@ struct Kernels {
   void (*delta)(const DeltaArgs&);
 };
 
+inline bool IsTiled(const Kernels& kernels, Code code, int64_t rows) {
+  return rows >= kernels.tiled_from[static_cast<int>(code)];
+}
+// The most rows of a tile of a run of so many.
+inline int64_t MostRows(const Kernels& kernels, Code code, int64_t rows) {
+  return IsTiled(kernels, code, rows) ? kTiledRows : kernels.tile_rows;
+}
+
 namespace generic { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_far { extern const Kernels kKernels; }
+namespace amx { extern const Kernels kKernels; }
+
+// Whether this processor has the tiles of AMX, and this process may use them.
+bool HasTiles();
 
 // The best of this processor, or the one that was forced.
 const Kernels& ChosenKernels();

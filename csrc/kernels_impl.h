@@ -8,9 +8,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "kernels.h"
+#if defined(ROOFLAX_TILES)
+#include "tiles.h"
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,17 +31,36 @@ namespace {
 #include "impl_matmul.h"
 #include "impl_table.h"
 #include "impl_packed.h"
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+#if defined(ROOFLAX_TILES)
+#include "impl_tiles.h"
+#include "impl_tiled_matrix.h"
+#endif
 #include "impl_attention.h"
 #include "impl_delta.h"
 
 }  // namespace
 
-const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,      kRowOffset, kShortRow, OrderInputs,
-                          Matmul,           MatmulPart,     AddParts,   Unembed,   RunBefore,
-                          QuantizeRow,      QuantizeGroups, Narrow,     Bytes,     Packed,
-                          Attend,           Argmax,         Above,      ExpTotal,
-                          ExpEach,          SumsAbove,      Draw,           kColumnsAtOnce,
-                          Delta};
+#if defined(ROOFLAX_TILES)
+#define ROOFLAX_TILED_FROM {kInt8From, kNever, kGroupsFrom, kGroupsFrom, kGroupsFrom}
+constexpr auto kBytes = BytesByTiles;
+constexpr auto kMatmul = MatmulByTiles, kMatmulPart = MatmulPartByTiles, kAddParts = AddPartsOfTiles;
+constexpr auto kUnembed = UnembedByTiles;
+constexpr void (*kSplit)(const SplitArgs&) = SplitTerms;
+#else
+#define ROOFLAX_TILED_FROM {kNever, kNever, kNever, kNever, kNever}
+constexpr auto kBytes = Bytes;
+constexpr auto kMatmul = Matmul, kMatmulPart = MatmulPart, kAddParts = AddParts, kUnembed = Unembed;
+constexpr void (*kSplit)(const SplitArgs&) = nullptr;
+#endif
+
+const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   ROOFLAX_TILED_FROM, kRowOffset,
+                          kShortRow,        kSplit,      OrderInputs,    kMatmul,
+                          kMatmulPart,      kAddParts,   kUnembed,       RunBefore,
+                          QuantizeRow,      QuantizeGroups, Narrow,      kBytes,
+                          Packed,           Attend,      Argmax,         Above,
+                          ExpTotal,         ExpEach,     SumsAbove,      Draw,
+                          kColumnsAtOnce,   Delta};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

@@ -41,6 +41,8 @@ struct Matmul {
   Layout layout;
   bool bytes;  // activations as int8
   bool ordered;  // inputs in the order in which a matrix is read
+  bool narrow;  // rows are rounded to bfloat16 before they meet weights of bfloat16
+  int64_t num_terms;  // of bfloat16 that rows are split into; 0 where they are not
   BeforeArgs before;
   Width width = Width::kFloat32;
   int64_t rows, x_width, inner, stride, outer, groups;
@@ -48,6 +50,7 @@ struct Matmul {
   int64_t stack, w_bytes, scale_bytes;  // of one member of the stack
   int64_t norms;                        // members of w to one of the norm
 
+  int64_t Parts() const { return num_terms > 0 ? NumTermParts(inner) : NumParts(inner); }
   bool IsPacked() const { return layout != Layout::kMatrix && layout != Layout::kTable; }
   bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
 };
@@ -68,6 +71,7 @@ void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const int64_t panels = dims[axis];
   const int64_t quads = p.IsPerOutput() ? dims[axis + 1] : dims[axis + 1] * 8;
   p.stride = quads * 4;
+  p.narrow = false;
   p.groups = p.stride / kGroup;
   p.units = panels;
   p.unit = p.least = p.IsPerOutput() ? 8 : 4;
@@ -97,7 +101,11 @@ void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");
   Fits(!p.bytes, why, "activations in bytes");
   const int64_t row_bytes = p.outer * (p.width == Width::kFloat32 ? 4 : 2);
-  p.ordered = !table && row_bytes < ChosenKernels().short_row;
+  const Kernels& kernels = ChosenKernels();
+  const bool halves = p.width == Width::kBfloat16;
+  p.narrow = p.narrow && halves;
+  p.num_terms = !halves || kernels.split == nullptr ? 0 : p.narrow ? 1 : kMostTerms;
+  p.ordered = !table && p.num_terms == 0 && row_bytes < kernels.short_row;
   p.stride = p.inner;
   p.groups = 0;
   p.units = p.outer;
@@ -152,9 +160,10 @@ const char* Check(const Inputs& in, const F32& y, Matmul& p) {
 // Rows ready for their matmul, the order in which they lie there, and where their tile begins and ends.
 struct Prepared {
   std::vector<float> wide, scale;
+  std::vector<uint16_t> terms;
   std::vector<uint8_t> bytes;
   std::vector<int32_t> start;
-  std::vector<int64_t> order, tile_begin, tile_end;
+  std::vector<int64_t> order, tile_begin, tile_end, run_begin, run_end;
 };
 
 // Rows [begin, end) of the prepared order share the weights numbered `member`.
@@ -192,10 +201,56 @@ BeforeArgs BeforeOf(const Matmul& p, const std::vector<Run>& runs) {
   return before;
 }
 
+// Where the rows of a run that begins with row `first` lie, as bytes of kInt8.
+int64_t BytesAt(const Matmul& p, int64_t first) { return first * RowBytes(p.stride); }
+
+// Row i as bytes of kInt8: whole, or as one of a tile of rows.
+void QuantizeRow(const Matmul& p, const float* x, int64_t i, Prepared& out) {
+  const Kernels& kernels = ChosenKernels();
+  const int64_t tile = out.tile_begin[i], count = out.tile_end[i] - tile, run = out.run_begin[i];
+  if (!IsTiled(kernels, Code::kInt8, out.run_end[i] - run)) {
+    uint8_t* q = out.bytes.data() + BytesAt(p, run) + (i - run) * p.stride;
+    return kernels.quantize_row({x, q, out.scale.data() + i, p.inner, p.stride});
+  }
+  static thread_local std::vector<uint8_t> own;
+  own.assign(static_cast<size_t>(RowBytes(p.stride)), 0);
+  kernels.quantize_row({x, own.data(), out.scale.data() + i, p.inner, p.stride});
+  uint8_t* to = out.bytes.data() + BytesAt(p, tile) + (i - tile) * kRowBlock;
+  for (int64_t k = 0; k < p.stride; k += kRowBlock, to += count * kRowBlock) {
+    std::copy(own.data() + k, own.data() + k + kRowBlock, to);
+  }
+}
+
+// To the nearest number of bfloat16, ties to even; NaN stays NaN.
+void RoundToBfloat16(float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof(bits));
+    const bool fault = (bits & 0x7fffffffu) > 0x7f800000u;
+    bits = fault ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
+    bits &= 0xffff0000u;
+    std::memcpy(x + i, &bits, sizeof(bits));
+  }
+}
+
+// Of the terms of a row.
+int64_t TermNumbers(const Matmul& p) { return NumTermBlocks(p.inner) * kTermBlock * p.num_terms; }
+
 void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
   const Kernels& kernels = ChosenKernels();
   const float* x = in.x.typed_data() + out.order[i] * p.x_width;
+  if (p.num_terms > 0) {
+    static thread_local std::vector<float> own;
+    if (before.kind != Before::kNone) {
+      own.resize(static_cast<size_t>(p.inner));
+      kernels.before(before, x, own.data());
+      x = own.data();
+    }
+    const int64_t tile = out.tile_begin[i];
+    return kernels.split({x, out.terms.data() + tile * TermNumbers(p), p.inner, p.num_terms,
+                          i - tile, out.tile_end[i] - tile, p.layout == Layout::kTable});
+  }
   if (!out.wide.empty()) {
     static thread_local std::vector<float> own;
     float* wide = out.wide.data() + i * p.inner;
@@ -203,6 +258,7 @@ void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int
     float* to = p.ordered ? own.data() : wide;
     if (!p.ordered || before.kind != Before::kNone) {
       kernels.before(before, x, to);
+      if (p.narrow) RoundToBfloat16(to, p.inner);
       x = to;
     }
     if (p.ordered) kernels.order_inputs(x, p.inner, wide);
@@ -210,8 +266,7 @@ void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int
   }
   if (!p.bytes) return;
   if (p.layout == Layout::kInt8) {
-    kernels.quantize_row(
-        {x, out.bytes.data() + i * p.stride, out.scale.data() + i, p.inner, p.stride});
+    QuantizeRow(p, x, i, out);
   } else {
     const int64_t tile = out.tile_begin[i], row = i - tile, first = tile * p.groups + row;
     auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + tile * p.stride + row * kGroup;
@@ -220,12 +275,18 @@ void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int
   }
 }
 
-void SetTiles(const std::vector<Run>& runs, int64_t rows, Prepared& out) {
+void SetTiles(const std::vector<Run>& runs, const Matmul& p, Prepared& out) {
+  const int64_t rows = p.rows;
   out.tile_begin.resize(static_cast<size_t>(rows));
   out.tile_end.resize(static_cast<size_t>(rows));
+  out.run_begin.resize(static_cast<size_t>(rows));
+  out.run_end.resize(static_cast<size_t>(rows));
   for (const Run& run : runs) {
+    std::fill(out.run_begin.begin() + run.begin, out.run_begin.begin() + run.end, run.begin);
+    std::fill(out.run_end.begin() + run.begin, out.run_end.begin() + run.end, run.end);
+    const int64_t most = p.bytes ? MostRows(ChosenKernels(), CodeOf(p.layout), run.end - run.begin) : kTiledRows;
     for (int64_t begin = run.begin, end; begin < run.end; begin = end) {
-      end = begin + TileRows(run.end - begin, ChosenKernels().tile_rows);
+      end = begin + TileRows(run.end - begin, most);
       std::fill(out.tile_begin.begin() + begin, out.tile_begin.begin() + end, begin);
       std::fill(out.tile_end.begin() + begin, out.tile_end.begin() + end, end);
     }
@@ -233,12 +294,11 @@ void SetTiles(const std::vector<Run>& runs, int64_t rows, Prepared& out) {
 }
 
 // Columns [begin, end) of few rows times a matrix, part after part.
-void MultiplyParts(MatmulArgs args) {
+void MultiplyParts(MatmulArgs args, int64_t count) {
   static thread_local std::vector<float> parts;
   args.parts_begin = args.begin;
   args.parts_stride = args.end - args.begin + 16;
   args.parts_size = args.rows * args.parts_stride;
-  const int64_t count = NumParts(args.inner);
   parts.resize(static_cast<size_t>(count * args.parts_size));
   for (args.part = 0; args.part < count; ++args.part) {
     args.parts = parts.data() + args.part * args.parts_size;
@@ -262,6 +322,8 @@ MatmulArgs PlainArgs(const Inputs& in, const Matmul& p, const Prepared& rows, co
   args.begin = begin;
   args.end = end;
   args.width = p.width;
+  args.num_terms = p.num_terms;
+  if (p.num_terms > 0) args.terms = rows.terms.data() + run.begin * TermNumbers(p);
   return args;
 }
 
@@ -284,7 +346,7 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   if (!p.IsPacked()) {
     const MatmulArgs args = PlainArgs(in, p, rows, run, out, begin, end);
     if (p.layout == Layout::kTable) return kernels.unembed(args);
-    return count <= kFewRows ? MultiplyParts(args) : kernels.matmul(args);
+    return count <= kFewRows ? MultiplyParts(args, p.Parts()) : kernels.matmul(args);
   }
   const float* wide = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
   wide += run.begin * p.inner;
@@ -304,7 +366,8 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   args.x = wide;
   if (!p.bytes) return kernels.packed(args);
   const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
-  args.x = rows.bytes.data() + run.begin * p.stride;
+  args.x = rows.bytes.data() +
+           (p.layout == Layout::kInt8 ? BytesAt(p, run.begin) : run.begin * p.stride);
   args.x_scale = rows.scale.data() + run.begin * scales;
   args.x_start = rows.start.data() + (rows.start.empty() ? 0 : run.begin * scales);
   kernels.bytes(args);
@@ -338,7 +401,7 @@ void Stream(const Inputs& in, const Matmul& p, const Prepared& rows, const std::
   static thread_local std::vector<float> shared;
   // A line more than the columns: rows a multiple of 4096 bytes apart would share a cache's sets.
   const int64_t stride = (p.outer + 31) / 16 * 16;
-  const int64_t parts = NumParts(p.inner), size = p.rows * stride;
+  const int64_t parts = p.Parts(), size = p.rows * stride;
   shared.resize(static_cast<size_t>(parts * size));
   float* sums = shared.data();
   const int64_t wanted = (2 * threads + parts - 1) / parts;
@@ -372,18 +435,20 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y)
   const std::vector<Run> runs = RunsOf(in, p, rows.order);
   const bool moved = runs.size() > 1;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
-  const bool wide = p.before.kind != Before::kNone || p.ordered || (moved && !p.bytes);
+  const bool split = p.num_terms > 0;
+  const bool wide = !split && (p.before.kind != Before::kNone || p.ordered || (moved && !p.bytes));
+  rows.terms.resize(split ? size(p.rows * TermNumbers(p)) : 0);
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
-  rows.bytes.resize(p.bytes ? size(p.rows * p.stride) : 0);
+  rows.bytes.resize(p.bytes ? size(p.rows * RowBytes(p.stride)) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
   rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
-  if (p.bytes && !p.IsPerOutput()) SetTiles(runs, p.rows, rows);
+  if (p.bytes || p.num_terms > 0) SetTiles(runs, p, rows);
   if (moved) sorted.resize(size(p.rows * p.outer));
   float* to = moved ? sorted.data() : y;
 
   const int64_t threads = ThreadsFor(pool, p.rows * p.inner * p.outer);
   const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
-  if (wide || p.bytes) {
+  if (wide || p.bytes || split) {
     Prepared& shared = rows;
     const BeforeArgs before = BeforeOf(p, runs);
     const int64_t pieces = (p.rows + 7) / 8;
@@ -415,8 +480,8 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y)
 ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_scale,
                 ffi::Buffer<ffi::S32> w_sum, F32 bias, F32 residual, F32 norm_weight,
                 F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Buffer<ffi::S32> num_rows,
-                ffi::Result<F32> y, int64_t layout, int64_t bytes, int64_t before, int64_t gated, float eps, float alpha,
-                float limit) {
+                ffi::Result<F32> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
+                int64_t gated, float eps, float alpha, float limit) {
   if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
     return Reject("matmul: attributes");
@@ -429,6 +494,7 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
   Matmul product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = bytes != 0;
+  product.narrow = narrow != 0;
   product.before.kind = kind;
   product.before.gated = gated != 0;
   product.before.eps = eps;
@@ -449,8 +515,8 @@ ROOFLAX_HANDLER(rooflax_matmul, Call,
                     .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<F32>()
                     .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>()
                     .Arg<ffi::Buffer<ffi::S32>>().Ret<F32>()
-                    .Attr<int64_t>("layout").Attr<int64_t>("bytes").Attr<int64_t>("before")
-                    .Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
+                    .Attr<int64_t>("layout").Attr<int64_t>("bytes").Attr<int64_t>("narrow")
+                    .Attr<int64_t>("before").Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
                     .Attr<float>("limit"));
 
 }  // namespace rooflax

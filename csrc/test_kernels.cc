@@ -78,7 +78,8 @@ float FromBfloat16(uint16_t x) {
 // The same columns part by part: the same bits.
 void CheckParts(rooflax::MatmulArgs args, const std::vector<float>& wanted) {
   std::vector<float> y(wanted.size());
-  const int64_t count = rooflax::NumParts(args.inner), stride = args.end - args.begin + 3;
+  const int64_t count = args.terms ? rooflax::NumTermParts(args.inner)
+                                   : rooflax::NumParts(args.inner), stride = args.end - args.begin + 3;
   std::vector<float> parts(static_cast<size_t>(count * args.rows * stride));
   args.out.y = y.data();
   args.parts_begin = args.begin;
@@ -98,9 +99,26 @@ void CheckParts(rooflax::MatmulArgs args, const std::vector<float>& wanted) {
   }
 }
 
-void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
-  const auto x = Random(rows * inner, 1), bias = Random(outer, 2);
-  const auto residual = Random(rows * outer, 4);
+// Rows as the terms of bfloat16 that a kernel takes, whole tiles of them and the rest.
+std::vector<uint16_t> Terms(const std::vector<float>& x, int64_t rows, int64_t inner,
+                            int64_t num_terms, bool table) {
+  const auto& kernels = rooflax::ChosenKernels();
+  const int64_t size = rooflax::NumTermBlocks(inner) * rooflax::kTermBlock * num_terms;
+  std::vector<uint16_t> terms(static_cast<size_t>(rows * size));
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t tile = row / rooflax::kTiledRows * rooflax::kTiledRows;
+    kernels.split({x.data() + row * inner, terms.data() + tile * size, inner, num_terms, row - tile,
+                   std::min(rows - tile, rooflax::kTiledRows), table});
+  }
+  return terms;
+}
+
+void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t num_terms = 3) {
+  auto x = Random(rows * inner, 1);
+  if (num_terms == 1) {
+    for (auto& value : x) value = FromBfloat16(ToBfloat16(value));
+  }
+  const auto bias = Random(outer, 2), residual = Random(rows * outer, 4);
   auto w = Random(inner * outer, 3);
   std::vector<uint16_t> half(w.size());
   for (size_t i = 0; i < w.size(); ++i) {
@@ -114,12 +132,17 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
   for (int64_t m = 0; m < rows && outer * (narrow ? 2 : 4) < kernels.short_row; ++m) {
     kernels.order_inputs(x.data() + m * inner, inner, ordered.data() + m * inner);
   }
+  std::vector<uint16_t> terms, table_terms;
+  if (narrow && kernels.split != nullptr) {
+    terms = Terms(x, rows, inner, num_terms, false);
+    table_terms = Terms(x, rows, inner, num_terms, true);
+  }
   const int64_t piece = outer < 200 ? 32 : outer;  // a wide matrix as a whole
   Share((outer + piece - 1) / piece, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * piece);
     const rooflax::MatmulArgs args = {
         ordered.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner,
-        i * piece, end, width, nullptr, 0, 0, 0, 0};
+        i * piece, end, width, nullptr, 0, 0, 0, 0, terms.data(), num_terms};
     kernels.matmul(args);
     if (rows > rooflax::kFewRows) return;
     CheckParts(args, y);
@@ -129,7 +152,7 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow) {
     const int64_t end = std::min(outer, (i + 1) * 40);
     rooflax::ChosenKernels().unembed(
         {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 40, end,
-         width, nullptr, 0, 0, 0, 0});
+         width, nullptr, 0, 0, 0, 0, table_terms.data(), num_terms});
   });
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
@@ -190,16 +213,19 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
       }
     }
   }
-  std::vector<uint8_t> q(static_cast<size_t>(rows * stride));
+  std::vector<uint8_t> q(static_cast<size_t>(rows * rooflax::RowBytes(stride)));
   std::vector<float> x_scale(static_cast<size_t>(rows * groups)), y(static_cast<size_t>(rows * outer));
   std::vector<int32_t> x_start(x_scale.size());
   const auto& kernels = rooflax::ChosenKernels();
-  int64_t tile = 0, tile_rows = rooflax::TileRows(rows, kernels.tile_rows);  // that the row is of
+  const int64_t most = rooflax::MostRows(kernels, code, rows);
+  const bool tiled = code == Code::kInt8 && rooflax::IsTiled(kernels, code, rows);
+  int64_t tile = 0, tile_rows = rooflax::TileRows(rows, most);  // that the row is of
+  std::vector<uint8_t> quantized;  // rows of kInt8, one after the other
   std::vector<int64_t> group_at;  // of each row: where its first group lies, and how far apart they are
   for (int64_t row = 0; row < rows && bytes; ++row) {
     if (row == tile + tile_rows) {
       tile = row;
-      tile_rows = rooflax::TileRows(rows - tile, kernels.tile_rows);
+      tile_rows = rooflax::TileRows(rows - tile, most);
     }
     if (grouped) {
       const int64_t first = tile * groups + row - tile;
@@ -208,7 +234,14 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
                                &x_scale[first], &x_start[first], inner, tile_rows,
                                -rooflax::CodeOffset(code)});
     } else {
-      kernels.quantize_row({x.data() + row * inner, &q[row * stride], &x_scale[row], inner, stride});
+      std::vector<uint8_t> own(static_cast<size_t>(rooflax::RowBytes(stride)));
+      kernels.quantize_row({x.data() + row * inner, own.data(), &x_scale[row], inner, stride});
+      quantized.insert(quantized.end(), own.begin(), own.begin() + stride);
+      if (!tiled) std::copy(own.begin(), own.begin() + stride, &q[row * stride]);
+      for (int64_t k = 0; tiled && k < stride; k += rooflax::kRowBlock) {
+        const int64_t at = tile * rooflax::RowBytes(stride) + k * tile_rows + (row - tile) * rooflax::kRowBlock;
+        std::copy(own.begin() + k, own.begin() + k + rooflax::kRowBlock, &q[at]);
+      }
     }
   }
   rooflax::PackedArgs args{};
@@ -239,7 +272,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
           const int64_t group = group_at[2 * m] + k / kGroup * group_at[2 * m + 1];
           input = static_cast<double>(static_cast<int8_t>(q[group * kGroup + k % kGroup])) * x_scale[group];
         } else if (bytes) {
-          const auto byte = static_cast<uint8_t>(q[m * stride + k] - kernels.row_offset);
+          const auto byte = static_cast<uint8_t>(quantized[m * stride + k] - kernels.row_offset);
           input = static_cast<double>(static_cast<int8_t>(byte)) * x_scale[m];
         }
         wanted += input * Value(code, w, quads, k, n) * 0.25;
@@ -499,12 +532,13 @@ void TestMaskExchange() {
 
 int main() {
   TestMaskExchange();
-  for (const char* name : {"generic", "avx2", "avx512", "avx512-far"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {
       for (bool narrow : {false, true}) {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
+        if (narrow) TestMatmul(rows, 151, 75, true, 1);
       }
       for (int64_t inner : {0, 3, 132}) {  // parts too short for stretches
         if (rows == 2 || rows == 30) TestMatmul(rows, inner, 43, inner == 132);
@@ -522,6 +556,12 @@ int main() {
         TestPacked(Code::kMxfp4, rows, 96, packed, bytes);
       }
       TestPacked(Code::kFp8, rows, 67, 75, false);
+      if (rows == 7) {  // tiles of 16, the last not whole
+        TestPacked(Code::kInt8, 45, 203, 75, true);
+        for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {
+          TestPacked(code, 45, 192, 75, true);
+        }
+      }
       if (rows != 30) continue;
       for (Code code : {Code::kInt8, Code::kFp8}) TestPacked(code, rows, 531, 75, false);
       for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {

@@ -910,7 +910,7 @@ void FuzzSample() {
 
 // A matmul's sizes: what its arrays are made of.
 struct Matmul {
-  int64_t layout, bytes, kind, gated, rows, inner, outer, stack, selected, biases, norms;
+  int64_t layout, bytes, narrow, kind, gated, rows, inner, outer, stack, selected, biases, norms;
   bool has_residual;
 
   bool IsPlain() const { return layout < 2; }
@@ -918,7 +918,8 @@ struct Matmul {
   int64_t Panels() const { return (outer + 15) / 16; }
   std::vector<Attribute> Attributes() const {
     return {Real("alpha", 1.7f), Whole("before", kind), Whole("bytes", bytes), Real("eps", 1e-3f),
-            Whole("gated", gated), Whole("layout", layout), Real("limit", 7)};
+            Whole("gated", gated), Whole("layout", layout), Real("limit", 7),
+            Whole("narrow", narrow)};
   }
   std::vector<int64_t> Weight(bool stacked) const {
     std::vector<int64_t> dims;
@@ -969,7 +970,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
   if (!why.empty()) Fail("a row alone was rejected: " + why);
   const float* found = call.rets[0].As<float>() + row * p.outer;
   Expect(std::memcmp(found, alone.rets[0].As<float>(), alone.rets[0].Bytes()) == 0, "a row among others");
-  if (!p.IsPlain() || p.kind != 0) return;
+  if (!p.IsPlain() || p.kind != 0 || p.narrow) return;
   for (int64_t n = 0; n < p.outer; ++n) {
     double sum = 0;
     for (int64_t k = 0; k < p.inner; ++k) {
@@ -987,9 +988,10 @@ void FuzzMatmul() {
   Matmul p{};
   p.layout = draw.Below(7);
   p.bytes = draw.Below(2);
+  p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
   p.gated = draw.OneIn(10) ? draw.Below(2) : p.kind == 7 || (p.kind >= 3 && draw.OneIn(2));
-  p.rows = large ? 8 : draw.OneIn(20) ? draw.In(9, 20) : draw.In(0, 4);
+  p.rows = large ? 8 : draw.OneIn(20) ? draw.In(9, 40) : draw.In(0, 4);
   p.outer = large ? 96 : draw.In(1, 36);
   p.inner = large ? 128 : p.IsPlain() || p.IsPerOutput() ? draw.In(1, 36) : 32 * draw.In(1, 2);
   if (p.IsPlain() && !draw.OneIn(20)) p.bytes = 0;
@@ -1065,7 +1067,7 @@ int main(int argc, char** argv) {
                   {"rooflax_norm", rooflax_norm, FuzzNorm},
                   {"rooflax_delta_rule", rooflax_delta_rule, FuzzDeltaRule},
                   {"rooflax_causal_conv", rooflax_causal_conv, FuzzCausalConv}};
-  for (const char* name : {"generic", "avx2", "avx512", "avx512-far"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {
       std::printf("%s: this processor has none\n", name);

@@ -3,6 +3,7 @@
 # Which instructions compute makes no difference to threads: of those the generic kernels are enough.
 # Without optimisation, which would leave out some of what is wrong, and takes five times as long.
 # A processor without AVX-512 runs that code too, lane after lane (tools/avx512_in_lanes.h).
+# Tiles of AMX are arrays (csrc/tiles.h): sanitizers see what is read into them.
 # The objects with the address sanitizer stay in build/sanitizers, for tools/fuzz.sh.
 #   tools/sanitize.sh [compiler]
 set -euo pipefail
@@ -33,12 +34,14 @@ for sanitizer in address,undefined thread; do
   else
     build kernels_avx2 "${avx2[@]}"
     if grep -qsw avx512_vnni /proc/cpuinfo; then
-      build dispatch
-      for name in kernels_avx512 kernels_avx512_far; do build $name "${avx512[@]}"; done
+      build dispatch -DROOFLAX_TILES_IN_MEMORY
+      for name in kernels_avx512 kernels_avx512_far kernels_amx; do
+        build $name "${avx512[@]}" -DROOFLAX_TILES_IN_MEMORY
+      done
     else
-      build dispatch -DROOFLAX_AVX512_IN_LANES
-      for name in kernels_avx512 kernels_avx512_far; do
-        build $name "${avx2[@]}" -include tools/avx512_in_lanes.h
+      build dispatch -DROOFLAX_AVX512_IN_LANES -DROOFLAX_TILES_IN_MEMORY
+      for name in kernels_avx512 kernels_avx512_far kernels_amx; do
+        build $name "${avx2[@]}" -include tools/avx512_in_lanes.h -DROOFLAX_TILES_IN_MEMORY
       done
     fi
   fi

@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not native.is_ready(), reason=native.status().reason),
 ]
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30, 37]
+"""Among them tiles of 16 that are not whole, one of more than 8 rows and one of fewer."""
 SHAPES = [(64, 48), (99, 37), (160, 130)]
 RNG = np.random.default_rng(0)
 
@@ -67,6 +68,26 @@ def test_products(instruction_set, inner, outer, dtype):
         for given in ((x, weight, bias), (x, weight, None)):
             close(native_call(linear)(*given), plain(linear, *given))
         close(native_call(unembed)(x, weight.T), plain(unembed, x, weight.T))
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_float32_activations_meet_bfloat16_exactly(instruction_set, rows):
+    """The product with a bfloat16 identity is each number itself, all of its bits."""
+    x, _, _ = inputs(rows, 72, 1)
+    eye = jnp.eye(72, dtype=jnp.bfloat16)
+    for operation in (linear, unembed):
+        found = native_call(operation)(x, eye)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(x))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_norms_rows_are_bfloat16_where_activations_are(instruction_set, rows):
+    x, _, _ = inputs(rows, 72, 1)
+    norm, eye = Norm(normal(72), eps=1e-3), jnp.eye(72, dtype=jnp.bfloat16)
+    rows_of = x.astype(jnp.bfloat16)
+    found = native_call(linear, prologue=norm)(rows_of, eye)
+    assert found.dtype == jnp.bfloat16
+    close(found.astype(jnp.float32), norm(rows_of).astype(jnp.float32), 0.02)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -128,13 +149,21 @@ def test_members_of_a_stack(instruction_set, format):
     bias = jnp.asarray(RNG.standard_normal((5, 40)), jnp.float32)
 
     def kept(w):
-        return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
+        return _kept(w, format, 64, 40)
 
     select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
     found = jax.jit(product)(x, kept(w), bias, select=select)
     for row, member in enumerate(np.asarray(select)):
         alone = jax.jit(product)(x[row : row + 1], kept(w[member]), bias[member])
         np.testing.assert_array_equal(np.asarray(found)[row], np.asarray(alone)[0])
+    # Runs of rows that are multiplied by tiles and others, mixed.
+    many, _, _ = inputs(60, 64, 1)
+    select = jnp.asarray(RNG.permutation([0] * 3 + [1] * 40 + [4] * 17), jnp.int32)
+    found = jax.jit(product)(many, kept(w), bias, select=select)
+    for member in (0, 1, 4):
+        rows = np.flatnonzero(np.asarray(select) == member)
+        alone = jax.jit(product)(many[rows], kept(w[member]), bias[member])
+        np.testing.assert_array_equal(np.asarray(found)[rows], np.asarray(alone))
     one = jax.jit(product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
     whole = jax.jit(product)(x, kept(w[2]), bias[2])
     np.testing.assert_array_equal(np.asarray(one), np.asarray(whole))
@@ -354,11 +383,20 @@ def test_the_first_of_the_largest(instruction_set, size):
     np.testing.assert_array_equal(np.asarray(call(x)), np.argmax(x, axis=1))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "bfloat16"])
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
-def test_a_fault_in_the_activations_stays_visible(instruction_set, format, fault):
-    x, w, _ = inputs(3, 64, 48)
-    packed = quantize(w, format, (64,), (48,))
-    found = np.asarray(native_call(linear)(x.at[1, 5].set(fault), packed, None))
-    assert not np.isfinite(found[1]).any()
-    assert np.isfinite(found[[0, 2]]).all()
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_fault_in_the_activations_stays_visible(instruction_set, format, fault, rows):
+    x, w, _ = inputs(rows, 64, 48)
+    faulty = x.at[1, 5].set(fault)
+    found = [native_call(linear)(faulty, _kept(w, format, 64, 48), None)]
+    if format == "bfloat16":
+        found.append(native_call(unembed)(faulty, _kept(w, format, 64, 48).T))
+    for each in map(np.asarray, found):
+        assert not np.isfinite(each[1]).any()
+        assert np.isfinite(np.delete(each, 1, axis=0)).all()
+
+
+def _kept(w, format, inner, outer):
+    """Weights in a format, or at a float's width."""
+    return quantize(w, format, (inner,), (outer,)) if format in FORMATS else jnp.asarray(w, format)

@@ -74,11 +74,11 @@ def test_a_gate_belongs_to_an_activation():
     )
     zero = np.float32(0)
     for before, gated in ((7, 0), (0, 1), (1, 1)):
-        attributes = {"before": np.int64(before), "gated": np.int64(gated), "bytes": np.int64(0)}
+        attributes = {"before": np.int64(before), "gated": np.int64(gated)}
         with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax matmul: a gate"):
             call(
                 jnp.ones((1, 8)), jnp.ones((8, 4)), *none, layout=np.int64(0), eps=zero, alpha=zero,
-                limit=zero, **attributes,
+                limit=zero, bytes=np.int64(0), narrow=np.int64(0), **attributes,
             )  # fmt: skip
     x, w, gate = jnp.ones((1, 2, 8)), jnp.ones((8, 4)), Activation("silu", True)
     assert linear(x, w, prologue=gate, implementation="native").shape == (1, 4)

@@ -22,10 +22,10 @@ TARGETS = (
 )  # fmt: skip
 LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 11
+KERNELS_VERSION = 12
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
-INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far")
+INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
 
 
 @dataclass(frozen=True)

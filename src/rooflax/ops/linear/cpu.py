@@ -62,6 +62,7 @@ def selected_matmul(
         real_rows(args.num_rows),
         layout=np.int64(native.layouts()[w.code]),
         bytes=np.int64(w.quantizes_activations),
+        narrow=np.int64(args.x.dtype == jnp.bfloat16),
         **before,
     )
 

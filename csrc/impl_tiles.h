@@ -1,0 +1,289 @@
+// Matmuls of packed weights with activations in bytes, by tiles of AMX. Part of kernels_impl.h.
+//
+// Sums of whole numbers are exact, and what is done with them afterwards is as in impl_packed.h, so the
+// bits are those of every other kernel.
+//
+// A tile of 16 outputs by 64 inputs is what a panel's lines are: no other layout is needed. Rows of x lie
+// in tiles of up to 16, as `quantize_groups` leaves them, and those of kInt8 as kRowBlock says.
+
+// Weights that stay in the second cache while all rows meet them.
+static_assert(kTiledRows == kTileHeight);
+constexpr int64_t kNearBytes = int64_t{512} << 10;
+
+ROOFLAX_INLINE void PrefetchLines(const uint8_t* from, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64);
+}
+
+// ---- Bytes times bytes, one scale per row and output ----
+
+constexpr int kSums = 0, kRows = 4, kWeights = 6;  // tiles: of each the first
+
+// Two tiles of rows, or one, times two panels; of one, blocks of inputs take turns among its sums.
+struct Int8Tiles {
+  const PackedArgs& a;
+  int64_t row, counts[2];  // the first row, and how many of each tile
+  bool fetches;
+
+  static TileShapes Shapes(const int64_t (&counts)[2]) {
+    TileShapes shapes;
+    const int64_t second = counts[1] == 0 ? counts[0] : counts[1];
+    for (int i = 0; i < 2; ++i) {
+      shapes.Set(kSums + i, counts[0], 64);
+      shapes.Set(kSums + 2 + i, second, 64);
+      shapes.Set(kWeights + i, 16, 64);
+    }
+    shapes.Set(kRows, counts[0], 64);
+    shapes.Set(kRows + 1, second, 64);
+    return shapes;
+  }
+
+  const uint8_t* Rows(int tile, int64_t block) const {
+    const auto* x = static_cast<const uint8_t*>(a.x);
+    const int64_t first = row + (tile == 0 ? 0 : counts[0]);
+    return x + first * RowBytes(a.stride) + block * counts[tile] * kRowBlock;
+  }
+
+  // The sums of two panels, from where their lines begin.
+  void Sum(const uint8_t* const (&panels)[2]) const {
+    const int64_t blocks = a.stride / 64, rest = a.stride % 64 * kPanel;
+    ZeroTile<kSums>();
+    ZeroTile<kSums + 1>();
+    ZeroTile<kSums + 2>();
+    ZeroTile<kSums + 3>();
+    for (int64_t block = 0; block < blocks; ++block) {
+      const uint8_t* const lines[] = {panels[0] + block * 1024, panels[1] + block * 1024};
+      const int64_t ahead = block * 1024 + 4096 < a.stride * kPanel ? 4096 : 4096 + a.stride * kPanel;
+      for (int i = 0; fetches && i < 2; ++i) PrefetchLines(lines[i] + ahead, 16);
+      Add(block, lines[0], lines[1]);
+    }
+    if (rest == 0) return;
+    alignas(64) uint8_t lines[2][1024] = {};
+    for (int i = 0; i < 2; ++i) std::memcpy(lines[i], panels[i] + blocks * 1024, static_cast<size_t>(rest));
+    Add(blocks, lines[0], lines[1]);
+  }
+
+  void Add(int64_t block, const uint8_t* first, const uint8_t* second) const {
+    LoadTile<kRows>(Rows(0, block), kRowBlock);
+    LoadTile<kWeights>(first, 64);
+    LoadTile<kWeights + 1>(second, 64);
+    if (counts[1] != 0) {
+      LoadTile<kRows + 1>(Rows(1, block), kRowBlock);
+      AddUnsignedBytes<kSums, kRows, kWeights>();
+      AddUnsignedBytes<kSums + 1, kRows, kWeights + 1>();
+      AddUnsignedBytes<kSums + 2, kRows + 1, kWeights>();
+      AddUnsignedBytes<kSums + 3, kRows + 1, kWeights + 1>();
+    } else if (block % 2 == 0) {
+      AddUnsignedBytes<kSums, kRows, kWeights>();
+      AddUnsignedBytes<kSums + 1, kRows, kWeights + 1>();
+    } else {
+      AddUnsignedBytes<kSums + 2, kRows, kWeights>();
+      AddUnsignedBytes<kSums + 3, kRows, kWeights + 1>();
+    }
+  }
+
+  void Finish(int64_t panel, int64_t count) const {
+    alignas(64) int32_t sums[2][2][kTileHeight][kPanel];
+    StoreTile<kSums>(sums[0][0], 64);
+    StoreTile<kSums + 1>(sums[0][1], 64);
+    StoreTile<kSums + 2>(sums[1][0], 64);
+    StoreTile<kSums + 3>(sums[1][1], 64);
+    for (int64_t p = 0; p < count; ++p) {
+      const int64_t n = (panel + p) * kPanel;
+      const F16 w_scale = Load<F16>(static_cast<const float*>(a.w_scale) + n);
+      const I16 offset = Load<I16>(a.w_sum + n) * kRowOffset;
+      for (int64_t m = 0; m < counts[0] + counts[1]; ++m) {
+        const bool second = m >= counts[0];
+        I16 sum = Load<I16>(sums[second][p][second ? m - counts[0] : m]);
+        if (counts[1] == 0) sum += Load<I16>(sums[1][p][m]);
+        FinishPanel(a.out, row + m, panel + p, ToFloat(sum - offset) * (w_scale * a.x_scale[row + m]));
+      }
+    }
+  }
+};
+
+void Int8ByTiles(const PackedArgs& a) {
+  const int64_t panel_bytes = a.stride * kPanel;
+  const int64_t near = std::max<int64_t>(2, kNearBytes / std::max<int64_t>(1, panel_bytes) / 2 * 2);
+  for (int64_t begin = a.begin; begin < a.end; begin += near) {
+    const int64_t end = std::min(a.end, begin + near);
+    for (int64_t row = 0; row < a.rows; row += 2 * kTileHeight) {
+      const int64_t left = a.rows - row, first = std::min(left, kTileHeight);
+      const int64_t counts[2] = {first, std::min(left - first, kTileHeight)};
+      const ConfiguredTiles configured(Int8Tiles::Shapes(counts));
+      const Int8Tiles tiles{a, row, {counts[0], counts[1]}, row == 0};
+      for (int64_t panel = begin; panel < end; panel += 2) {
+        const uint8_t* from = a.w + panel * panel_bytes;
+        const int64_t count = std::min<int64_t>(2, end - panel);
+        tiles.Sum({from, count == 2 ? from + panel_bytes : from});
+        tiles.Finish(panel, count);
+      }
+    }
+  }
+}
+
+// ---- Codes with a scale per group of 32 ----
+
+// A group's weights of a panel, as signed bytes in the eight lines of a tile.
+struct Int8Codes {
+  using Group = Int8Group;
+  static constexpr bool kInPlace = true;
+};
+
+struct Int4Codes {
+  using Group = Int4Group;
+  static constexpr bool kInPlace = false;
+  static I16 Signed(U16 codes, int64_t part) {
+    alignas(16) static constexpr int8_t kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1,
+                                                      0,  1,  2,  3,  4,  5,  6,  7};
+    return LookUp(reinterpret_cast<const uint8_t*>(kTable), Int4Group::Unsigned(codes, part));
+  }
+};
+
+struct Mxfp4Codes {
+  using Group = Mxfp4Group;
+  static constexpr bool kInPlace = false;
+  static I16 Signed(U16 codes, int64_t part) {  // twice the value
+    alignas(16) static constexpr int8_t kTable[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                      0, -1, -2, -3, -4, -6, -8, -12};
+    return LookUp(reinterpret_cast<const uint8_t*>(kTable), Int4Group::Unsigned(codes, part));
+  }
+};
+
+constexpr int64_t kGroupLines = 512;  // bytes of a group's lines
+
+// All groups of a panel as lines.
+template <typename Codes>
+void UnpackPanel(const uint8_t* from, int64_t groups, uint8_t* to) {
+  for (int64_t g = 0; g < groups; ++g, from += 256, to += kGroupLines) {
+    for (int64_t line = 0; line < 4; ++line) {
+      const U16 codes = Load<U16>(from + line * 64);
+      __builtin_prefetch(from + line * 64 + 4096);
+      Store(to + line * 64, Codes::Signed(codes, 0));
+      Store(to + 256 + line * 64, Codes::Signed(codes, 1));
+    }
+  }
+}
+
+// Groups that are summed one after the other, each by tiles of its own: what comes next need not wait.
+constexpr int64_t kTurns = 4;
+typedef int32_t GroupSums[kTurns][kTileHeight][kPanel];
+
+template <int kTurn>
+ROOFLAX_INLINE void SumGroup(const int8_t* x, const uint8_t* lines, GroupSums& sums) {
+  constexpr int kOwnRows = kRows + kTurn % 2, kOwnWeights = kWeights + kTurn % 2;
+  LoadTile<kOwnRows>(x, kGroup);
+  LoadTile<kOwnWeights>(lines, 64);
+  ZeroTile<kSums + kTurn>();
+  AddSignedBytes<kSums + kTurn, kOwnRows, kOwnWeights>();
+  StoreTile<kSums + kTurn>(sums[kTurn][0], 64);
+}
+
+// A tile of `count` rows, at most M, times a panel.
+template <int64_t M, typename Codes>
+void GroupsOfTile(const PackedArgs& a, int64_t row, int64_t count, const float* x_scale, int64_t panel,
+                  const uint8_t* lines) {
+  const int64_t groups = a.stride / kGroup;
+  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+  F16 totals[M];
+  _Pragma("GCC unroll 16")
+  for (int64_t m = 0; m < M; ++m) totals[m] = F16{};
+  alignas(64) GroupSums sums[2];  // those that are scaled, and those that are summed meanwhile
+  const auto sum = [&](int64_t g, GroupSums& to) {
+    const auto at = [&](int64_t turn) { return x + (g + turn) * count * kGroup; };
+    const uint8_t* from = lines + g * kGroupLines;
+    if (g < groups) SumGroup<0>(at(0), from, to);
+    if (g + 1 < groups) SumGroup<1>(at(1), from + kGroupLines, to);
+    if (g + 2 < groups) SumGroup<2>(at(2), from + 2 * kGroupLines, to);
+    if (g + 3 < groups) SumGroup<3>(at(3), from + 3 * kGroupLines, to);
+  };
+  if (count < M) std::memset(sums, 0, sizeof(sums));
+  sum(0, sums[0]);
+  for (int64_t first = 0; first < groups; first += kTurns) {
+    const auto& of = sums[first / kTurns % 2];
+    sum(first + kTurns, sums[(first / kTurns + 1) % 2]);
+    for (int64_t g = first; g < std::min(groups, first + kTurns); ++g) {
+      const F16 scale = Codes::Group::Scale(a.w_scale, panel * groups + g);
+      _Pragma("GCC unroll 16")
+      for (int64_t m = 0; m < M; ++m) {
+        totals[m] += ToFloat(Load<I16>(of[g - first][m])) * (scale * x_scale[g * kTileHeight + m]);
+      }
+    }
+  }
+  F16 done[M];  // in memory, which `totals` is not
+  _Pragma("GCC unroll 16")
+  for (int64_t m = 0; m < M; ++m) done[m] = totals[m];
+  for (int64_t m = 0; m < count; ++m) FinishPanel(a.out, row + m, panel, done[m]);
+}
+
+// Scales of each tile of rows, sixteen for each group: [tiles, groups, 16].
+inline void SpreadScales(const PackedArgs& a, std::vector<float>& to) {
+  const int64_t groups = a.stride / kGroup, tiles = (a.rows + kTileHeight - 1) / kTileHeight;
+  to.assign(static_cast<size_t>(tiles * groups * kTileHeight), 0.0f);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row = tile * kTileHeight, count = std::min(kTileHeight, a.rows - row);
+    const float* from = a.x_scale + row * groups;
+    float* out = to.data() + row * groups;
+    for (int64_t g = 0; g < groups; ++g) {
+      std::copy(from + g * count, from + (g + 1) * count, out + g * kTileHeight);
+    }
+  }
+}
+
+inline TileShapes GroupShapes(int64_t rows) {
+  TileShapes shapes;
+  for (int i = 0; i < kTurns; ++i) shapes.Set(kSums + i, rows, 64);
+  for (int i = 0; i < 2; ++i) {
+    shapes.Set(kRows + i, rows, kGroup);
+    shapes.Set(kWeights + i, kGroup / 4, 64);
+  }
+  return shapes;
+}
+
+template <typename Codes>
+void GroupsByTiles(const PackedArgs& a) {
+  static thread_local std::vector<float> scales;
+  static thread_local Lines unpacked;
+  const int64_t groups = a.stride / kGroup, panel_bytes = GroupTile<typename Codes::Group>::PanelBytes(a.stride);
+  SpreadScales(a, scales);
+  const int64_t near = std::max<int64_t>(1, kNearBytes / std::max<int64_t>(1, groups * kGroupLines));
+  auto* lines = reinterpret_cast<uint8_t*>(
+      Codes::kInPlace ? nullptr : unpacked.Of(near * groups * kGroupLines / 4));
+  for (int64_t begin = a.begin; begin < a.end; begin += near) {
+    const int64_t end = std::min(a.end, begin + near);
+    if constexpr (!Codes::kInPlace) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        UnpackPanel<Codes>(a.w + panel * panel_bytes, groups,
+                           lines + (panel - begin) * groups * kGroupLines);
+      }
+    }
+    const uint8_t* from = Codes::kInPlace ? a.w + begin * panel_bytes : lines;
+    for (int64_t row = 0; row < a.rows; row += kTileHeight) {
+      const int64_t count = std::min(kTileHeight, a.rows - row);
+      const ConfiguredTiles configured(GroupShapes(count));
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const uint8_t* own = from + (panel - begin) * groups * kGroupLines;
+        const float* own_scales = scales.data() + row * groups;
+        if (count <= 8) {
+          GroupsOfTile<8, Codes>(a, row, count, own_scales, panel, own);
+        } else {
+          GroupsOfTile<16, Codes>(a, row, count, own_scales, panel, own);
+        }
+      }
+    }
+  }
+}
+
+// Rows from which tiles are faster: fewer are read from memory no faster, and where groups have scales,
+// taking their sums out of the tiles costs as much as their products.
+constexpr int64_t kInt8From = 5, kGroupsFrom = 33;
+
+void BytesByTiles(const PackedArgs& a) {
+  if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return Bytes(a);
+  switch (a.code) {
+    case Code::kInt8: return Int8ByTiles(a);
+    case Code::kInt8Groups: return GroupsByTiles<Int8Codes>(a);
+    case Code::kInt4: return GroupsByTiles<Int4Codes>(a);
+    case Code::kMxfp4: return GroupsByTiles<Mxfp4Codes>(a);
+    case Code::kFp8: return;
+  }
+}

@@ -14,6 +14,9 @@
 #include <thread>
 #include <vector>
 
+#include "kernels.h"
+#include "tiles.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -263,6 +266,41 @@ __attribute__((target("avx2,fma"))) double MultiplyInt8GroupsAvx2(size_t iterati
   return 2.0 * 32 * kSteps * kFew * static_cast<double>(iterations);
 }
 
+#if !defined(ROOFLAX_WITHOUT_TILES)
+// Tiles of AMX: four of sums, two of rows and two of weights, 16 rows by 16 columns by 64 bytes.
+template <typename Add>
+double MultiplyTiles(size_t iterations, int64_t numbers, const Add& add) {
+  rooflax::TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.Set(tile, 16, 64);
+  const rooflax::ConfiguredTiles configured(shapes);
+  alignas(64) static constexpr uint8_t kZeros[1024] = {};
+  rooflax::LoadTile<4>(kZeros, 64);
+  rooflax::LoadTile<5>(kZeros, 64);
+  rooflax::LoadTile<6>(kZeros, 64);
+  rooflax::LoadTile<7>(kZeros, 64);
+  for (size_t i = 0; i < iterations; ++i) add();
+  return 2.0 * 4 * 16 * 16 * static_cast<double>(numbers) * static_cast<double>(iterations);
+}
+
+double MultiplyInt8Tiles(size_t iterations) {
+  return MultiplyTiles(iterations, 64, [] {
+    rooflax::AddSignedBytes<0, 4, 6>();
+    rooflax::AddSignedBytes<1, 4, 7>();
+    rooflax::AddSignedBytes<2, 5, 6>();
+    rooflax::AddSignedBytes<3, 5, 7>();
+  });
+}
+
+double MultiplyBfloat16Tiles(size_t iterations) {
+  return MultiplyTiles(iterations, 32, [] {
+    rooflax::AddBfloat16<0, 4, 6>();
+    rooflax::AddBfloat16<1, 4, 7>();
+    rooflax::AddBfloat16<2, 5, 6>();
+    rooflax::AddBfloat16<3, 5, 7>();
+  });
+}
+#endif
+
 // Codes of four bits as unsigned bytes: kTogether steps add up in 16 bits, 8 of int4 (at most
 // 8 * 2 * 15 * 127), 4 of MXFP4 (its doubled values are up to 24).
 template <int kTogether>
@@ -311,6 +349,12 @@ std::vector<MultiplyLoop> MultiplyLoops(const std::string& what) {
   const bool is_int8 = what == "int8", is_int8_groups = what == "int8-g32";
   const bool is_int4 = what == "int4", is_mxfp4 = what == "mxfp4";
   std::vector<MultiplyLoop> found;
+#if !defined(ROOFLAX_WITHOUT_TILES)
+  if (rooflax::HasTiles()) {
+    if (is_int8) found.push_back(MultiplyInt8Tiles);
+    if (what == "bfloat16") found.push_back(MultiplyBfloat16Tiles);
+  }
+#endif
   if (__builtin_cpu_supports("avx512f")) {
     found.push_back(MultiplyFloat32Avx512);
     if (what == "bfloat16" && __builtin_cpu_supports("avx512bf16")) {

@@ -7,7 +7,13 @@ import pytest
 
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
-from rooflax.fields.sampling import MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from rooflax.fields.sampling import (
+    MAX_ALLOWED_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    OF_CHECKPOINT,
+    SAMPLING,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -172,3 +178,13 @@ def test_what_is_given_wins_over_the_checkpoints_defaults_and_these_over_ours():
     plain = SamplingParams().with_defaults({})
     assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 0, 1.0)
     assert plain.max_tokens is None
+
+
+def test_help_says_who_decides_an_unset_field_and_what_it_may_be():
+    """A checkpoint's generation_config.json comes before the built-in default."""
+    for name, one in SAMPLING.items():
+        assert ("; default the checkpoint's, else " in one.sentence) == (name in OF_CHECKPOINT)
+    assert SAMPLING["top_k"].sentence.endswith("0 is off; default the checkpoint's, else 0")
+    for name, ends in (("presence_penalty", 2), ("frequency_penalty", 2), ("logit_bias", 100)):
+        assert f"; at least -{ends} and at most {ends}" in SAMPLING[name].sentence
+    assert f"empty allows all; at most {MAX_ALLOWED_IDS}." in SamplingParams.__doc__

@@ -58,6 +58,7 @@ class Declaration:
         default: of the dataclass; None is unset.
         unset: what an unset field means in the end; None says nothing.
         shown_default: what people read instead of `unset` and `default`.
+        shows_range: people read the range wherever they read the help, not in docstrings alone.
         flags: of the command line; with a metavar alone, the one of the field's name.
         metavar: of the flags' value.
         group: heading of the flags.
@@ -70,19 +71,28 @@ class Declaration:
     default: Any = None
     unset: Any = None
     shown_default: str | None = None
+    shows_range: bool = False
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     group: str = ""
     http: tuple[Http, ...] = ()
 
     @property
+    def default_text(self) -> str:
+        """The default for people; empty where it goes without saying."""
+        if self.shown_default is not None:
+            return self.shown_default
+        known = self.default if self.unset is None else self.unset
+        if known is None or known is False or known == ():
+            return ""
+        return f"{known:g}" if isinstance(known, float) else f"{known}"
+
+    @property
     def sentence(self) -> str:
         """The help with the default."""
-        known = self.default if self.unset is None else self.unset
-        text = "" if known is None or known is False or known == () else f"{known}"
-        text = f"{known:g}" if isinstance(known, float) else text
-        text = text if self.shown_default is None else self.shown_default
-        return f"{self.help}{self.kind.words}" + (f"; default {text}" if text else "")
+        ends = f"; {self.kind.range}" if self.shows_range and self.kind.range else ""
+        default = f"; default {self.default_text}" if self.default_text else ""
+        return f"{self.help}{ends}{self.kind.words}{default}"
 
     def http_of(self, api: Api) -> list[Http]:
         """How one API has it: not at all, or by one name or several."""
@@ -176,6 +186,5 @@ def takes(table: type) -> Callable[[Taker], Taker]:
 def _listed(table: type) -> str:
     lines = []
     for name, one in declarations(table).items():
-        text = f"{one.help}; {one.kind.range}" if one.kind.range else one.help
-        lines.append(f"    {name}: {replace(one, help=text).sentence}.")
+        lines.append(f"    {name}: {replace(one, shows_range=True).sentence}.")
     return "\n".join(lines)

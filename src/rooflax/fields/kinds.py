@@ -187,6 +187,10 @@ class Several(Kind):
     most: int | None = None
     repeats = True
 
+    @property
+    def range(self) -> str:
+        return "" if self.most is None else f"at most {self.most}"
+
     def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[Any, ...]:
         found = tuple(self.each.read(name, item) for item in as_tuple(name, value))
         if self.most is not None and len(found) > self.most:

@@ -81,6 +81,11 @@ class SamplingField(Declaration):
     def off_value(self) -> Any:
         return self.unset if self.off is None else self.off
 
+    @property
+    def default_text(self) -> str:
+        text = super().default_text
+        return text if self.checkpoint is None else f"the checkpoint's, else {text}"
+
 
 @dataclass(frozen=True)
 class StopTexts(Kind):
@@ -129,7 +134,7 @@ class Bias(Kind):
 
     @property
     def range(self) -> str:
-        return f"{self.value.range}, for at most {self.most} ids with banned_token_ids"
+        return f"{self.value.range}, for at most {self.most} ids"
 
     def read(self, name: str, value: Any, *, what: str | None = None) -> dict[int, float]:
         if value is not None and not isinstance(value, Mapping):
@@ -234,14 +239,14 @@ class SamplingFields:
         on_page=True)
     temperature: float | None = _drawn(
         Number(0, MAX_FACTOR), "0 takes the most likely token", unset=1.0, off=0.0,
-        shown_default="the checkpoint's, else 1", flags=("--temperature", "--temp"), metavar="T",
+        flags=("--temperature", "--temp"), metavar="T",
         http=(Http((COMPLETIONS, CHAT, RESPONSES), kind=Number(0, 2)),
               Http((MESSAGES,), kind=Number(0, 1))),
         column="float", checkpoint=Number(0), gguf="temp")
     top_k: int | None = _drawn(
-        Whole(0, MAX_INT32), "keep the k most likely tokens; 0, the default, is off", unset=0,
-        shown_default="", metavar="K",
-        http=(Http(kind=Whole(-1, MAX_INT32), help="keep the k most likely; 0 and -1 are off"),
+        Whole(0, MAX_INT32), "keep the k most likely tokens; 0 is off", unset=0, metavar="K",
+        http=(Http(kind=Whole(-1, MAX_INT32), help="keep the k most likely tokens; 0 and -1 are "
+                   "off; default the checkpoint's, else 0"),
               Http((MESSAGES,))), column="int", checkpoint=Whole(0, MAX_INT32), gguf="top_k")
     top_p: float | None = _drawn(
         Number(0, 1, above=True), "keep the fewest tokens whose probabilities reach p", unset=1.0,
@@ -269,18 +274,19 @@ class SamplingFields:
         metavar="X", http=BOTH, on_page=True, column="float", checkpoint=Number(0, above=True),
         gguf="penalty_repeat")
     presence_penalty: float | None = _field(
-        PENALTY, "subtracted once from the logit of a token already used", unset=0.0, metavar="X",
-        http=BOTH, on_page=True, column="float")
+        PENALTY, "subtracted once from the logit of a token already used", unset=0.0,
+        shows_range=True, metavar="X", http=BOTH, on_page=True, column="float")
     frequency_penalty: float | None = _field(
-        PENALTY, "subtracted from a token's logit per use", unset=0.0, metavar="X", http=BOTH,
-        on_page=True, column="float")
+        PENALTY, "subtracted from a token's logit per use", unset=0.0, shows_range=True,
+        metavar="X", http=BOTH, on_page=True, column="float")
     logit_bias: Mapping[int, float] = _field(
         Bias(Number(-100, 100)), "added to the logits of token ids", factory=dict,
-        metavar="ID=VALUE", http=BOTH)
+        shows_range=True, metavar="ID=VALUE", http=BOTH)
     allowed_token_ids: tuple[int, ...] = _field(
         Several(Whole(), MAX_ALLOWED_IDS), "the only ids that may be chosen; empty allows all",
         default=(), http=BOTH)
-    banned_token_ids: tuple[int, ...] = _field(IDS, "ids that are never chosen", default=())
+    banned_token_ids: tuple[int, ...] = _field(
+        IDS, "ids that are never chosen, counted among those of logit_bias", default=())
     logprobs: int | None = _field(
         LOGPROBS, "log-probabilities of the chosen token and of this many of the best",
         in_beams=False, per_prompt=True, metavar="N",

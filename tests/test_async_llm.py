@@ -6,9 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from rooflax import LLM, AsyncLLM, EngineError, ExecutionOptions, QueueFull, RequestError
+from rooflax import (
+    LLM,
+    AsyncLLM,
+    EngineError,
+    ExecutionOptions,
+    QueueFull,
+    RequestError,
+    async_llm,
+)
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.loading.settings import DEFAULT_MAX_WAITING
 from tests import goldens
 from tests.engine.load import random_requests
 
@@ -336,6 +345,22 @@ def test_numbers_for_operators(folder):
 def test_arguments_out_of_range_are_rejected(folder, given, reason):
     with pytest.raises(RequestError, match=reason):
         AsyncLLM(folder, **given)
+
+
+def test_none_is_the_default(folder, monkeypatch):
+    asked = {}
+
+    class Thread:
+        def __init__(self, engine, deliver, **given):
+            asked.update(given)
+
+        def wait_until_warm(self):
+            pass
+
+    monkeypatch.setattr(async_llm, "EngineThread", Thread)
+    server = AsyncLLM(folder, max_waiting=None, max_pieces_per_s=None, prefix_caching=None)
+    assert asked["max_waiting"] == DEFAULT_MAX_WAITING
+    assert server.llm.prefix_caching is True
 
 
 @pytest.mark.every_jax

@@ -25,7 +25,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.fields.declaration import declarations, takes
+from rooflax.fields.declaration import check_names, declarations, takes
 from rooflax.inputs import Prompt, as_params, as_prompts
 from rooflax.llm import LLM
 from rooflax.loading.model_info import ModelInfo
@@ -98,12 +98,13 @@ class AsyncLLM:
         progress: Callable[[int], None] | None = None,
         **settings: Unpack[ServingSettings],
     ):
-        serving: dict[str, Any] = {
-            name: settings.pop(name, one.default) for name, one in SERVING.items()
-        }
-        for name, value in serving.items():
+        check_names("AsyncLLM", settings, ServingSettings)
+        serving: dict[str, Any] = {}
+        for name, one in SERVING.items():
+            value = settings.pop(name, None)
+            serving[name] = one.default if value is None else value
             if value is not None and name != "kv_blocks":
-                SERVING[name].kind.read(name, value)
+                one.kind.read(name, value)
         if jax.process_count() > 1:
             raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
         plan = make_plan(model, **settings)

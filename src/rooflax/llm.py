@@ -28,7 +28,7 @@ from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
 from rooflax.engine.speculation import Speculation
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import takes
+from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
@@ -70,6 +70,7 @@ class LLM:
         progress: Callable[[int], None] | None = None,
         **settings: Unpack[EngineSettings],
     ):
+        check_names("LLM", settings, EngineSettings)
         enable_persistent_cache()
         started = time.perf_counter()
         plan = make_plan(model, **settings)
@@ -108,6 +109,11 @@ class LLM:
     def format(self) -> str:
         """Width of the matmuls' weights: a quantised format, "bfloat16" or "float32"."""
         return self.plan.storage.format
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether prompts that begin the same share what they computed."""
+        return self.plan.prefix_caching
 
     @property
     def stream_plan(self) -> StreamPlan | None:

@@ -1,6 +1,7 @@
 """What is decided about a model before anything is loaded, and what it will then take."""
 
 import asyncio
+import inspect
 from dataclasses import replace
 
 import jax
@@ -8,10 +9,12 @@ import pytest
 
 from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, load, save
 from rooflax.errors import RequestError
+from rooflax.fields.declaration import declarations
 from rooflax.loading import plan as plans
 from rooflax.loading.load import load_plan
 from rooflax.loading.model_info import model_info
 from rooflax.loading.plan import make_plan
+from rooflax.loading.settings import EngineSettings, ServingSettings
 from rooflax.models.memory import plan_blocks
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards
@@ -171,12 +174,47 @@ def test_a_plan_is_what_is_loaded():
 
 
 @pytest.mark.parametrize(
-    "given", [{"quantize": "int8"}, {"max_num_seqs": 3}, {"offline": True}, {"speculate": "ngram"}]
+    "given",
+    [
+        {"quantize": "int8", "max_num_seqs": 3, "dtype": "float32", "revision": "main"},
+        {"max_num_seqs": 3, "quantize": "int8"},
+        {"max_num_seqs": 0},
+        {"offline": True},
+        {"speculate": "ngram"},
+    ],
 )
 def test_what_a_plan_has_decided_is_not_asked_again(given):
     plan = make_plan("preset:gpt2-tiny")
     with pytest.raises(RequestError, match=f"{next(iter(given))} is given beside a Plan"):
         LLM(plan, **given)
+
+
+@pytest.mark.parametrize("taker", [LLM, AsyncLLM, make_plan])
+def test_signatures_show_every_setting_with_its_type(taker):
+    table = ServingSettings if taker is AsyncLLM else EngineSettings
+    shown = inspect.signature(taker).parameters
+    assert set(declarations(table)) <= set(shown) and "settings" not in shown
+    assert "self" not in shown
+    found = {name: shown[name].annotation for name in declarations(table)}
+    assert inspect.Parameter.empty not in found.values()
+    assert (found["max_num_seqs"], found["mesh"]) == (int | None, "Mesh | Shards | str | None")
+    with pytest.raises(TypeError, match=rf"^{taker.__name__}\(\) got .* keyword argument 'foo'$"):
+        taker("preset:gpt2-tiny", foo=1, bar=2)
+
+
+def test_a_subclass_has_the_signature_of_its_own():
+    class Mine(LLM):
+        def __init__(self, path):
+            super().__init__(path)
+
+    assert list(inspect.signature(Mine).parameters) == ["path"]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, True), (True, True), (False, False)])
+def test_prefix_caching_is_on_where_nothing_is_said(given, wanted):
+    plan = make_plan("preset:gpt2-tiny", prefix_caching=given)
+    assert plan.prefix_caching is wanted and LLM(plan).prefix_caching is wanted
+    assert LLM(plan, prefix_caching=None).prefix_caching is wanted
 
 
 def test_a_plan_for_devices_that_are_not_here_is_not_loaded():

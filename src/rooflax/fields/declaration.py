@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -165,20 +165,41 @@ def documented(table: Class) -> Class:
     return table
 
 
-def takes(table: type) -> Callable[[Taker], Taker]:
-    """Shows the fields of a table in place of `**settings`, in a signature and its docstring."""
+def check_names(taker: str, settings: Mapping[str, Any], table: type) -> None:
+    """
+    Args:
+        taker: who was given them, for the error.
 
-    def shown(function: Taker) -> Taker:
+    Raises:
+        TypeError: a setting is no field of the table.
+    """
+    for name in settings:
+        if name not in declarations(table):
+            raise TypeError(f"{taker}() got an unexpected keyword argument {name!r}")
+
+
+def takes(table: type) -> Callable[[Taker], Taker]:
+    """Shows the fields of a table in place of `**settings`, in a signature and its docstring.
+
+    Args:
+        table: a TypedDict annotated with declarations.
+    """
+
+    def shown(taker: Taker) -> Taker:
+        function: Any = taker
+        if inspect.isclass(function):  # its own __signature__ would be that of its subclasses too
+            function = function.__init__
         signature = inspect.signature(function)
         given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        given += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
-            for name, one in declarations(table).items()
-        ]
-        function.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
-        doc = inspect.cleandoc(function.__doc__ or "")
-        function.__doc__ = re.sub(r"(?m)^    settings: .*$", lambda _: _listed(table), doc)
-        return function
+        for name, one in declarations(table).items():
+            kind = table.__annotations__[name].__origin__
+            kind = getattr(kind, "__forward_arg__", kind)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            given.append(inspect.Parameter(name, keyword, default=one.default, annotation=kind))
+        function.__signature__ = signature.replace(parameters=given)
+        doc = inspect.cleandoc(taker.__doc__ or "")
+        taker.__doc__ = re.sub(r"(?m)^    settings: .*$", lambda _: _listed(table), doc)
+        return taker
 
     return shown
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Unpack
 from jax.sharding import Mesh
 
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import declarations, takes
+from rooflax.fields.declaration import check_names, declarations, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.packed import is_packed
@@ -266,18 +266,21 @@ def make_plan(
     Raises:
         RooflaxError: one sentence that says what is wrong, with the arithmetic.
     """
-    for name in settings.keys() - PLANNED:
-        raise TypeError(f"make_plan() got an unexpected keyword argument {name!r}")
+    check_names("make_plan", settings, EngineSettings)
     asked: dict[str, Any] = {
-        name: value for name, value in settings.items() if value not in (None, False, ())
+        name: value
+        for name, value in settings.items()
+        if value is not None and value is not False and value != ()  # 0 is no way to say nothing
     }
-    prefix_caching = settings.get("prefix_caching", True)
+    prefix_caching = settings.get("prefix_caching")
+    prefix_caching = True if prefix_caching is None else prefix_caching
     if isinstance(model, Plan):
-        for name in asked.keys() - {"prefix_caching"}:
-            raise RequestError(
-                f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
-                param=name,
-            )
+        for name in asked:
+            if name != "prefix_caching":
+                raise RequestError(
+                    f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
+                    param=name,
+                )
         return model if prefix_caching else replace(model, prefix_caching=False)
     options = _checked_options(asked.get("options"))
     num_seqs = settings.get("max_num_seqs")

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from rooflax.cli.main import main
+from rooflax.fields.declaration import variable_of
 from rooflax.loading import plan
 from tests.cli.test_cli_flags import (
     BUDGET,
@@ -118,3 +119,15 @@ def test_every_flag_has_its_effect_or_is_rejected(observe):
         else:
             assert found[0] == 0, (flag, found)
             assert found[1:] != base[1:], flag
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"])
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_an_engine_that_cannot_be_is_rejected_before_the_server_listens(
+    observe, monkeypatch, flag, is_variable
+):
+    monkeypatch.setattr("rooflax.server.listening.listen", lambda _: pytest.fail("it listens"))
+    if is_variable:
+        monkeypatch.setenv(variable_of([flag]), "0")
+    code, err, *_ = observe(TINY, *([] if is_variable else [flag, "0"]))
+    assert (code, err) == (2, f"rooflax: {flag} is 0; it must be a whole number from 1 up.\n")

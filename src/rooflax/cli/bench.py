@@ -132,7 +132,9 @@ def _mode(args: argparse.Namespace) -> str:
 
 def _flag(name: str) -> str:
     """A setting as it is written on the command line."""
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    from rooflax.cli.main import parser_of
+
+    return parser_of("bench").flag_of(name)
 
 
 def _rows(args: argparse.Namespace) -> int:

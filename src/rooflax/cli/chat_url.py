@@ -40,9 +40,11 @@ def check_flags(args: argparse.Namespace) -> None:
         return
     for name in args.given:
         if name not in MEANT:
+            from rooflax.cli.main import parser_of
+
             raise RequestError(
-                f"--{name.replace('_', '-')} is about a model that is loaded here; with --url drop "
-                f"it, or give it to the server"
+                f"{parser_of('chat').flag_of(name)} is about a model that is loaded here; with "
+                f"--url drop it, or give it to the server"
             )
 
 

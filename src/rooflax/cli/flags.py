@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,15 @@ def parser_of(kind: Kind) -> Callable[[str], Any]:
             return _schema
         case Grammar():
             return _grammar
-        case Choice(choices):
-            words = {str(choice).lower(): choice for choice in choices}
-            return lambda text: words.get(text, text)
+        case Choice(choices) if not all(isinstance(choice, str) for choice in choices):
+            return partial(_chosen, {str(choice).lower(): choice for choice in choices})
     return str
+
+
+def _chosen(words: dict[str, Any], text: str) -> Any:
+    if text not in words:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(words)}")
+    return words[text]
 
 
 def _schema(given: str) -> str:

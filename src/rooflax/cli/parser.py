@@ -93,6 +93,10 @@ class Parser(argparse.ArgumentParser):
                 found[name] = own if own in longs else longs[0]
         return found
 
+    def flag_of(self, dest: str) -> str:
+        """A value of the namespace as it is written on the command line."""
+        return self.flag_names.get(FIELDS.get(dest, dest), "MODEL")
+
     def group(self, title: str) -> Any:
         """A titled group of flags, made at its first use."""
         for group in self._action_groups:

@@ -19,6 +19,7 @@ from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
 from rooflax.fields.declaration import declarations, variable_of
+from rooflax.loading.settings import ServingSettings
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.settings import Settings
 
@@ -123,6 +124,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         RequestError: one of them cannot be.
     """
+    for name, value in flags.values_of(args, ServingSettings).items():
+        if value is not None:  # of the engine, which is made once the server listens
+            flags.SETTINGS[name].kind.read(name, value)
     given = flags.values_of(args, Settings)
     if args.api_key_file is not None:
         given["api_keys"] = [*given["api_keys"], *_keys(args.api_key_file)]

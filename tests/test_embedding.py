@@ -165,7 +165,8 @@ def test_a_text_that_sentence_transformers_would_cut_is_rejected(checkpoint, tmp
 def test_what_is_saved_from_a_gguf_file_embeds(tmp_path):
     llm, folder = saved(gguf_cases.kept(gguf_cases.EMBEDS), tmp_path / "m")
     ids = [[5, 9, 40], [7]]
-    np.testing.assert_array_equal(LLM(folder).embed(ids), llm.embed(ids))
+    # The file's bfloat16 numbers are float32 in the folder: with AMX their sums have another order.
+    np.testing.assert_allclose(LLM(folder).embed(ids), llm.embed(ids), atol=1e-6)
 
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")

@@ -252,7 +252,7 @@ def test_variables_stand_in_for_flags(monkeypatch):
     found = settings_of(args)
     assert (found.api_keys, found.port, found.host) == (("a", "b"), 9000, "localhost")
     assert (found.stays, found.drain_s, found.allows_anyone) == (True, 5.0, False)
-    assert args.ignore_config_key == ["one", "two"]
+    assert args.ignore_config_keys == ["one", "two"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("PORT", "many"), ("STAY", "banana")])

@@ -167,19 +167,6 @@ struct MatrixTiles {
   const MatmulArgs& a;
   int64_t row, counts[2];
 
-  static TileShapes Shapes(const int64_t (&counts)[2]) {
-    TileShapes shapes;
-    const int64_t second = counts[1] == 0 ? counts[0] : counts[1];
-    for (int i = 0; i < 2; ++i) {
-      shapes.Set(kSums + i, counts[0], 64);
-      shapes.Set(kSums + 2 + i, second, 64);
-      shapes.Set(kWeights + i, 16, 64);
-    }
-    shapes.Set(kRows, counts[0], 64);
-    shapes.Set(kRows + 1, second, 64);
-    return shapes;
-  }
-
   // sums: [2 tiles, 2 panels, 16, 16], of a part that begins with the first block, or went on before it.
   void Run(int64_t block, int64_t blocks, const uint8_t* first, const uint8_t* second, float* sums,
            bool begins) const {
@@ -243,7 +230,7 @@ void BlockByTiles(const MatmulArgs& a, int64_t row, int64_t rows, int64_t n) {
       const int64_t first = row + tile * kTileHeight, left = row + rows - first;
       const int64_t counts[2] = {std::min(left, kTileHeight),
                                  std::clamp<int64_t>(left - kTileHeight, 0, kTileHeight)};
-      const ConfiguredTiles configured(MatrixTiles<kTerms>::Shapes(counts));
+      const ConfiguredTiles configured(ShapesOfFour(counts));
       const MatrixTiles<kTerms> two{a, first, {counts[0], counts[1]}};
       for (int64_t p = 0; p < panels; p += 2) {
         const uint8_t* from = packed + p * panel_bytes;

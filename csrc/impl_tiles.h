@@ -18,24 +18,25 @@ ROOFLAX_INLINE void PrefetchLines(const uint8_t* from, int64_t lines) {
 
 constexpr int kSums = 0, kRows = 4, kWeights = 6;  // tiles: of each the first
 
+// Of two tiles of rows, the second maybe without any, times two panels.
+inline TileShapes ShapesOfFour(const int64_t (&counts)[2]) {
+  TileShapes shapes;
+  const int64_t second = counts[1] == 0 ? counts[0] : counts[1];
+  for (int i = 0; i < 2; ++i) {
+    shapes.Set(kSums + i, counts[0], 64);
+    shapes.Set(kSums + 2 + i, second, 64);
+    shapes.Set(kWeights + i, 16, 64);
+  }
+  shapes.Set(kRows, counts[0], 64);
+  shapes.Set(kRows + 1, second, 64);
+  return shapes;
+}
+
 // Two tiles of rows, or one, times two panels; of one, blocks of inputs take turns among its sums.
 struct Int8Tiles {
   const PackedArgs& a;
   int64_t row, counts[2];  // the first row, and how many of each tile
   bool fetches;
-
-  static TileShapes Shapes(const int64_t (&counts)[2]) {
-    TileShapes shapes;
-    const int64_t second = counts[1] == 0 ? counts[0] : counts[1];
-    for (int i = 0; i < 2; ++i) {
-      shapes.Set(kSums + i, counts[0], 64);
-      shapes.Set(kSums + 2 + i, second, 64);
-      shapes.Set(kWeights + i, 16, 64);
-    }
-    shapes.Set(kRows, counts[0], 64);
-    shapes.Set(kRows + 1, second, 64);
-    return shapes;
-  }
 
   const uint8_t* Rows(int tile, int64_t block) const {
     const auto* x = static_cast<const uint8_t*>(a.x);
@@ -109,7 +110,7 @@ void Int8ByTiles(const PackedArgs& a) {
     for (int64_t row = 0; row < a.rows; row += 2 * kTileHeight) {
       const int64_t left = a.rows - row, first = std::min(left, kTileHeight);
       const int64_t counts[2] = {first, std::min(left - first, kTileHeight)};
-      const ConfiguredTiles configured(Int8Tiles::Shapes(counts));
+      const ConfiguredTiles configured(ShapesOfFour(counts));
       const Int8Tiles tiles{a, row, {counts[0], counts[1]}, row == 0};
       for (int64_t panel = begin; panel < end; panel += 2) {
         const uint8_t* from = a.w + panel * panel_bytes;

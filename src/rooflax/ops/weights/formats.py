@@ -80,7 +80,7 @@ class Int8Groups(Quantized):
 
     @staticmethod
     def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Q5_0's codes lie as Q4_0's, their fifth bits apart."""
+        """Q5_0: laid out as Q4_0, with the fifth bits apart."""
         scales, body = _split(blocks, "<f2")
         if kind == "Q8_0":
             return body.view(np.int8), scales

@@ -6,13 +6,10 @@
 // A tile of 16 outputs by 64 inputs is what a panel's lines are: no other layout is needed. Rows of x lie
 // in tiles of up to 16, as `quantize_groups` leaves them, and those of kInt8 as kRowBlock says.
 
-// Weights that stay in the second cache while all rows meet them.
 static_assert(kTiledRows == kTileHeight);
-constexpr int64_t kNearBytes = int64_t{512} << 10;
 
-ROOFLAX_INLINE void PrefetchLines(const uint8_t* from, int64_t lines) {
-  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64);
-}
+// Weights that stay in the second cache while all rows meet them.
+constexpr int64_t kNearBytes = int64_t{512} << 10;
 
 // ---- Bytes times bytes, one scale per row and output ----
 
@@ -54,7 +51,7 @@ struct Int8Tiles {
     for (int64_t block = 0; block < blocks; ++block) {
       const uint8_t* const lines[] = {panels[0] + block * 1024, panels[1] + block * 1024};
       const int64_t ahead = block * 1024 + 4096 < a.stride * kPanel ? 4096 : 4096 + a.stride * kPanel;
-      for (int i = 0; fetches && i < 2; ++i) PrefetchLines(lines[i] + ahead, 16);
+      for (int i = 0; fetches && i < 2; ++i) Prefetch(lines[i] + ahead, 16);
       Add(block, lines[0], lines[1]);
     }
     if (rest == 0) return;

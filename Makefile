@@ -86,9 +86,9 @@ goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens
 
 docs: $(VENV)/.installed-test
-	$(BIN)/python -m rooflax.cli.docs > docs/cli.md
+	$(BIN)/python tools/cli_docs.py > docs/cli.md
 	$(BIN)/python tools/api_docs.py > docs/api.md
-	$(BIN)/python -m rooflax.server.docs > docs/server-fields.md
+	$(BIN)/python tools/server_docs.py > docs/server-fields.md
 	$(BIN)/python tools/family_docs.py
 	$(BIN)/python tools/gpu_docs.py
 	$(BIN)/python tools/draw_architecture.py > docs/images/architecture.svg

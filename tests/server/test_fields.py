@@ -18,9 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import tables
-from rooflax.server.docs import page
 from rooflax.server.fields import Table
-from tests.product.snippets import ROOT
 from tests.server.live import ScriptedLLM, serving
 
 pytestmark = pytest.mark.unit
@@ -982,11 +980,6 @@ def test_tables_describe_themselves():
         assert all(found["description"] for found in schema["properties"].values())
         patterns = [found.get("pattern", "^$") for found in schema["properties"].values()]
         assert all(each[0] == "^" and each[-1] == "$" for each in patterns)
-
-
-def test_the_page_of_the_docs_is_that_of_the_tables():
-    found = (ROOT / "docs" / "server-fields.md").read_text(encoding="utf-8")
-    assert found == page(), "run: python -m rooflax.server.docs > docs/server-fields.md"
 
 
 def test_choice_is_a_grammar_of_literals(live, scripted):

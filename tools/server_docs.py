@@ -1,6 +1,8 @@
-"""`python -m rooflax.server.docs`: the tables of fields as a Markdown page."""
+"""The fields of requests as Markdown: `python tools/server_docs.py > docs/server-fields.md`."""
 
 from __future__ import annotations
+
+import sys
 
 from rooflax.server.app import POSTS
 from rooflax.server.fields import Field, Table
@@ -8,7 +10,7 @@ from rooflax.server.fields import Field, Table
 HEAD = """\
 # The server's fields
 
-Made by `python -m rooflax.server.docs > docs/server-fields.md`, from the tables that check
+Made by `python tools/server_docs.py > docs/server-fields.md`, from the tables that check
 requests. A field not listed is an error that names it (`--unknown-fields report` passes it over and
 names it in the header `x-rooflax-ignored`). null is the same as leaving a field out.
 """
@@ -43,4 +45,4 @@ def _says(field: Field) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201
+    sys.stdout.write(page())

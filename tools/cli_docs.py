@@ -1,13 +1,15 @@
-"""`python -m rooflax.cli.docs`: every verb's --help as one Markdown page."""
+"""Every verb's --help as one Markdown page: `python tools/cli_docs.py > docs/cli.md`."""
 
 from __future__ import annotations
+
+import sys
 
 from rooflax.cli.main import VERBS, overview, parser_of
 
 HEAD = """\
 # Command line
 
-Made by `python -m rooflax.cli.docs > docs/cli.md`; a test compares it with `--help`.
+Made by `python tools/cli_docs.py > docs/cli.md`; a test compares it with `--help`.
 
 Exit codes: 0 done (also when the reader closes the pipe); 1 it failed at work (a full disk);
 2 the request was wrong (a flag, a file, a value); 130 interrupted. What is wrong is said in one
@@ -27,4 +29,4 @@ def _section(title: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())

@@ -14,7 +14,6 @@ The command line shows the flags of these names.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 MAX_MEANT = 80
@@ -64,5 +63,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" where one is close, and nothing where none is."""
     if len(given) > MAX_MEANT:
         return ""
+    import difflib  # most commands end without it
+
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, lines, statistics, terminal
-from rooflax.cli.lines import DEFAULT_MAX_TOKENS
+from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
-from rooflax.cli.session import open_llm
 from rooflax.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion, Delta
 
 SUMMARY = "continue a prompt, streaming to stdout"
+DEFAULT_MAX_TOKENS = 256
 
 
 def add_flags(parser: Parser) -> None:
@@ -50,9 +49,13 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates, and prints text or JSON."""
+    from rooflax.cli.session import open_llm
+
     params = flags.sampling_params(args)
     _check_files(args)
     if args.input is not None:
+        from rooflax.cli import lines
+
         return lines.run(open_llm(args), args, params)
     if args.prompt is None and args.model and not is_model(args.model):
         raise RequestError(
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         terminal.print_json(document(llm, completions))
     elif not args.quiet:
+        from rooflax.cli import statistics
+
         statistics.say_statistics(llm, completions)
     return 0
 
@@ -176,6 +181,8 @@ def _spelled(llm: LLM, token: int) -> str:
 
 def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
     """The JSON of `generate`: the first sample, and all of them if several were asked for."""
+    from rooflax.cli import statistics
+
     first = completions[0]
     found: dict[str, Any] = {
         "model": llm.info.name,

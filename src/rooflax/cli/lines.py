@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import terminal
+from rooflax.cli.generate import DEFAULT_MAX_TOKENS
 from rooflax.cli.statistics import sample
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError, RooflaxError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rooflax.completion import Completion
     from rooflax.llm import LLM
 
-DEFAULT_MAX_TOKENS = 256
 BEGIN = b'{"id": '
 """Of every line of the output."""
 AT_ONCE = 8

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import re
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -151,6 +150,8 @@ def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool)
         return INTERRUPTED
     code, sentence = _explain(error, flags)
     if verbose and code == FAILED:
+        import traceback
+
         traceback.print_exception(error)
     _say(f"rooflax: {sentence}")
     _drop_output()

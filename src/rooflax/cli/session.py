@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.loading.settings import EngineSettings
-from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
@@ -70,6 +69,8 @@ def _checked(
     settings = {"dtype": precision.dtype, "kv_dtype": precision.kv_dtype} | settings
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
+        from rooflax.nn.shards import parse_mesh
+
         parse_mesh(mesh_text)
     platform.check_processes(args)
     return options, flags.find_arguments(args), settings

@@ -90,7 +90,11 @@ class Declaration:
     @property
     def sentence(self) -> str:
         """The help with the default."""
-        ends = f"; {self.kind.range}" if self.shows_range and self.kind.range else ""
+        return self.described(self.shows_range)
+
+    def described(self, shows_range: bool = True) -> str:
+        """The help with the default, and the range if it is to be shown."""
+        ends = f"; {self.kind.range}" if shows_range and self.kind.range else ""
         default = f"; default {self.default_text}" if self.default_text else ""
         return f"{self.help}{ends}{self.kind.words}{default}"
 
@@ -134,10 +138,11 @@ def declarations(table: type) -> dict[str, Any]:
         found = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
     else:
         found = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
-    named = {name: replace(one, name=name) for name, one in found.items() if one is not None}
-    for name, one in named.items():
-        if one.metavar and not one.flags:
-            named[name] = replace(one, flags=(f"--{name.replace('_', '-')}",))
+    named = {}
+    for name, one in found.items():
+        if one is not None:
+            by_name = (f"--{name.replace('_', '-')}",) if one.metavar else ()
+            named[name] = replace(one, name=name, flags=one.flags or by_name)
     return named
 
 
@@ -205,7 +210,5 @@ def takes(table: type) -> Callable[[Taker], Taker]:
 
 
 def _listed(table: type) -> str:
-    lines = []
-    for name, one in declarations(table).items():
-        lines.append(f"    {name}: {replace(one, shows_range=True).sentence}.")
-    return "\n".join(lines)
+    named = declarations(table).items()
+    return "\n".join(f"    {name}: {one.described()}." for name, one in named)

@@ -47,9 +47,8 @@ def reject(name: str, value: object, wanted: str, *, what: str | None = None) ->
     raise RequestError(f"{what or name} is {shown}; it must be {wanted}.", param=name)
 
 
-@dataclass(frozen=True)
 class Kind:
-    """What a field may hold.
+    """What a field may hold; only kinds with fields are dataclasses, which take time to make.
 
     Attributes:
         repeats: several values make one, each given by a flag of its own.
@@ -136,7 +135,6 @@ class Number(Kind):
         return is_number(value) and self.holds(value)
 
 
-@dataclass(frozen=True)
 class Flag(Kind):
     """True or false."""
 
@@ -167,7 +165,6 @@ class Choice(Kind):
         return any(type(value) is type(one) and value == one for one in self.choices)
 
 
-@dataclass(frozen=True)
 class Text(Kind):
     """Any text; what it may be is checked where it is used."""
 

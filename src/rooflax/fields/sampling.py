@@ -146,7 +146,6 @@ class Bias(Kind):
         return bias
 
 
-@dataclass(frozen=True)
 class Form(Kind):
     """A rule for the whole text, in words of its own."""
 
@@ -171,7 +170,6 @@ class Form(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class Regex(Form):
     """A regular expression."""
 
@@ -180,7 +178,6 @@ class Regex(Form):
         return value
 
 
-@dataclass(frozen=True)
 class JsonSchema(Form):
     """A JSON schema, as a mapping or its JSON; kept as JSON with its keys in their order."""
 
@@ -195,7 +192,6 @@ class JsonSchema(Form):
         return super().read(name, text)
 
 
-@dataclass(frozen=True)
 class Grammar(Form):
     """A Lark grammar."""
 

@@ -27,6 +27,7 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401
+from tests import goldens  # noqa: E402
 
 install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
 
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(items):
 
 def has_mark(item, name):
     return item.get_closest_marker(name) is not None
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny checkpoint of Qwen 2 whose layers see a window or all; nobody writes into it."""
+    root, name = tmp_path_factory.mktemp("qwen2_window"), "qwen2_window"
+    return goldens.write_checkpoint(root / "m", name, goldens.committed(name))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from rooflax import (
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.settings import DEFAULT_MAX_WAITING
-from tests import goldens
 from tests.engine.load import random_requests
 
 pytestmark = pytest.mark.oldest_jax
@@ -26,12 +25,6 @@ pytestmark = pytest.mark.oldest_jax
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("async")
-    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("beams")
-    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
     return LLM(folder, max_num_seqs=4)
 

@@ -21,15 +21,8 @@ from rooflax import (
 )
 from rooflax.engine.engine import Engine
 from rooflax.structured import MAX_COMPILING
-from tests import goldens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hostile")
-    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,14 @@ import rooflax
 from rooflax import LLM, AsyncLLM, RequestError, SamplingParams
 from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.parser import FIELDS
-from tests import goldens
 
 CHAT = [{"role": "user", "content": "abc"}]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tail }}"
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs") / "m"
-    return LLM(goldens.write_checkpoint(folder, "qwen2_window", goldens.committed("qwen2_window")))
+def llm(folder):
+    return LLM(folder)
 
 
 def test_fields_by_name_are_those_of_sampling_params(llm):

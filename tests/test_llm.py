@@ -9,17 +9,10 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, load, new_cache, prefill
 from rooflax.errors import RequestError
-from tests import goldens
 
 pytestmark = pytest.mark.oldest_jax
 
 PROMPTS = [[3, 1, 4, 1, 5], list(range(40, 57)), [250], list(range(100, 130))]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("llm")
-    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
 
 
 @pytest.fixture(scope="module")

@@ -57,12 +57,6 @@ def fits(kind, text):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("structured")
-    return goldens.write_checkpoint(root / "m", "qwen2_window", goldens.committed("qwen2_window"))
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
     return LLM(folder, max_num_seqs=4, options=ExecutionOptions(layers="unrolled", decode_steps=2))
 

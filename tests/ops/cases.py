@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+import pytest
 
+from rooflax.ops import accelerator
 from rooflax.ops.attention import AttentionArgs, Dense
 from rooflax.ops.attention.pattern import Pattern
+
+WITH_GPU_KERNELS = pytest.mark.skipif(
+    jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
+    reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
+)
 
 
 def rng(seed=0):

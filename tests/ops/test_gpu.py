@@ -30,16 +30,19 @@ from rooflax.ops.moe.args import MoeArgs
 from rooflax.ops.weights import StackMember, as_operand, class_of, pack, quantize, taken
 from tests.marks import cases
 from tests.ops.answers import each_answer
-from tests.ops.cases import ATTENTION, MOE, PATTERNS, close, lowered, normal, seen_by_hand
+from tests.ops.cases import (
+    ATTENTION,
+    MOE,
+    PATTERNS,
+    WITH_GPU_KERNELS,
+    close,
+    lowered,
+    normal,
+    seen_by_hand,
+)
 from tests.ops.test_attention import by_hand, into_blocks
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(
-        jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-        reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-    ),
-]
+pytestmark = [pytest.mark.oldest_jax, WITH_GPU_KERNELS]
 
 
 # Inner and outer sizes: panels of less than a tile of words, and of a tile and a part.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rooflax.errors import RequestError
-from rooflax.ops import accelerator
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_rows, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
@@ -16,15 +15,9 @@ from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.weights import StackMember, as_operand
 from tests.marks import cases
 from tests.ops.answers import each_answer
-from tests.ops.cases import close, lowered, normal
+from tests.ops.cases import WITH_GPU_KERNELS, close, lowered, normal
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(
-        jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-        reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-    ),
-]
+pytestmark = [pytest.mark.oldest_jax, WITH_GPU_KERNELS]
 
 INNER, OUTER = 1120, 96
 """70 groups for a norm's squares, which are no whole tiles; outputs by 32, not by 64."""

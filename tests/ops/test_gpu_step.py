@@ -16,7 +16,6 @@ from rooflax.models.registry import read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import allocate
-from rooflax.ops import accelerator
 from rooflax.ops.attention import AttentionArgs, Projected, Sequences, gpu_step, ragged_attention
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.dispatch import what_ran
@@ -24,15 +23,9 @@ from rooflax.ops.kv_pool import QuantizedPool, as_pool
 from rooflax.ops.norm import rms_norm
 from rooflax.ops.rope import apply_rope
 from tests.marks import cases
-from tests.ops.cases import close, lowered, normal
+from tests.ops.cases import WITH_GPU_KERNELS, close, lowered, normal
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(
-        jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-        reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-    ),
-]
+pytestmark = [pytest.mark.oldest_jax, WITH_GPU_KERNELS]
 BLOCK = 16
 NOT_WRITTEN = 1 << 30
 

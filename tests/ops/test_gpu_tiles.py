@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax.ops import accelerator
 from rooflax.ops.formats import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_tiles, linear
@@ -21,16 +20,10 @@ from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import StackMember, as_operand, pack, taken
 from tests.marks import cases
 from tests.ops.answers import each_answer
-from tests.ops.cases import close, lowered, normal
+from tests.ops.cases import WITH_GPU_KERNELS, close, lowered, normal
 from tests.ops.test_gpu import CODES, PROLOGUES, codes_of, weights
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(
-        jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-        reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-    ),
-]
+pytestmark = [pytest.mark.oldest_jax, WITH_GPU_KERNELS]
 
 SIZES = {
     "one warpgroup": (37, 1120, 53),

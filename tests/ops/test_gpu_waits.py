@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import pytest
 
 from rooflax import ops
-from rooflax.ops import accelerator
 from rooflax.ops.attention import gpu_flash
 from rooflax.ops.linear import gpu_tiles
 from rooflax.ops.moe import gpu as moe_gpu
 from tests.marks import cases
+from tests.ops.cases import WITH_GPU_KERNELS
 from tests.ops.test_gpu import (
     FEW,
     PROMPTS,
@@ -33,10 +33,7 @@ from tests.ops.test_gpu import (
     weights,
 )
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < accelerator.OLDEST_GPU_JAX,
-    reason=f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}",
-)
+pytestmark = WITH_GPU_KERNELS
 
 
 def experts(inner):

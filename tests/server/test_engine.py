@@ -373,9 +373,8 @@ def test_c15_a_text_does_not_depend_on_how_it_is_asked_for(served, path):
     assert streamed(served, path, **given) == [text_of(alone)]
 
 
-def test_p13_ids_that_the_model_lacks_are_rejected_and_neighbours_go_on(tmp_path):
+def test_p13_ids_that_the_model_lacks_are_rejected_and_neighbours_go_on(folder):
     """The model knows 263 tokens; there are more rows, for kernels whose tiles are larger."""
-    folder = goldens.write_checkpoint(tmp_path, "qwen2_window", goldens.committed("qwen2_window"))
     body = {"prompt": list(range(40, 57)), "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     with serving(lambda _: AsyncLLM(folder, max_num_seqs=4)) as server:
         wanted = text_of(server.post(COMPLETIONS, body).json())

@@ -1,4 +1,4 @@
-"""Draws the pictures of the chat page in docs/images: `python -m tests.server.page_pictures`.
+"""Draws the pictures of the chat page in docs/images: `python -m tools.page_pictures`.
 
 A scripted engine says what is seen, so that calls, reasoning and Markdown are there at once.
 """
@@ -12,7 +12,7 @@ from rooflax import LLM
 from rooflax.models.presets import CHAT_NAME
 from tests.server.live import ScriptedLLM, serving
 
-FOLDER = Path(__file__).parents[2] / "docs/images"
+FOLDER = Path(__file__).parents[1] / "docs/images"
 WIDE, NARROW = {"width": 1080, "height": 860}, {"width": 360, "height": 940}
 TOOLS = '[{"name": "get_weather", "parameters": {"type": "object"}}]'
 CALL = """<think>I need the forecast.</think><tool_call>

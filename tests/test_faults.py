@@ -62,10 +62,8 @@ def check(server, found, alone, message):
     assert asyncio.run(server.generate(BAD, PARAMS))[0].tokens == alone[2]
 
 
-@pytest.mark.parametrize("takes_the_cache", [False, True])
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_step_that_fails_ends_who_fails_apart(server, alone, monkeypatch, takes_the_cache, after):
-    runner = server._thread.engine.runner
+def failing_for_bad(monkeypatch, runner, after=0, takes_the_cache=True):
+    """Calls with BAD fail once it has so many tokens."""
     run = runner.run
 
     def failing(call, num_steps):
@@ -78,24 +76,15 @@ def test_a_step_that_fails_ends_who_fails_apart(server, alone, monkeypatch, take
         return run(call, num_steps)
 
     monkeypatch.setattr(runner, "run", failing)
+
+
+@pytest.mark.parametrize("takes_the_cache", [False, True])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_step_that_fails_ends_who_fails_apart(server, alone, monkeypatch, takes_the_cache, after):
+    failing_for_bad(monkeypatch, server._thread.engine.runner, after, takes_the_cache)
     found = together(server)
     monkeypatch.undo()
     check(server, found, alone, "injected")
-
-
-def failing_for_bad(monkeypatch, runner):
-    """Calls with BAD fail, and take the cache."""
-    run = runner.run
-
-    def failing(call, num_steps):
-        if any(s.prompt_tokens == BAD for s in call.sequences):
-            for leaf in jax.tree.leaves(runner.cache):
-                leaf.delete()
-            runner.lost_state = True
-            raise RuntimeError("injected")
-        return run(call, num_steps)
-
-    monkeypatch.setattr(runner, "run", failing)
 
 
 def test_suspects_run_apart_also_behind_others_in_the_queue(server, alone, monkeypatch):

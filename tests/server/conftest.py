@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rooflax import LLM
+from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from tests.server.live import ScriptedLLM, serving
 
@@ -24,6 +24,29 @@ def scripted(llm):
 def live(scripted):
     with serving(lambda _: scripted) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A server of a real engine with the embedded chat model."""
+    with serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=4)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def strict(served):
+    """Rejects any answer that is not what OpenAI's own types say."""
+    import openai  # slow, and few modules need it
+
+    given = {"base_url": f"{served.url}/v1", "api_key": "any", "max_retries": 0}
+    with openai.OpenAI(**given, _strict_response_validation=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same model without a server."""
+    return LLM(CHAT_NAME)
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,8 @@ import random
 import re
 
 import anthropic
-import openai
 import pytest
 
-from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.app import POSTS
 from tests.product.test_embedded_chat import TOOL
@@ -25,28 +23,10 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 
 
 @pytest.fixture(scope="module")
-def served():
-    with serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=4)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def strict(served):
-    given = {"base_url": f"{served.url}/v1", "api_key": "any", "max_retries": 0}
-    with openai.OpenAI(**given, _strict_response_validation=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def anthropic_client(served):
     given = {"base_url": served.url, "api_key": "any", "max_retries": 0}
     with anthropic.Anthropic(**given, _strict_response_validation=True) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return LLM(CHAT_NAME)
 
 
 def test_responses_whole_and_streamed(strict, alone):

@@ -9,11 +9,10 @@ import re
 import openai
 import pytest
 
-from rooflax import LLM, AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from tests.product.snippets import ROOT, snippets
 from tests.product.test_embedded_chat import TOOL
-from tests.server.live import serving, wait_for
+from tests.server.live import wait_for
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -21,28 +20,9 @@ QUESTION = [{"role": "user", "content": "Who are you?"}]
 
 
 @pytest.fixture(scope="module")
-def served():
-    with serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=4)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(served):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def strict(served):
-    """Rejects any answer that is not what OpenAI's own types say."""
-    given = {"base_url": f"{served.url}/v1", "api_key": "any", "max_retries": 0}
-    with openai.OpenAI(**given, _strict_response_validation=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return LLM(CHAT_NAME)
 
 
 def test_models(strict):

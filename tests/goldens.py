@@ -796,6 +796,19 @@ def committed(variant: str) -> Reference:
         return Reference(VARIANTS[variant], shapes, KEPT_POSITIONS, file["logits"], file["greedy"])
 
 
+def tensors_of(raw: dict[str, Any]) -> Reference:
+    """What a checkpoint of any config.json is written from; it knows no logits."""
+    from rooflax.models.registry import read_config
+
+    _, config = read_config(raw)
+    shapes = {
+        hf: tuple(shape)
+        for slot in config.slots()
+        for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
+    }
+    return Reference(raw, shapes, (), np.zeros(0), np.zeros(0))
+
+
 def rope_reference(setting: str) -> tuple[np.ndarray, float]:
     """Inverse frequencies and the factor on cos and sin, from transformers."""
     import torch

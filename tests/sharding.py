@@ -158,16 +158,9 @@ class Worker:
 
 def write_checkpoint(folder: Path, name: str) -> Path:
     """A checkpoint of one of CONFIGS, with a tokenizer."""
-    from rooflax.models.registry import read_config
     from tests import goldens
 
-    _, config = read_config(CONFIGS[name])
-    shapes = {
-        hf: tuple(shape)
-        for slot in config.slots()
-        for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
-    }
-    reference = goldens.Reference(CONFIGS[name], shapes, (), np.zeros(0), np.zeros(0))
+    reference = goldens.tensors_of(CONFIGS[name])
 
     def halve(tensors: dict[str, np.ndarray]) -> None:
         """Matmuls that keep the size of their rows, as a trained model's do, and so do norms of

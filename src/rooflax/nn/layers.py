@@ -6,6 +6,7 @@ A layer is a function; this module repeats it and threads the KV cache through.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,12 +76,12 @@ def run_layers(
     """
     run = _scan if "stacked_layers" in weights else _unrolled
     layers = weights.get("stacked_layers") or weights["layers"]
-    slots = _slots(batch, cache)
+    shared = _Pass(batch, _slots(batch, cache), groups, options)
     x = x if batch.hidden is None else batch.hidden
 
     def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
         part = mesh.local_layers(given, shards)
-        return run(functions, layers, x, part, batch, cache, slots, groups, options, remat)
+        return run(functions, layers, x, part, cache, shared, remat)
 
     if shards is None or shards.stage == 1:
         return own(x, cache)
@@ -92,22 +93,19 @@ def _unrolled(
     layers: tuple[LayerWeights, ...],
     x: jax.Array,
     given: jax.Array | None,
-    batch: Batch,
     cache: KVCache | None,
-    slots: Slots,
-    groups: LayerGroups,
-    options: ExecutionOptions,
+    shared: _Pass,
     remat: str | None,
 ) -> tuple[jax.Array, KVCache | None]:
-    held = _Held(cache, groups, len(layers))
+    held, of_layer = _Held(cache, shared.groups, len(layers)), shared.groups.of_layer
 
     def run(
         layer: Layer, group: int, lent: bool, w: LayerWeights, x: jax.Array, own: Any, pools: Any
     ) -> Any:
-        attend = _memory(batch, pools, slots, group, groups.windows[group], options, lent)
+        attend = shared.memory(pools, group, lent)
         return layer(w, x, attend=attend, **_given(own)), attend.pools
 
-    kinds = [(f, groups.of_layer[i], held.is_lent(i)) for i, f in enumerate(functions)]
+    kinds = [(f, of_layer[i], held.is_lent(i)) for i, f in enumerate(functions)]
     runs = {kind: _once(partial(run, *kind), x, cache, remat) for kind in kinds}
     for index, layer_weights in enumerate(layers):
         own = None if given is None else given[index]
@@ -121,11 +119,8 @@ def _scan(
     stacked: tuple[LayerWeights, ...],
     x: jax.Array,
     given: jax.Array | None,
-    batch: Batch,
     cache: KVCache | None,
-    slots: Slots,
-    groups: LayerGroups,
-    options: ExecutionOptions,
+    shared: _Pass,
     remat: str | None,
 ) -> tuple[jax.Array, KVCache | None]:
     """One turn of the scan runs the repeating group once; the pools are carried in place.
@@ -133,20 +128,18 @@ def _scan(
     Weights stay in their stacks where a kernel reads them there; the rest is small.
     """
     repeats = jax.tree.leaves(stacked)[0].shape[0]
-    stays = LINEAR.preferred(options.kernels).reads_stacks
+    stays = LINEAR.preferred(shared.options.kernels).reads_stacks
     kept = [{k: w for k, w in layer.items() if stays(w)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
         x, carried = carry
         repeat, slices, own = xs
-        held = _Held(carried, groups, len(slices))
+        held = _Held(carried, shared.groups, len(slices))
         for index, layer_weights in enumerate(slices):
             layer_weights |= {key: at(w, repeat) for key, w in kept[index].items()}
-            group = groups.of_layer[index]
-            pools = held.pools(index, repeat)
-            window, lent = groups.windows[group], held.is_lent(index)
-            attend = _memory(batch, pools, slots, group, window, options, lent)
+            group, pools = shared.groups.of_layer[index], held.pools(index, repeat)
+            attend = shared.memory(pools, group, held.is_lent(index))
             more = _given(None if own is None else own[index])
             x = functions[index](layer_weights, x, attend=attend, **more)
             held.keep(index, attend.pools)
@@ -239,26 +232,29 @@ class _Held:
         return with_pools(self._cache, self._k, self._v) if self._cache else None
 
 
-def _memory(
-    batch: Batch,
-    pools: _Pools | None,
-    slots: Slots,
-    group: int,
-    window: int | None,
-    options: ExecutionOptions,
-    lent: bool,
-) -> _Attend | _Recall:
-    """What a layer of the group remembers by."""
-    if window == STATE:
-        return _Recall(batch, pools, group)
-    return _Attend(batch, pools, slots, group, window, options, lent)
+@dataclass(frozen=True)
+class _Pass:
+    """What all layers of a pass share; `slots` is empty without a cache."""
+
+    batch: Batch
+    slots: Slots
+    groups: LayerGroups
+    options: ExecutionOptions
+
+    def memory(self, pools: _Pools | None, group: int, lent: bool) -> _Attend | _Recall:
+        """What a layer of the group remembers by."""
+        if self.groups.windows[group] == STATE:
+            return _Recall(self.batch, pools, group)
+        return _Attend(self, pools, group, lent)
 
 
+@dataclass
 class _Recall:
     """What a layer with state calls: it goes on from its sequences' states, and keeps the new."""
 
-    def __init__(self, batch: Batch, pools: _Pools | None, group: int):
-        self.batch, self.pools, self.group = batch, pools, group
+    batch: Batch
+    pools: _Pools | None
+    group: int
 
     def __call__(
         self, run: Callable[..., tuple[Array, States]], shapes: Sequence[tuple[int, ...]]
@@ -279,21 +275,14 @@ class _Recall:
         return out
 
 
+@dataclass
 class _Attend:
     """What a layer calls to attend: writes the new K and V, then reads what each query sees."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        pools: _Pools | None,
-        slots: Slots,
-        group: int,
-        window: int | None,
-        options: ExecutionOptions,
-        lent: bool,
-    ):
-        self.batch, self.pools, self.slots, self.group = batch, pools, slots, group
-        self.window, self.options, self.lent = window, options, lent
+    shared: _Pass
+    pools: _Pools | None
+    group: int
+    lent: bool
 
     def __call__(
         self,
@@ -311,10 +300,11 @@ class _Attend:
             v: None beside keys is the keys, of which the layer takes what is values.
             new: what q, k and v come from, where `Projected` says all that was done to them.
         """
-        batch, kernels = self.batch, self.options.kernels
-        repeats = self.options.gqa == "repeat"
-        args = AttentionArgs(scale, self.window, taken(sinks), repeats, causal=causal)
-        if not self.slots:
+        batch, options = self.shared.batch, self.shared.options
+        window, kernels = self.shared.groups.windows[self.group], options.kernels
+        repeats = options.gqa == "repeat"
+        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal)
+        if not self.shared.slots:
             k, v = self._dense(k, v)
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))
             in_order = mesh.SEQUENCE not in batch.split
@@ -330,7 +320,7 @@ class _Attend:
                 self.pools = _Pools(k_pool, v_pool, pools.block_size, pools.first_block)
                 return out[None]
         if k is not None:
-            slots = self.slots[self.group]
+            slots = self.shared.slots[self.group]
             assert slots is not None
             slots = slots + pools.first_block * pools.block_size
             k_pool, v_pool = (
@@ -352,7 +342,7 @@ class _Attend:
             assert self.pools is not None
             return self.pools.k, self.pools.v
         v = k if v is None else v
-        k, v = (mesh.gather_tokens(a, self.batch, (mesh.SEQUENCE,)) for a in (k, v))
+        k, v = (mesh.gather_tokens(a, self.shared.batch, (mesh.SEQUENCE,)) for a in (k, v))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         self.pools = _Pools(k, v, 0, 0) if self.lent else None
         return k, v

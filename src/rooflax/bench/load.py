@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.bench.statistics import PERCENTILES, percentiles
+from rooflax.bench.statistics import latency_lines, percentiles
 from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import BadAnswer, Client, Reply, Server, choices, event, part, reason
 
@@ -375,17 +375,7 @@ def load_table(found: dict[str, Any]) -> str:
         f"({found['prompt_tokens']} + {found['output_tokens']} tokens in all): "
         f"{found['output_tok_per_s']:.0f} tok/s, {found['requests_per_s']:.2f} requests/s"
     )
-    lines = [
-        head,
-        f"{'ms':<10}" + "".join(f"{f'p{p}':>9}" for p in PERCENTILES) + f"{'mean':>9}",
-    ]
-    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
-        values = [found[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
-        lines.append(f"{name[:-2]:<10}" + "".join(f"{1000 * v:9.1f}" for v in values))
-    lines.append(
-        f"goodput {found['goodput_per_s']:.2f}/s: {found['good_requests']} of {found['requests']} "
-        f"with TTFT up to {found['target_ttft_s']:g} s and {found['target_tpot_s']:g} s a token"
-    )
+    lines = [head, *latency_lines(found, "ttft_s", "tpot_s", "itl_s", "e2e_s")]
     lines.append(f"the load generator used {found['generator_share_of_a_core']:.1%} of a core")
     lines += [f"failed: {number} x {why}" for why, number in found["errors"].items()]
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.bench.statistics import PERCENTILES, percentiles
+from rooflax.bench.statistics import latency_lines, percentiles
 from rooflax.bench.workload import PROMPT_SEED, Workload
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
@@ -234,18 +234,8 @@ def rate_table(found: dict[str, Any]) -> str:
     """For people."""
     tokens = f"{found['prompt_tokens']} + {found['output_tokens']} tokens"
     speed = f"{found['output_tok_per_s']:.0f} tok/s"
-    lines = [
-        f"{found['requests']} requests at {found['request_rate']:g}/s, {tokens}: {speed}",
-        f"{'ms':<10}" + "".join(f"{f'p{p}':>9}" for p in PERCENTILES) + f"{'mean':>9}",
-    ]
-    for name in ("ttft_s", "itl_s", "e2e_s"):
-        values = [found[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
-        lines.append(f"{name[:-2]:<10}" + "".join(f"{1000 * v:9.1f}" for v in values))
-    lines.append(
-        f"goodput {found['goodput_per_s']:.2f}/s: {found['good_requests']} of {found['requests']} "
-        f"with TTFT up to {found['target_ttft_s']:g} s and {found['target_tpot_s']:g} s a token"
-    )
-    return "\n".join(lines)
+    head = f"{found['requests']} requests at {found['request_rate']:g}/s, {tokens}: {speed}"
+    return "\n".join([head, *latency_lines(found, "ttft_s", "itl_s", "e2e_s")])
 
 
 def gain_lines(found: BatchingGain) -> str:

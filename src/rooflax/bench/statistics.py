@@ -167,3 +167,20 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90, p99 and the mean."""
     found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
     return found | {"mean": float(np.mean(values))}
+
+
+def latency_lines(found: dict[str, Any], *names: str) -> list[str]:
+    """Percentiles in milliseconds and the goodput of a load, for people.
+
+    Args:
+        names: of `found`, what `percentiles` gave of seconds.
+    """
+    lines = [f"{'ms':<10}" + "".join(f"{f'p{p}':>9}" for p in PERCENTILES) + f"{'mean':>9}"]
+    for name in names:
+        values = [found[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
+        lines.append(f"{name[:-2]:<10}" + "".join(f"{1000 * v:9.1f}" for v in values))
+    lines.append(
+        f"goodput {found['goodput_per_s']:.2f}/s: {found['good_requests']} of {found['requests']} "
+        f"with TTFT up to {found['target_ttft_s']:g} s and {found['target_tpot_s']:g} s a token"
+    )
+    return lines

@@ -61,7 +61,7 @@ def read_attention(
         raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
     norm = norm or NormKind(reader.number("rms_norm_eps", norm_eps))
     if theta is not None:
-        parts["rope"] = read_rope(reader, head_dim, theta, partial)
+        parts["rope"] = reader.rope(head_dim, theta, partial)
     return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
 
 
@@ -69,19 +69,6 @@ def read_biases(reader: ConfigReader, absent: bool = False) -> dict[str, Any]:
     """`attention_bias`, of all four matmuls."""
     bias = reader.flag("attention_bias", absent)
     return {"qkv_bias": bias, "output_bias": bias}
-
-
-def read_rope(
-    reader: ConfigReader,
-    head_dim: int,
-    default_theta: float = 10_000.0,
-    partial: float | None = None,
-    *,
-    scales_queries: bool = False,
-) -> Rope:
-    """RoPE as either spelling of config.json states it; the arguments of `ConfigReader.rope`."""
-    how = {"default_theta": default_theta, "partial": partial, "scales_queries": scales_queries}
-    return reader.rope(head_dim, **how)
 
 
 def read_nested_ropes(
@@ -108,8 +95,8 @@ def read_nested_ropes(
         )
     length = {"max_position_embeddings": reader.get("max_position_embeddings", None)}
     full, local = (ConfigReader({"rope_parameters": nested.get(kind)} | length) for kind in kinds)
-    local_rope = read_rope(local, local_dim or head_dim, local_theta)
-    return read_rope(full, head_dim, full_theta), local_rope
+    local_rope = local.rope(local_dim or head_dim, local_theta)
+    return full.rope(head_dim, full_theta), local_rope
 
 
 def read_kinds_ropes(
@@ -126,7 +113,7 @@ def read_kinds_ropes(
             f"config.json has rope_scaling.type = {stated['type']!r:.80} and no rope_type, which "
             f"transformers passes over for {reader.model_type}; name it rope_type."
         )
-    return read_rope(reader, head_dim, full_theta), Rope(local_theta)
+    return reader.rope(head_dim, full_theta), Rope(local_theta)
 
 
 def nested_ropes(decoder: Decoder) -> dict[str, Any]:

@@ -177,9 +177,9 @@ class ConfigReader:
     def rope(
         self,
         head_dim: int,
-        *,
-        default_theta: float,
+        default_theta: float = 10_000.0,
         partial: float | None = None,
+        *,
         scales_queries: bool = False,
     ) -> Rope:
         """From `rope_theta` + `rope_scaling` or from `rope_parameters`, whose theta goes first.

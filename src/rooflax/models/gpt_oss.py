@@ -18,7 +18,6 @@ from rooflax.models.common import (
     read_biases,
     read_decoder,
     read_experts,
-    read_rope,
     windowed_types,
     windows_of,
     write_decoder,
@@ -65,7 +64,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     if reader.get("rope_parameters", None) is not None or reader.get("rope_scaling", None):
-        rope = read_rope(reader, head_dim, 150_000.0)
+        rope = reader.rope(head_dim, 150_000.0)
     else:
         rope = Rope(reader.number("rope_theta", 150_000.0), DEFAULT_ROPE)
     if rope.scaling is not None and rope.scaling.original_max_position:

@@ -45,7 +45,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     found = reader.get("rope_parameters", None) or reader.get("rope_scaling", None)
     if not isinstance(found, dict) or not found.get("alpha"):
-        return common.read_rope(reader, head_dim)
+        return reader.rope(head_dim)
     scaling = ConfigReader(found)
     scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
     for key in ("type", "rope_type"):

@@ -78,7 +78,7 @@ def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     query_rank = None if reader.given("q_lora_rank") else QUERY_RANK
     if reader.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.size("q_lora_rank", query_rank)
-    rope = common.read_rope(reader, turned)
+    rope = reader.rope(turned)
     stated = reader.get("rope_parameters", None) or reader.get("rope_scaling", None) or {}
     mscale = stated.get("mscale_all_dim") or 0.0 if rope.scaling else 0.0
     norm = NormKind(reader.number("rms_norm_eps", 1e-6))

@@ -281,16 +281,8 @@ class Engine:
             raise
 
     def _why_exhausted(self, error: Exception) -> str:
-        return exhaustion.sentence(
-            error,
-            self.model,
-            kv_cache=self.kv_cache_bytes,
-            rows=self.config.max_num_seqs,
-            tokens=self.config.max_model_len,
-            chunk=self.config.prefill_chunk,
-            step_tokens=self.config.max_tokens_per_step,
-            drafter=self.speculation.num_bytes,
-        )
+        held = {"kv_cache": self.kv_cache_bytes, "drafter": self.speculation.num_bytes}
+        return exhaustion.sentence(error, self.model, self.config, **held)
 
     def _run(self, step: ScheduledStep, step_s: float) -> list[StepOutput]:
         outputs: list[StepOutput] = []

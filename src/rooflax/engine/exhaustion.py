@@ -7,6 +7,7 @@ import re
 from rooflax.models.memory import gib, workspace_bytes
 from rooflax.models.offloading import AnyModel
 from rooflax.nn.device_memory import free_bytes
+from rooflax.nn.engine_config import EngineConfig
 
 _BYTES = re.compile(r"allocat\w* (?:a buffer of )?(?P<size>[\d.]+)\s?(?P<unit>[KMGT]i?B|bytes)?")
 _UNITS = {None: 1, "bytes": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -27,30 +28,22 @@ def needed_bytes(error: Exception) -> int | None:
 
 
 def sentence(
-    error: Exception,
-    model: AnyModel,
-    *,
-    kv_cache: int,
-    rows: int,
-    tokens: int,
-    chunk: int,
-    step_tokens: int,
-    drafter: int = 0,
+    error: Exception, model: AnyModel, config: EngineConfig, *, kv_cache: int, drafter: int = 0
 ) -> str:
     """What an operator needs to know.
 
     Args:
         kv_cache: bytes of all blocks.
         drafter: bytes of a model that drafts.
-        rows, tokens, chunk: sequences at once, their longest context, tokens of a prompt in a step.
-        step_tokens: the most of a step.
     """
+    longest, chunk = config.max_model_len, config.prefill_chunk
+    workspace = workspace_bytes(
+        model.config, config.max_num_seqs, longest, chunk, config.max_tokens_per_step
+    )
     parts = {
         "`quantize` (weights": model.weights_bytes,
         "max_model_len or max_num_seqs (KV cache": kv_cache,
-        "max_tokens_per_step (workspace, at most": workspace_bytes(
-            model.config, rows, tokens, chunk, step_tokens
-        ),
+        "max_tokens_per_step (workspace, at most": workspace,
     }
     if drafter:
         parts["no `speculate` (the smaller model"] = drafter

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.model import Model, build
 from rooflax.models.registry import read_config
 from rooflax.train.config import TrainConfig
-from rooflax.train.corpus import python_stdlib_documents, split_held_out
+from rooflax.train.corpus import folder_documents, split_held_out
 from rooflax.train.data import Corpus, PackedBatch, Rows, open_corpus, write_corpus
 from rooflax.train.loop import TrainResult, run_training, write_curves
 from rooflax.train.step import init_state, make_optimizer, make_train_step
@@ -35,6 +36,7 @@ from rooflax.train.tokenizer_training import (
 )
 
 VOCAB_SIZE = 4096
+TEST_FOLDERS = ("test", "tests", "idle_test")
 CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
@@ -128,7 +130,9 @@ def prepare_corpus(out: Path, *, include_tests: bool) -> tuple[Corpus, Corpus]:
     """The tokenizer and the two token files, made once."""
     paths = out / "training.bin", out / "held_out.bin"
     if not (out / "corpus.json").exists():
-        documents = split_held_out(python_stdlib_documents(include_tests))
+        folder = Path(sysconfig.get_path("stdlib"))
+        skip = () if include_tests else TEST_FOLDERS
+        documents = split_held_out(folder_documents(folder, "*.py", skip=skip))
         say(f"{len(documents[0])} files to train on, {len(documents[1])} held out")
         tokenizer = train_tokenizer((d.text for d in documents[0]), VOCAB_SIZE)
         save_tokenizer(tokenizer, out / "tokenizer", model_max_length=MODEL.max_position)

@@ -12,7 +12,6 @@ from rooflax.train.corpus import (
     file_documents,
     folder_documents,
     is_held_out,
-    python_stdlib_documents,
     split_held_out,
 )
 
@@ -166,11 +165,3 @@ def test_fractions_are_nested():
         assert smaller < larger
     for part, share in zip(parts[1:], (0.01, 0.1, 0.25, 0.5), strict=True):
         assert abs(len(part) / len(NAMES) - share) < 0.02
-
-
-def test_the_standard_library():
-    found = names(python_stdlib_documents(include_tests=False))
-    assert {"ast.py", "json/decoder.py", "os.py"} <= {*found}
-    assert found == sorted(found)
-    folders = {part for name in found for part in name.split("/")[:-1]}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}

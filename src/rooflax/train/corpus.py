@@ -1,4 +1,4 @@
-"""Collecting documents: from a folder, from text and JSONL files, from the standard library.
+"""Collecting documents: from a folder, from text and JSONL files.
 
 A document is a name and a text. The order and the held-out split depend on names alone, so that
 the same files give the same corpus on every machine. Nothing here knows tokens.
@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rooflax.errors import RequestError
 
-SKIPPED_FOLDERS = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-        ".git",
-        ".venv",
-        "node_modules",
-    }
-)
-TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+SKIPPED_FOLDERS = frozenset({
+    "site-packages", "dist-packages", "__pycache__", "_bundled", ".git", ".venv", "node_modules",
+})  # fmt: skip
 HELD_OUT_FRACTION = 0.1
 
 
@@ -87,16 +77,6 @@ def file_documents(paths: Sequence[Path], *, field: str = "text") -> Iterator[Do
             yield from _jsonl_documents(path, text, field)
         elif text:
             yield Document(path.name, text)
-
-
-def python_stdlib_documents(include_tests: bool) -> Iterator[Document]:
-    """The sources of the running interpreter's standard library, without installed packages.
-
-    Args:
-        include_tests: take its test suites too.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    yield from folder_documents(folder, "*.py", skip=() if include_tests else TEST_FOLDERS)
 
 
 def is_held_out(name: str, fraction: float = HELD_OUT_FRACTION) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,10 +65,6 @@ class IncrementalDecoder:
         if self._tokenizer.id_to_token(token_id) is None:
             return f"{self._decoder.finish()}<{token_id}>"
         return self._decoder.push(token_id)
-
-    def push_many(self, ids: Iterable[int]) -> str:
-        """What `push` gives for each id in turn, joined."""
-        return "".join([self.push(token_id) for token_id in ids])
 
     def flush(self) -> str:
         """What was held back; afterwards the decoder begins anew."""

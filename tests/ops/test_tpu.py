@@ -123,19 +123,15 @@ def test_long_contexts(name, pool):
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=3e-6)
 
 
-def test_an_fp8_cache_is_left_to_xla():
+@pytest.mark.parametrize("dtype", ["fp8", "float16"])
+def test_a_cache_of_another_type_is_left_to_xla(dtype):
     q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
-    pools = [QuantizedPool(*tokens_as_fp8(jnp.asarray(a))) for a in (k, v)]
-    with pytest.raises(RequestError, match="no fp8 KV cache"):
-        attend("pallas")(q, *pools, *given)
-    chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
-    np.testing.assert_array_equal(chosen, wanted)
-
-
-def test_a_float16_cache_is_left_to_xla():
-    q, k, v, *given = paged(6, 8, 2, 16, 16, 90)
-    pools = [jnp.asarray(a, jnp.float16) for a in (k, v)]
-    with pytest.raises(RequestError, match="no float16 KV cache"):
+    pools = [jnp.asarray(a) for a in (k, v)]
+    if dtype == "fp8":
+        pools = [QuantizedPool(*tokens_as_fp8(pool)) for pool in pools]
+    else:
+        pools = [pool.astype(dtype) for pool in pools]
+    with pytest.raises(RequestError, match=f"no {dtype} KV cache"):
         attend("pallas")(q, *pools, *given)
     chosen, wanted = (attend(n)(q, *pools, *given) for n in (None, "xla"))
     np.testing.assert_array_equal(chosen, wanted)

@@ -13,7 +13,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Layer, Moe
-from rooflax.nn.weights import GateUp, Linear, PerExpert, StoredAs
+from rooflax.nn.weights import Linear, Parallel, PerExpert, StoredAs
 from rooflax.ops.activation import ACTIVATIONS
 
 STORED = "model.layers.{i}.block_sparse_moe"
@@ -34,7 +34,7 @@ def _names(moe: Moe) -> Names:
     experts, mlp = f"{STORED}.experts", "layers.{i}.mlp"
     places = (
         (f"{mlp}.router", StoredAs(f"{STORED}.gate.weight", Linear())),
-        (f"{mlp}.gate_up", StoredAs(moe.stored("w1", "w3", prefix=experts), PerExpert(GateUp()))),
+        (f"{mlp}.gate_up", StoredAs(moe.stored("w1", "w3", prefix=experts), PerExpert(Parallel()))),
         (f"{mlp}.down", StoredAs(moe.stored("w2", prefix=experts), PerExpert(Linear()))),
     )
     return Names(places, either=(f"{mlp}.router",))  # of transformers 5

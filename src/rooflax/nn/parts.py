@@ -22,9 +22,9 @@ from rooflax.nn.weights import (
     QKV,
     Flat,
     Float32,
-    GateUp,
     InterleavedGateUp,
     Linear,
+    Parallel,
     PerExpert,
     Reordered,
     Rows,
@@ -278,8 +278,8 @@ class Mlp:
         lines = _mlp_norms(self.wiring, self.norm, key)
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         weights, biases = (tuple(f"{MLP}.{p}.{end}" for p in parts) for end in ("weight", "bias"))
-        out, layout = (f"gate_up {key}", GateUp()) if self.gated else (key, Linear())
-        flat = GateUp(bias=True) if self.gated else Flat()
+        out, layout = (f"gate_up {key}", Parallel()) if self.gated else (key, Linear())
+        flat = Parallel() if self.gated else Flat()
         lines[self._first] = WeightLine(f"hidden -> {out}", weights, layout)
         if self.bias:
             lines[f"{self._first}_bias"] = WeightLine(out, biases, flat, "zeros")
@@ -381,8 +381,8 @@ class Moe:
         lines["mlp.router"] = WeightLine("hidden -> routes", f"{MLP}.gate.weight", Linear())
         each, axes = self.stored("gate_proj", "up_proj"), "experts | hidden -> gate_up mlp"
         places = (
-            StoredAs(each, PerExpert(GateUp())),
-            StoredAs(f"{MLP}.experts.gate_up_proj", StackedExperts(Rows(GateUp()))),
+            StoredAs(each, PerExpert(Parallel())),
+            StoredAs(f"{MLP}.experts.gate_up_proj", StackedExperts(Rows(Parallel()))),
         )
         lines["mlp.gate_up"] = self._line(axes, places)
         places = (
@@ -394,7 +394,9 @@ class Moe:
             both = tuple(f"{MLP}.shared_expert.{part}_proj.weight" for part in ("gate", "up"))
             down = f"{MLP}.shared_expert.down_proj.weight"
             gate = f"{MLP}.shared_expert_gate.weight"
-            lines["mlp.shared_gate_up"] = WeightLine("hidden -> gate_up shared_mlp", both, GateUp())
+            lines["mlp.shared_gate_up"] = WeightLine(
+                "hidden -> gate_up shared_mlp", both, Parallel()
+            )
             axes = "shared_mlp -> hidden"
             lines["mlp.shared_down"] = WeightLine(axes, down, Linear(), "residual")
             if self.shared_gated:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from rooflax.nn.layers import LayerWeights, Recall
 from rooflax.nn.layout import STATE
 from rooflax.nn.parts import PRE, Context, Hidden, NormKind, Table, Wiring
-from rooflax.nn.weights import Channels, Flat, Float32, FusedRows, HeadRows, Linear, WeightLine
+from rooflax.nn.weights import Channels, Flat, Float32, HeadRows, Linear, Parallel, Rows, WeightLine
 from rooflax.ops.linear import Norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
 from rooflax.ops.weights import taken
@@ -57,12 +57,12 @@ class ShortConv:
     def table(self) -> Table:
         lines = self.wiring.table(self.norm, "conv", "input_layernorm", "post_attention_layernorm")
         first, last = f"{SHORT_CONV}.in_proj", f"{SHORT_CONV}.out_proj"
-        lines["conv.in"] = WeightLine("hidden -> branches channels", f"{first}.weight", FusedRows())
+        axes, fused = "branches channels", Rows(Parallel())
+        lines["conv.in"] = WeightLine(f"hidden -> {axes}", f"{first}.weight", fused)
         lines["conv.taps"] = WeightLine("channels taps", f"{SHORT_CONV}.conv.weight", Channels())
         lines["conv.out"] = WeightLine("channels -> hidden", f"{last}.weight", Linear(), "residual")
         if self.bias:
-            fused = FusedRows(bias=True)
-            lines["conv.in_bias"] = WeightLine("branches channels", f"{first}.bias", fused, "zeros")
+            lines["conv.in_bias"] = WeightLine(axes, f"{first}.bias", fused, "zeros")
             taps = f"{SHORT_CONV}.conv.bias"
             lines["conv.taps_bias"] = WeightLine("channels", taps, init="zeros")
             lines["conv.out_bias"] = WeightLine("hidden", f"{last}.bias", Flat(), "zeros")

@@ -278,55 +278,25 @@ class FusedConv1DQKV(TensorLayout):
 
 
 @dataclass(frozen=True)
-class GateUp(TensorLayout):
-    """Two linear layers, gate and up, fused as [hidden, 2, mlp]; with `bias` as [2, mlp]."""
-
-    bias: bool = False
+class Parallel(TensorLayout):
+    """Linear layers of the same input, as gate and up, fused as [hidden, layers, width]; their
+    biases as [layers, width]."""
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
-        _, mlp = out_shape
-        return [(mlp, *in_shape)] * 2
+        count, width = out_shape
+        return [(width, *in_shape)] * count
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         for index, part in enumerate(parts):
             _turn(part, out[..., index, :])
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        return [array[..., index, :].T for index in range(2)]
+        return [array[..., index, :].T for index in range(array.shape[-2])]
 
     def slice_parts(
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         return [part[where[-1]] for part in parts]
-
-
-@dataclass(frozen=True)
-class FusedRows(TensorLayout):
-    """Linear layers whose rows lie in one tensor, one layer after the other, as [hidden, parts,
-    width]; with `bias` as [parts, width]."""
-
-    bias: bool = False
-
-    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
-        return [(math.prod(out_shape), *in_shape)]
-
-    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        if self.bias:
-            out[...] = parts[0].reshape(out.shape)
-            return
-        rows = parts[0].reshape(*out.shape[-2:], parts[0].shape[-1])
-        for index, part in enumerate(rows):
-            _turn(part, out[:, index])
-
-    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        return [array if self.bias else np.moveaxis(array, 0, -1)]
-
-    def slice_parts(
-        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
-    ) -> list[np.ndarray]:
-        (part,) = parts
-        rows = part.reshape(*shape[-2:], *part.shape[1:])
-        return [rows[:, where[-1]]]
 
 
 @dataclass(frozen=True)

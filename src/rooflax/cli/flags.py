@@ -164,17 +164,14 @@ def add_max_model_len(parser: Parser, **changes: Any) -> None:
     add_field(parser, replace(SETTINGS["max_model_len"], **changes))
 
 
-def add_precision(
-    parser: Parser, *, kv: bool = True, quantize: bool = True, lists: bool = False
-) -> None:
+def add_precision(parser: Parser, *, kv: bool = True, lists: bool = False) -> None:
     """Widths, which may change tokens.
 
     Args:
         lists: several values, with commas between them.
     """
-    for name, is_there in (("dtype", True), ("kv_dtype", kv), ("quantize", quantize)):
-        if is_there:
-            add_field(parser, SETTINGS[name], lists=lists)
+    for name in ("dtype", *(("kv_dtype",) if kv else ()), "quantize"):
+        add_field(parser, SETTINGS[name], lists=lists)
 
 
 def add_weights_budget(parser: Parser) -> None:

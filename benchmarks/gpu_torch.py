@@ -252,15 +252,15 @@ def rates(
     if any(t.timeline.tokens != trials[0].timeline.tokens for t in trials):
         raise ValueError("two trials of the same work gave different tokens")
     name = str(dtype).removeprefix("torch.")
-    family, config = read_config(raw)
+    _, config = read_config(raw)
     widths = {"batch": 1, "storage": Storage(name, None), "kv_dtype": name}
     middle = prompt_tokens + new // 2
     row = raw["hidden_size"] * dtype.itemsize
     costs = [
         replace(cost, weight_bytes=read + row * tokens)
         for cost, tokens in (
-            (decode_cost(family, config, context=middle, **widths), 1),
-            (prefill_cost(family, config, prompt=prompt_tokens, **widths), prompt_tokens),
+            (decode_cost(config, context=middle, **widths), 1),
+            (prefill_cost(config, prompt=prompt_tokens, **widths), prompt_tokens),
         )
     ]
     return {

@@ -17,8 +17,7 @@ WIDTHS = {"storage": Storage(), "kv_dtype": "float32"}
 
 
 def cost(name, batch=1, context=8):
-    info = model_info(name)
-    return decode_cost(info.family, info.config, batch=batch, context=context, **WIDTHS)
+    return decode_cost(model_info(name).config, batch=batch, context=context, **WIDTHS)
 
 
 @pytest.mark.parametrize("name", ["preset:gpt2-tiny", "preset:qwen2.5-tiny"])
@@ -60,7 +59,7 @@ def test_layers_that_keep_nothing_read_what_others_keep():
     """Of 35 layers 28 have windows of 512 and heads of 256, 7 see all with heads of 512; the first
     15 keep K and V, 12 and 3 of them."""
     config = model_info("preset:gemma-4-e2b").config
-    found = decode_cost("gemma4_text", config, batch=1, context=1000, **WIDTHS)
+    found = decode_cost(config, batch=1, context=1000, **WIDTHS)
     assert found.kv_bytes == 2 * 4 * (28 * 512 * 256 + 7 * 1000 * 512)
     need = estimate(config, **WIDTHS, rows=1, tokens=1000, num_blocks=(64, 34))
     assert need.kv_cache == 2 * 4 * block_size() * (12 * 34 * 256 + 3 * 64 * 512)
@@ -72,7 +71,7 @@ def test_operations_of_gpt2_by_hand():
     hidden, mlp, layers, vocab = 768, 3072, 12, 50257
     products = layers * (3 * hidden * hidden + hidden * hidden + 2 * hidden * mlp) + vocab * hidden
     assert cost("preset:gpt2", context=10).operations == 2 * products + layers * 4 * hidden * 10
-    prompt = prefill_cost("gpt2", config, batch=2, prompt=5, **WIDTHS)
+    prompt = prefill_cost(config, batch=2, prompt=5, **WIDTHS)
     blocks = products - vocab * hidden
     assert prompt.operations == (
         2 * (blocks * 10 + vocab * hidden * 2) + layers * 4 * hidden * 2 * (1 + 2 + 3 + 4 + 5)

@@ -8,6 +8,7 @@ experts that were chosen.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rooflax.nn.decoder import Decoder
@@ -44,23 +45,26 @@ def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
 
 
 def decode_cost(
-    name: str, config: Decoder, *, batch: int, context: int, storage: Storage, kv_dtype: str
+    config: Decoder, *, batch: int, context: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """One decode step of `batch` rows that each see `context` tokens, the new one included."""
-    weight_bytes, operations = _weights(name, config, batch, logit_rows=batch, storage=storage)
-    visible = [batch * min(context, window or context) for window in _windows(config).values()]
-    return _with_attention(config, weight_bytes, operations, visible, visible, kv_dtype)
+
+    def seen(window: int | None) -> tuple[int, int]:
+        visible = batch * min(context, window or context)
+        return visible, visible
+
+    return _cost(config, batch, batch, seen, storage, kv_dtype)
 
 
 def prefill_cost(
-    name: str, config: Decoder, *, batch: int, prompt: int, storage: Storage, kv_dtype: str
+    config: Decoder, *, batch: int, prompt: int, storage: Storage, kv_dtype: str
 ) -> StepCost:
     """Prompts of `prompt` tokens in `batch` rows; logits of each row's last token only."""
-    tokens = batch * prompt
-    weight_bytes, operations = _weights(name, config, tokens, logit_rows=batch, storage=storage)
-    pairs = [batch * visible_pairs(prompt, window) for window in _windows(config).values()]
-    read = [batch * prompt for _ in pairs]
-    return _with_attention(config, weight_bytes, operations, pairs, read, kv_dtype)
+
+    def seen(window: int | None) -> tuple[int, int]:
+        return batch * visible_pairs(prompt, window), batch * prompt
+
+    return _cost(config, batch * prompt, batch, seen, storage, kv_dtype)
 
 
 def visible_pairs(prompt: int, window: int | None) -> int:
@@ -69,40 +73,32 @@ def visible_pairs(prompt: int, window: int | None) -> int:
     return span * (span + 1) // 2 + (prompt - span) * span
 
 
-def _windows(config: Decoder) -> dict[int, int | None]:
-    """Of the layers that attend."""
-    groups = config.groups
-    return {layer: groups.windows[groups.of_layer[layer]] for layer in groups.attending()}
-
-
-def _with_attention(
+def _cost(
     config: Decoder,
-    weight_bytes: int,
-    operations: int,
-    pairs: list[int],
-    read: list[int],
+    tokens: int,
+    logit_rows: int,
+    seen: Callable[[int | None], tuple[int, int]],
+    storage: Storage,
     kv_dtype: str,
 ) -> StepCost:
-    kv_bytes = 0
-    for layer, num_pairs, num_read in zip(_windows(config), pairs, read, strict=True):
-        attention = config.layers[layer].attention
-        kv_bytes += num_read * bytes_per_token(config.groups.heads[layer], kv_dtype)
-        operations += num_pairs * 4 * attention.num_heads * attention.head_dim  # q.k and p.v
-    return StepCost(weight_bytes, kv_bytes, operations)
-
-
-def _weights(
-    name: str, config: Decoder, tokens: int, *, logit_rows: int, storage: Storage
-) -> tuple[int, int]:
-    """(bytes read, operations) of all weights for `tokens` tokens."""
-    num_bytes = operations = 0
+    """
+    Args:
+        seen: of a layer by its window, query-key pairs, and tokens whose key and value are read.
+    """
+    num_bytes = kv_bytes = operations = 0
     for slot in config.slots():
         size = math.prod(slot.line.shape(config.axis_sizes))
         rows, share = _use(slot, config, tokens, logit_rows)
         num_bytes += int(storage.of(slot, config).num_bytes() * share)
         if len(slot.line.axis_names) > 1:
             operations += int(2 * size * rows)
-    return num_bytes, operations
+    groups = config.groups
+    for layer in groups.attending():
+        pairs, read = seen(groups.windows[groups.of_layer[layer]])
+        attention = config.layers[layer].attention
+        kv_bytes += read * bytes_per_token(groups.heads[layer], kv_dtype)
+        operations += pairs * 4 * attention.num_heads * attention.head_dim  # q.k and p.v
+    return StepCost(num_bytes, kv_bytes, operations)
 
 
 def _use(slot: Slot, config: Decoder, tokens: int, logit_rows: int) -> tuple[float, float]:

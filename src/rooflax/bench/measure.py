@@ -110,8 +110,8 @@ class Bench:
         self.multiplied = multiplied_as(plan.storage)
         widths = {"storage": plan.storage, "kv_dtype": plan.kv_dtype, "batch": work.batch}
         middle = work.prompt_tokens + work.output_tokens // 2
-        self.decode = decode_cost(info.family, info.config, context=middle, **widths)
-        self.prefill = prefill_cost(info.family, info.config, prompt=work.prompt_tokens, **widths)
+        self.decode = decode_cost(info.config, context=middle, **widths)
+        self.prefill = prefill_cost(info.config, prompt=work.prompt_tokens, **widths)
 
     @property
     def num_devices(self) -> int:

@@ -36,7 +36,7 @@ class Roofline:
 
         def cost(rows: int, context: int) -> StepCost:
             return decode_cost(
-                info.family, info.config, batch=rows, context=context, storage=plan.storage,
+                info.config, batch=rows, context=context, storage=plan.storage,
                 kv_dtype=plan.kv_dtype,
             )  # fmt: skip
 

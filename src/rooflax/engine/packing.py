@@ -224,20 +224,11 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def pack_sampled(
-    sampled: Sampled,
-    is_finite: Bool[Array, " B"],
-    *,
-    greedy: bool,
-    ran: Bool[Array, " B"] | None = None,
+    sampled: Sampled, is_finite: Bool[Array, " B"], *, greedy: bool
 ) -> Int[Array, "B width"]:
-    """What was chosen, as one array.
-
-    Args:
-        ran: rows whose choice counts; None is all.
-    """
+    """What was chosen, as one array."""
     state = RAN + FINITE * is_finite.astype(jnp.int32)
     state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
-    state = state if ran is None else jnp.where(ran, state, 0)
     parts = [sampled.tokens[:, None], state[:, None]]
     if not greedy:
         parts.append(pack_logprobs(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs))

@@ -313,20 +313,28 @@ def score(
     hidden, _ = model.forward(batch, None, options=options, shards=shards)
     hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
     targets = jnp.take_along_axis(jnp.roll(tokens, -1, axis=1), places, axis=1)
-    rows, count, width = hidden.shape
-    chunk = min(SCORED_AT_ONCE, rows * count)
-    padding = -(rows * count) % chunk
-    flat = jnp.pad(hidden.reshape(-1, width), ((0, padding), (0, 0)))
-    targets = jnp.pad(targets.reshape(-1), (0, padding))
 
     def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = model.logits(part[0], options=options, shards=shards)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
 
-    parts = (flat.reshape(-1, chunk, width), targets.reshape(-1, chunk))
-    scores = jax.lax.map(score_chunk, parts).reshape(-1)[: rows * count]
-    return scores.reshape(rows, count), carry
+    flat = hidden.reshape(-1, hidden.shape[2])
+    return _in_chunks(score_chunk, flat, targets.reshape(-1)).reshape(targets.shape), carry
+
+
+def _in_chunks(
+    score: Callable[[tuple[Array, Array]], Array],
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+) -> Array:
+    """Scores of tokens after hidden states, SCORED_AT_ONCE at a time."""
+    count, width = hidden.shape
+    chunk = min(SCORED_AT_ONCE, count)
+    padding = -count % chunk
+    hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    found = jax.lax.map(score, (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk)))
+    return found.reshape(-1, *found.shape[2:])[:count]
 
 
 def logits(
@@ -431,18 +439,12 @@ def _scores(
     """Packed log-probabilities of the token after each; of the last one, the host says which."""
     last = jnp.maximum(batch.query_lens - 1, 0)
     following = jnp.roll(batch.tokens, -1, axis=1).at[0, last].set(step.rows[:, packing.NEXT])
-    chunk = min(SCORED_AT_ONCE, hidden.shape[1])
-    padding = -hidden.shape[1] % chunk
-    flat = jnp.pad(hidden[0], ((0, padding), (0, 0)))
-    targets = jnp.pad(following[0], (0, padding))
 
     def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = model.logits(part[0], options=options, shards=shards)
         return packing.pack_logprobs(*logprobs_of(logits, part[1]))
 
-    parts = (flat.reshape(-1, chunk, flat.shape[1]), targets.reshape(-1, chunk))
-    packed = jax.lax.map(score_chunk, parts)
-    return packed.reshape(-1, packed.shape[-1])[: hidden.shape[1]]
+    return _in_chunks(score_chunk, hidden[0], following[0])
 
 
 def _of_tokens(batch: Batch, tokens: Int[Array, " B"], positions: Int[Array, " B"]) -> Batch:

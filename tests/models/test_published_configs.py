@@ -12,9 +12,8 @@ import pytest
 
 from rooflax.errors import RooflaxError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
-from rooflax.models import presets
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
-from rooflax.models.presets import PRESETS
+from rooflax.models.presets import PRESETS, PUBLISHED
 from rooflax.models.registry import FAMILIES, read_config
 from tests import goldens
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.unit
 
 TABLE = Path(__file__).parents[1] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())
-PUBLISHED_PRESETS = Path(presets.__file__).with_name("presets.json")
 NOT_COLLECTED = {
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -66,7 +64,7 @@ def test_the_table_is_of_every_family_and_names_its_sources():
     assert any(row["repository"] == "Qwen/Qwen2.5-0.5B" for row in ROWS)
 
 
-@pytest.mark.parametrize("name", json.loads(PUBLISHED_PRESETS.read_text()))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_of_a_published_file_is_its_model(name):
     """Also where the file has a null that the preset might leave out."""
 

@@ -20,7 +20,6 @@ from rooflax.fields.declaration import Declaration, declarations
 from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
 from rooflax.loading.settings import ServingSettings
-from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
@@ -292,6 +291,8 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RequestError: a flag that has no meaning for this MODEL.
     """
+    from rooflax.models.presets import EMBEDDED, PREFIX
+
     made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
     for flag, given in (
         ("--revision", args.revision),

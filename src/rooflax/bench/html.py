@@ -46,32 +46,7 @@ OPEN_WARNINGS = 12
 """More than this many are folded."""
 LONG_CELL = 24
 """Characters from which a cell's text may wrap."""
-CSS = """
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1d2329;
-  background: #fff; max-width: 1160px; margin: 0 auto; padding: 20px 16px 40px; }
-h1 { font-size: 1.6em; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15em; margin: 32px 0 8px; padding-bottom: 4px; border-bottom: 1px solid #ddd; }
-p { margin: 0; color: #555; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(45%, 200px), 1fr));
-  gap: 10px 24px; margin: 0; }
-dt { color: #666; font-size: .85em; }
-dd { margin: 0; overflow-wrap: anywhere; }
-.table { overflow-x: auto; margin-top: 16px; }
-table { border-collapse: collapse; min-width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 8px; text-align: right; white-space: nowrap; font-size: 14px; }
-th { color: #666; font-weight: 600; font-size: 13px; border-bottom: 2px solid #ddd; }
-td { border-bottom: 1px solid #eee; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.wide { white-space: normal; min-width: 150px; overflow-wrap: anywhere; }
-summary { cursor: pointer; margin-bottom: 8px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr));
-  gap: 28px 32px; align-items: start; margin-top: 16px; }
-figure { margin: 0; }
-figcaption { font-size: .9em; font-weight: 600; margin-bottom: 6px; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif !important; }
-ul { margin: 4px 0 12px; padding-left: 20px; }
-"""
+CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 HEAD = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -79,7 +54,8 @@ HEAD = f"""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; style-src 'unsafe-inline'">
-<style>{CSS}</style>
+<style>
+{CSS}</style>
 """
 
 

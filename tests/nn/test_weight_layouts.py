@@ -14,13 +14,12 @@ from rooflax.nn.weights import (
     QKV,
     Conv1D,
     Flat,
-    FusedConv1DQKV,
     HeadPart,
-    InterleavedGateUp,
     Linear,
     Parallel,
     Reordered,
     Rows,
+    Swapped,
     TensorLayout,
     WeightLine,
     assemble,
@@ -37,8 +36,8 @@ CASES = {
     "linear of two": WeightLine("heads head_dim -> hidden", "w", Linear()),
     "qkv": WeightLine("hidden -> kv_heads group head_dim", HF, QKV()),
     "qkv bias": WeightLine("kv_heads group head_dim", HF, QKV(bias=True)),
-    "gpt2 qkv": WeightLine("hidden -> heads three head_dim", "w", FusedConv1DQKV()),
-    "gpt2 qkv bias": WeightLine("heads three head_dim", "w", FusedConv1DQKV()),
+    "gpt2 qkv": WeightLine("hidden -> heads three head_dim", "w", Swapped(3)),
+    "gpt2 qkv bias": WeightLine("heads three head_dim", "w", Swapped(3)),
     "gate up": WeightLine("hidden -> two mlp", ("g", "u"), Parallel()),
     "gate up bias": WeightLine("two mlp", ("g", "u"), Parallel()),
     "fused qkv": WeightLine("hidden -> kv_heads group head_dim", "w", Rows(QKV())),
@@ -46,8 +45,8 @@ CASES = {
     "fused gate up": WeightLine("hidden -> two mlp", "w", Rows(Parallel())),
     "three in one": WeightLine("hidden -> three mlp", "w", Rows(Parallel())),
     "three biases in one": WeightLine("three mlp", "w", Rows(Parallel())),
-    "experts": WeightLine("experts | hidden -> two mlp", "w", InterleavedGateUp()),
-    "experts bias": WeightLine("experts two mlp", "w", InterleavedGateUp()),
+    "experts": WeightLine("experts | hidden -> two mlp", "w", Swapped(2)),
+    "experts bias": WeightLine("experts two mlp", "w", Swapped(2)),
 }
 NAMES = ["vocab", "hidden", "mlp", "heads", "kv_heads", "head_dim", "experts"]
 SIZES = st.lists(st.integers(1, 9), min_size=7, max_size=7).map(
@@ -142,7 +141,7 @@ def test_interleaved_experts():
     """gate is the checkpoint's even columns, up its odd ones (gpt-oss)."""
     stored = np.random.RandomState(0).standard_normal((3, 5, 8)).astype(np.float32)
     out = np.empty((3, 5, 2, 4), np.float32)
-    InterleavedGateUp().join([stored], out)
+    Swapped(2).join([stored], out)
     np.testing.assert_array_equal(out[:, :, 0], stored[:, :, ::2])
     np.testing.assert_array_equal(out[:, :, 1], stored[:, :, 1::2])
 

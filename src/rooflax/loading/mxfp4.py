@@ -16,7 +16,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import matmul_shape
-from rooflax.nn.weights import InterleavedGateUp, Slot
+from rooflax.nn.weights import Slot, Swapped
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
@@ -85,7 +85,7 @@ class Mxfp4Weights:
         (name,) = slot.hf_names
         blocks, scales = (self._source.read(part)[experts] for part in names(name))
         codes = _codes(blocks).reshape(*blocks.shape[:2], -1)
-        if isinstance(slot.line.layout, InterleavedGateUp):
+        if isinstance(slot.line.layout, Swapped):
             return _gates_first(codes), _gates_first(scales)
         return codes, scales
 

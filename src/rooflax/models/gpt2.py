@@ -14,7 +14,7 @@ from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp
-from rooflax.nn.weights import Conv1D, Flat, FusedConv1DQKV, StoredAs, TensorLayout
+from rooflax.nn.weights import Conv1D, Flat, StoredAs, Swapped, TensorLayout
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
@@ -36,7 +36,7 @@ NAMES = Names(
         ("position", StoredAs("transformer.wpe.weight")),
         *_pair("final_norm", "ln_f"),
         *_pair("layers.{i}.attn.norm", "h.{i}.ln_1"),
-        *_pair("layers.{i}.attn.qkv", "h.{i}.attn.c_attn", FusedConv1DQKV(), FusedConv1DQKV()),
+        *_pair("layers.{i}.attn.qkv", "h.{i}.attn.c_attn", Swapped(3), Swapped(3)),
         *_pair("layers.{i}.attn.o", "h.{i}.attn.c_proj", Conv1D(), Flat()),
         *_pair("layers.{i}.mlp.norm", "h.{i}.ln_2"),
         *_pair("layers.{i}.mlp.up", "h.{i}.mlp.c_fc", Conv1D(), Flat()),

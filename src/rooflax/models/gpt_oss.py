@@ -26,7 +26,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
-from rooflax.nn.weights import InterleavedGateUp, Linear, StoredAs, TensorLayout
+from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.linear import ClampedSwiglu
 
@@ -41,7 +41,7 @@ NAMES = Names(
         (f"layers.{{i}}.mlp.{key}", StoredAs(f"{MLP}.{hf}", layout))
         for key, hf, layout in (
             ("router", "router.weight", Linear()),
-            ("gate_up", "experts.gate_up_proj", InterleavedGateUp()),
+            ("gate_up", "experts.gate_up_proj", Swapped(2)),
             ("down", "experts.down_proj", TensorLayout()),
         )
     )

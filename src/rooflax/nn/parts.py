@@ -22,7 +22,6 @@ from rooflax.nn.weights import (
     QKV,
     Flat,
     Float32,
-    InterleavedGateUp,
     Linear,
     Parallel,
     PerExpert,
@@ -30,6 +29,7 @@ from rooflax.nn.weights import (
     Rows,
     StackedExperts,
     StoredAs,
+    Swapped,
     TensorLayout,
     WeightLine,
 )
@@ -415,7 +415,7 @@ class Moe:
             stored = f"{MLP}.gate.e_score_correction_bias"
             lines["mlp.choice_bias"] = WeightLine("routes", stored, Float32(), "zeros")
         if self.bias:
-            fused, split = f"{MLP}.experts.gate_up_proj_bias", InterleavedGateUp()
+            fused, split = f"{MLP}.experts.gate_up_proj_bias", Swapped(2)
             lines["mlp.router_bias"] = WeightLine("routes", f"{MLP}.router.bias", init="zeros")
             lines["mlp.gate_up_bias"] = WeightLine("experts gate_up mlp", fused, split, "zeros")
             stored = f"{MLP}.experts.down_proj_bias"

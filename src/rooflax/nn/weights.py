@@ -253,28 +253,36 @@ class Rows(TensorLayout):
 
 
 @dataclass(frozen=True)
-class FusedConv1DQKV(TensorLayout):
-    """GPT-2's c_attn: q, k, v side by side in thirds, [in, 3 * hidden] or a bias of 3 * hidden."""
+class Swapped(TensorLayout):
+    """One tensor whose last axis is several of ours, the first two of these the other way round:
+    GPT-2's c_attn has all heads' q, then k, then v, and GPT-OSS's experts alternate gate and up.
 
-    bias: bool = False
+    Attributes:
+        axes: how many of ours are its last one.
+    """
+
+    axes: int
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
-        return [(*in_shape, math.prod(out_shape))]
+        shape = (*in_shape, *out_shape)
+        return [(*shape[: -self.axes], math.prod(shape[-self.axes :]))]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        heads, three, head_dim = out.shape[-3:]
-        thirds = parts[0].reshape(*out.shape[:-3], three, heads, head_dim)
-        out[...] = np.swapaxes(thirds, -3, -2)
+        stored = parts[0].reshape(self._swapped(out.shape))
+        out[...] = np.swapaxes(stored, -self.axes, 1 - self.axes)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        return [np.swapaxes(array, -3, -2)]
+        return [np.swapaxes(array, -self.axes, 1 - self.axes)]
 
     def slice_parts(
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
-        heads, three, head_dim = shape[-3:]
-        thirds = parts[0].reshape(*shape[:-3], three, heads, head_dim)
-        return [thirds[..., where[-3], :]]
+        return [parts[0].reshape(self._swapped(shape))[self._swapped(where)]]
+
+    def _swapped(self, each: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What each of our axes has, in the checkpoint's order of them."""
+        at = len(each) - self.axes
+        return (*each[:at], each[at + 1], each[at], *each[at + 2 :])
 
 
 @dataclass(frozen=True)
@@ -305,27 +313,6 @@ class Channels(TensorLayout):
 
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         return [(math.prod(out_shape[:-1]), 1, out_shape[-1])]
-
-
-@dataclass(frozen=True)
-class InterleavedGateUp(TensorLayout):
-    """GPT-OSS's experts: gate and up alternate on the last axis; ours is [..., 2, mlp]."""
-
-    def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
-        *lead, two, mlp = (*in_shape, *out_shape)
-        return [(*lead, mlp * two)]
-
-    def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        *lead, two, mlp = out.shape
-        out[...] = np.swapaxes(parts[0].reshape(*lead, mlp, two), -1, -2)
-
-    def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
-        return [np.swapaxes(array, -1, -2)]
-
-    def slice_parts(
-        self, parts: Sequence[np.ndarray], shape: Shape, where: Where
-    ) -> list[np.ndarray]:
-        return [parts[0][(*where[:-2], _times(where[-1], 2))]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with the limits that it lacks: of headers, their time, and connections.
+"""uvicorn's HTTP protocol with the limits that it lacks: of headers, their time, and connections;
+and with clients that leave, whatever they sent ahead.
 
 What is rejected here never becomes a request, so its answer is written by hand.
 """
@@ -11,7 +12,7 @@ import secrets
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rooflax.server.errors import ApiError, openai_body
 
@@ -19,6 +20,8 @@ MAX_URL_BYTES, MAX_HEADER_BYTES, MAX_HEADERS = 8 * 1024, 64 * 1024, 128
 MAX_CONNECTIONS = 1024
 MAX_FRAMING = 16
 """Bytes of chunk sizes and extensions for each byte of a body."""
+MAX_AHEAD = 256 * 1024
+"""Bytes that a client may send behind a request before it has the answer."""
 _UPGRADE = re.compile(rb"(?i)(?<=\r\n)upgrade(?=[ \t]*:)")
 HEADER_S, READ_S = 10.0, 30.0
 _PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields Too Large",
@@ -38,6 +41,8 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._is_in_head, self._num_bytes, self._num_body_bytes = False, 0, 0
+        self._current: RequestResponseCycle | None = None
+        self._ahead = bytearray()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,7 +59,8 @@ class Protocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._is_in_head, self._num_bytes, self._num_body_bytes = True, 0, 0
-        self._head_timer = self.loop.call_later(HEADER_S, self.transport.close)
+        if not self._is_answering:
+            self._head_timer = self.loop.call_later(HEADER_S, self.transport.close)
 
     def _head_came(self) -> None:
         self._is_in_head = False
@@ -65,10 +71,48 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
         self._stop_watching()
+        self._leave()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The transport closes itself now, but only once what was written has been read."""
+        self._leave()
+
+    def _leave(self) -> None:
+        """The client is gone for every request that has no whole answer. uvicorn tells only the
+        newest one, which may be pipelined behind the one that is being answered."""
+        cycles = [self._current, *(cycle for cycle, _ in self.pipeline)]
+        for cycle in cycles:
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        self.flow.resume_writing()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request waits for its answer, so that what comes now is pipelined."""
+        current = self._current
+        return current is not None and not current.response_complete and not current.more_body
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._current = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._ahead and not self._is_answering and not self.transport.is_closing():
+            data, self._ahead = bytes(self._ahead), bytearray()
+            self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
+            return
+        if self._is_answering:
+            # Kept, not parsed: uvicorn would stop reading, and so not see that the client leaves.
+            self._ahead += data
+            if len(self._ahead) > MAX_AHEAD:
+                self.transport.abort()
             return
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()  # nothing is being answered, and these bytes end no other timer
@@ -76,6 +120,8 @@ class Protocol(HttpToolsProtocol):
             data = _without_upgrade(data)
         self._num_bytes += len(data)
         super().data_received(data)
+        if self._is_answering and not self.transport.is_closing():
+            self.flow.resume_reading()  # also where another request came in the same packet
         most = MAX_URL_BYTES + MAX_HEADER_BYTES + MAX_FRAMING * self._num_body_bytes
         if self._num_bytes - self._num_body_bytes > most:
             self._over(431, "The headers, trailers or chunk extensions are too large.")

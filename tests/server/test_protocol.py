@@ -557,6 +557,21 @@ def test_a3_origins(llm):
         assert found.headers["access-control-allow-origin"] == ours["origin"]
 
 
+@pytest.mark.parametrize("origin", ["https://app.example", "null", "http://localhost:5173"])
+def test_a3_every_page_may_ask_where_the_operator_says_so(llm, origin):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+    with serving(lambda _: ScriptedLLM(llm), cors_origins=("*",), api_keys=("k",)) as server:
+        found = server.http.options("/v1/chat/completions", headers=asked | {"origin": origin})
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (204, "*")
+        assert found.headers["access-control-allow-headers"] == "x-api-key"
+        keyed = {"origin": origin, "x-api-key": "k"}
+        said = server.post("/v1/chat/completions", CHAT, headers=keyed)
+        assert (said.status_code, said.headers["access-control-allow-origin"]) == (200, "*")
+        assert server.http.options("/v1/models", headers=asked).status_code == 401
+        for each in (found, said):
+            assert "access-control-allow-credentials" not in each.headers
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 def test_a4_nobody_listens_beyond_this_machine_without_a_key(host):
     with pytest.raises(RequestError, match="api_key"):

@@ -33,7 +33,7 @@ from rooflax.server.openapi import document
 from rooflax.server.page import FILES, page
 from rooflax.server.responses import input_tokens, responses
 from rooflax.server.service import Service
-from rooflax.server.settings import Keys, host_is_allowed, origin_is_allowed
+from rooflax.server.settings import Keys, allowed_origin, host_is_allowed
 
 BODY_S = 30.0
 MAX_BODIES_BYTES = 256 * 2**20
@@ -268,8 +268,8 @@ class Guard:
         scope["request_id"] = given if _SAFE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         scope["owner"], status = "", 0
         origin = headers.get(b"origin", b"").decode("latin-1")
-        is_allowed = bool(origin) and origin_is_allowed(self._service.settings, origin)
-        extra = self._headers(scope["request_id"], origin if is_allowed else None)
+        allowed = allowed_origin(self._service.settings, origin)
+        extra = self._headers(scope["request_id"], allowed)
 
         async def send_with(message: Message) -> None:
             nonlocal status
@@ -283,9 +283,7 @@ class Guard:
             await send(message)
 
         try:
-            rejected = self._rejection(
-                scope, headers, is_preflight_of=origin if is_allowed else None
-            )
+            rejected = self._rejection(scope, headers, may_ask=allowed is not None)
             answer: ASGIApp = self._app if rejected is None else rejected
             await answer(scope, receive, send_with)
         except ClientLeft:
@@ -314,7 +312,7 @@ class Guard:
         return found
 
     def _rejection(
-        self, scope: Scope, headers: dict[bytes, bytes], is_preflight_of: str | None
+        self, scope: Scope, headers: dict[bytes, bytes], *, may_ask: bool
     ) -> Response | None:
         """The answer of a request that goes no further."""
         settings = self._service.settings
@@ -328,7 +326,7 @@ class Guard:
                 code="host_not_allowed",
             )
             return error_answer(scope, error)
-        if is_preflight_of is not None and scope["method"] == "OPTIONS":
+        if may_ask and scope["method"] == "OPTIONS":
             wanted = headers.get(b"access-control-request-headers", b"").decode("latin-1")
             allowed = {
                 "Access-Control-Allow-Methods": "GET, POST",

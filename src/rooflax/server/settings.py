@@ -40,8 +40,8 @@ class Settings:
         Flag(), "let everybody ask who reaches --host", default=False,
         flags=("--insecure-no-auth",))
     cors_origins: tuple[str, ...] = _asking(
-        Several(Text()), "pages that may ask; localhost is any port here", default=(),
-        metavar="ORIGIN")
+        Several(Text()), "pages that may ask; localhost is any port here, * is every page",
+        default=(), metavar="ORIGIN")
     served_names: tuple[str, ...] = _answers(
         Several(Text()), "in place of the model's own; the first is stated in answers", default=(),
         flags=("--served-model-name",), metavar="NAME")
@@ -169,9 +169,15 @@ def _address_is(name: str, what: str) -> bool:
         return False
 
 
-def origin_is_allowed(settings: Settings, origin: str) -> bool:
-    """Whether pages of this origin may read answers."""
+def allowed_origin(settings: Settings, origin: str) -> str | None:
+    """What Access-Control-Allow-Origin says to pages of an origin that may read answers, else None.
+
+    No answer allows credentials, which "*" could not: a key is a header of the page's own.
+    """
+    if origin and "*" in settings.cors_origins:
+        return "*"
     scheme, separator, rest = origin.partition("://")
+    is_listed = origin in settings.cors_origins
     if "localhost" in settings.cors_origins and separator and scheme in ("http", "https"):
-        return origin in settings.cors_origins or host_name(rest) in LOCAL_NAMES
-    return origin in settings.cors_origins
+        is_listed = is_listed or host_name(rest) in LOCAL_NAMES
+    return origin if origin and is_listed else None

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rooflax import files
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading import safetensors
 from rooflax.train import checkpoint, loop
 from rooflax.train.checkpoint import list_checkpoints, load_state, read_about, save_checkpoint
 from rooflax.train.log import comparable, read_log
@@ -117,7 +117,7 @@ class Failing:
         self.calls, self.fail_at, self.error = [], fail_at, error
         for name in ("rename", "replace", "fsync", "mkdir"):
             self._wrap(monkeypatch, os, name)
-        for module in (checkpoint, safetensors):
+        for module in (checkpoint, files):
             monkeypatch.setattr(module, "open", self._open, raising=False)
 
     def touch(self, name):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rooflax.bench.statistics import MIN_PAIRS, unpaired_ratio
 from rooflax.errors import RequestError
+from rooflax.files import read_regular
 
 MOST_TRIALS = 10_000
 SLOWEST, FASTEST = 1e-9, 1e15
@@ -53,7 +54,7 @@ def read_document(path: Path) -> dict[str, Any]:
     """
     wanted = "give a document of rooflax bench --json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}; {wanted}") from None
     except (ValueError, RecursionError):

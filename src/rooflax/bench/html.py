@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from rooflax.bench.plots import Plot, plots, row_labels
 from rooflax.bench.report import ablation_cells, ceilings_of, options_of, share_of
 from rooflax.errors import RequestError
+from rooflax.files import replacing
 from rooflax.models.memory import gib
 
 Result = dict[str, Any]
@@ -67,13 +66,8 @@ def write_page(path: Path, document: dict[str, Any]) -> None:
         OSError: the disk is full, or the folder may not be written to.
     """
     check_page(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        temporary.write_text(page(document), encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(page(document).encode("utf-8", errors="replace"))
 
 
 def check_page(path: Path) -> None:

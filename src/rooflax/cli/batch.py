@@ -24,6 +24,7 @@ from rooflax.cli.bench_serve import server_at
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
+from rooflax.files import only_writer, read_regular, replacing
 
 if TYPE_CHECKING:
     from rooflax.http_client import Client, Reply
@@ -70,6 +71,11 @@ def run(args: argparse.Namespace) -> int:
             shown = "MODEL" if name == "model" else "--serve-flags"
             raise RequestError(f"--url and {shown} exclude each other; drop one of them")
     requests = read_requests(args.input)
+    with only_writer(args.output):
+        return _answer(args, requests)
+
+
+def _answer(args: argparse.Namespace, requests: list[Request]) -> int:
     _check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]
@@ -157,7 +163,7 @@ def _request(raw: Any) -> Request:
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text(encoding="utf-8-sig").split("\n")
+        return read_regular(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
@@ -172,7 +178,7 @@ def answered(path: str) -> set[str]:
     """
     if not Path(path).exists():
         return set()
-    found, kept, before = set[str](), [], Path(path).read_bytes()
+    found, kept, before = set[str](), [], read_regular(path)
     for line in before.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -191,9 +197,8 @@ def answered(path: str) -> set[str]:
             kept.append(line)
     after = b"".join(kept)
     if after != before:
-        part = Path(f"{path}.part")
-        part.write_bytes(after)
-        part.replace(path)
+        with replacing(path) as file:
+            file.write(after)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, at_least_one, number
 from rooflax.errors import RequestError
+from rooflax.files import only_writer
 from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
@@ -100,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
         "request_rate": _request_rate,
         "concurrent": _concurrent,
     }
-    return verbs.get(mode, _rows)(args)
+    with contextlib.ExitStack() as held:
+        for path in filter(None, (args.html, args.profile)):
+            held.enter_context(only_writer(path))
+        return verbs.get(mode, _rows)(args)
 
 
 def _mode(args: argparse.Namespace) -> str:

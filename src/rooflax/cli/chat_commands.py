@@ -12,6 +12,7 @@ from rooflax.cli import terminal
 from rooflax.conversation import Conversation, Turn
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError, did_you_mean
+from rooflax.files import only_writer, read_regular, replacing
 from rooflax.inputs import FIELDS
 
 HELP = (
@@ -97,11 +98,9 @@ class Chat:
             "model": self.conversation.llm.info.name,
             "messages": self.conversation.messages(),
         }
-        temporary = f"{path}.tmp"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
+            with only_writer(path), replacing(path, "utf-8") as file:
                 file.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-            os.replace(temporary, path)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror or error}.") from None
         terminal.say(f"The conversation is in {path}.")
@@ -132,8 +131,7 @@ def read_conversation(path: str) -> tuple[str | None, list[Turn]]:
         RequestError: it cannot be read, or is something else.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            messages = json.load(file)["messages"]
+        messages = json.loads(read_regular(path))["messages"]
         system, turns = None, []
         for message in messages:
             role, text = message["role"], message["content"]

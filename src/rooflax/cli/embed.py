@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from rooflax.cli.lines import json_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
+from rooflax.files import only_writer, replacing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,7 +112,7 @@ def _read(path: str) -> list[tuple[int, Any, str]]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _output(path: str | None) -> Iterator[IO[str]]:
     """stdout, or a file that appears once it is whole.
 
@@ -122,16 +122,12 @@ def _output(path: str | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
-    if Path(path).exists():
-        raise RequestError(f"{path} exists; give the name of a new file.", param="output")
-    unfinished = f"{path}.unfinished"
-    try:
-        file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}.", param="output") from None
-    try:
-        with file:
-            yield file
-        os.replace(unfinished, path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(only_writer(path))
+        if Path(path).exists():
+            raise RequestError(f"{path} exists; give the name of a new file.", param="output")
+        try:
+            file = stack.enter_context(replacing(path, "utf-8"))
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}.", param="output") from None
+        yield file

@@ -19,6 +19,7 @@ from rooflax.errors import RequestError
 from rooflax.fields.declaration import Declaration, declarations
 from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
+from rooflax.files import read_text
 from rooflax.loading.settings import ServingSettings
 from rooflax.nn.execution import (
     ExecutionOptions,
@@ -132,7 +133,7 @@ def _read(flag: str, path: str, otherwise: str) -> str:
         RequestError: no file that can be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RequestError(

@@ -22,6 +22,7 @@ from rooflax.cli.generate import DEFAULT_MAX_TOKENS
 from rooflax.cli.statistics import sample
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError, RooflaxError
+from rooflax.files import only_writer, read_regular
 from rooflax.inputs import FIELDS
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Request:
 def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     """Answers the input's lines that have no answer yet."""
     requests = read_requests(llm, args.input, params)
-    with open_output(args.output, args.force) as (file, done):
+    with only_writer(args.output), open_output(args.output, args.force) as (file, done):
         todo = unanswered(requests, done)
         if done and not args.quiet:
             terminal.say(f"{len(done)} of {len(requests)} are answered already")
@@ -70,7 +71,7 @@ def json_lines(path: str) -> Iterator[tuple[int, Any]]:
         RequestError: the file cannot be read, or naming the line that is not JSON.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else read_regular(path)
         lines = data.decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -134,6 +135,8 @@ def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]
         why = error.strerror
         raise RequestError(f"{path} cannot be written: {why}.", param="output") from None
     with file:
+        if not Path(path).is_file():
+            raise RequestError(f"{path} is not a regular file; choose another.", param="output")
         if force:
             file.truncate(0)
         end = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
@@ -13,6 +12,7 @@ from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.cli.windows import Window, windows
 from rooflax.errors import RequestError
+from rooflax.files import read_regular
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -70,7 +70,7 @@ def _read_text(file: str | None) -> str:
             raise RequestError("no text was given: say --file FILE, or give text on stdin.")
         return terminal.read_stdin()
     try:
-        return terminal.decode(Path(file).read_bytes(), file)
+        return terminal.decode(read_regular(file), file)
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror or error}.") from None
 

@@ -11,6 +11,7 @@ from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
+from rooflax.files import only_writer
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.signals import cleanup_on_sigterm
 
@@ -36,7 +37,7 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads the model quantised and saves it as it lies in memory, or writes its GGUF file."""
-    with cleanup_on_sigterm():
+    with cleanup_on_sigterm(), only_writer(args.output, makes_folders=True):
         written = _write_folder(args) if args.gguf is None else _write_gguf(args)
     if args.json:
         terminal.print_json(written)

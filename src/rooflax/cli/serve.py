@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
@@ -19,6 +18,7 @@ from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
 from rooflax.fields.declaration import declarations, variable_of
+from rooflax.files import read_text
 from rooflax.loading.settings import ServingSettings
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.settings import Settings
@@ -150,7 +150,7 @@ def _template(path: str | None) -> str | None:
 
 def _read(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RequestError(f"{flag} {path[:80]} cannot be read: {why}.") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, number, whole
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
+from rooflax.files import only_writer, read_regular, replacing
 from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, TrainConfig
 
 if TYPE_CHECKING:
@@ -72,8 +72,13 @@ def run(args: argparse.Namespace) -> int:
         given["learning_rate"] = FINE_TUNING_RATE if args.config is None else NEW_WEIGHTS_RATE
     config = TrainConfig(**given)
     _check_flags(args)
-    out = Path(args.out)
     platform.start_jax(args)
+    out = Path(args.out)
+    with only_writer(out, out / ".lock", makes_folders=True):
+        return _train(args, config, out)
+
+
+def _train(args: argparse.Namespace, config: TrainConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
     from rooflax.train.loop import check_seq_len, run_training, write_curves
 
@@ -177,7 +182,7 @@ class _Start:
 
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_regular(path))
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
@@ -205,9 +210,8 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
     if other or not note.exists():
         note.unlink(missing_ok=True)
         info[DIGEST] = _encode(args, start, out)
-        temporary = out / "data.json.tmp"
-        temporary.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, note)
+        with replacing(note, "utf-8") as file:
+            file.write(json.dumps(info, indent=2) + "\n")
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     held_out = open_corpus(out / "held_out.bin") if (out / "held_out.bin").stat().st_size else None
@@ -216,7 +220,7 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
 
 def _read_note(note: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(note.read_text(encoding="utf-8")))
+        return dict(json.loads(read_regular(note)))
     except (ValueError, TypeError, RecursionError):
         raise CheckpointError(
             f"{note} is damaged, so that the run in {note.parent} cannot go on; give another --out."

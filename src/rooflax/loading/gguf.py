@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.files import open_regular
 from rooflax.loading.safetensors import TensorInfo
 
 MAGIC = b"GGUF"
@@ -98,7 +99,7 @@ class GGUFFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 head = file.read(8)
                 if head[:4] != MAGIC:
                     raise self._bad(f"it begins with {head[:4]!r}, not {MAGIC!r}")

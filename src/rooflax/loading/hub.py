@@ -56,6 +56,8 @@ def resolve(
             raise CheckpointError(f"a revision ({revision}) is for hub ids, but {model} is local")
         if path.is_dir():
             return path
+        if not path.is_file():
+            raise CheckpointError(f"{model} is neither a folder nor a regular file.")
         if path.suffix == ".gguf":
             return path
         raise CheckpointError(

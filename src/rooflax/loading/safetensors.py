@@ -11,11 +11,9 @@ This module knows files and bytes. It does not know models, configs, devices or 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import secrets
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.files import open_regular, replacing
 
 MAX_HEADER_BYTES = 25_000_000
 """Room for 200,000 tensors in one file; the format allows 100 MB, which take half a minute."""
@@ -135,7 +134,7 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 self._read_header(file)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -359,7 +358,7 @@ def write_safetensors(
     """
     ordered = _in_layout_order(tensors)
     header = _header(ordered, {"format": "pt"} if metadata is None else dict(metadata))
-    with _replacing(Path(path)) as file:
+    with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in ordered:
             file.write(_bytes_of(tensor).data)
@@ -400,29 +399,3 @@ def _bytes_of(tensor: TensorToWrite) -> np.ndarray:
         )
     # ml_dtypes arrays do not offer the buffer protocol, their bytes do.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path):
-    # Opened by hand, not by tempfile: the result shall have the permissions of the umask.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Makes the rename itself durable; some file systems do not offer it.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

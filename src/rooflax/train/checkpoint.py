@@ -7,7 +7,6 @@ to disk and renamed, so that whenever a run is killed the newest folder of that 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.files import read_regular, sync_folder
 from rooflax.loading.safetensors import SafetensorsFile, dtype_name, write_safetensors
 from rooflax.train.step import TrainState
 
@@ -48,10 +48,10 @@ def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, ke
         temporary.mkdir()
         _write_arrays(temporary / ARRAYS, state)
         _write_synced(temporary / STATE, json.dumps({"step": step, **info}, indent=2) + "\n")
-        _sync(temporary)
+        sync_folder(temporary)
         _remove(target)
         os.rename(temporary, target)
-        _sync(folder)
+        sync_folder(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -81,7 +81,7 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / STATE
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     if not isinstance(info, dict) or not _states_all(info):
@@ -162,12 +162,3 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems do not offer it
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rooflax.errors import RequestError
+from rooflax.files import read_regular
 
 SKIPPED_FOLDERS = frozenset({
     "site-packages", "dist-packages", "__pycache__", "_bundled", ".git", ".venv", "node_modules",
 })  # fmt: skip
 HELD_OUT_FRACTION = 0.1
+MAX_FILE_BYTES = 1 << 34
+"""Of a training file; corpora are larger than what else is read into memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def file_documents(paths: Sequence[Path], *, field: str = "text") -> Iterator[Do
     """
     for path in paths:
         try:
-            text = path.read_bytes().decode("utf-8")  # read_text would change line ends
+            text = read_regular(path, MAX_FILE_BYTES).decode("utf-8")
         except OSError as error:
             raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
         except UnicodeDecodeError:
@@ -102,7 +105,7 @@ def split_held_out(
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_regular(path, MAX_FILE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.files import open_regular, read_regular, replacing
 
 ENCODE_AT_ONCE = 256  # documents
 DTYPES = ("uint16", "uint32")
@@ -101,8 +101,7 @@ def write_corpus(path: Path, texts: Iterable[str], tokenizer: Any, separator: in
     """
     dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
     counts = {"num_tokens": 0, "num_documents": 0, "num_bytes": 0}
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with replacing(path) as file:
         for chunk in _chunks(texts, ENCODE_AT_ONCE):
             for text, encoding in zip(chunk, _encode(tokenizer, chunk), strict=True):
                 if separator in encoding.ids:
@@ -116,7 +115,6 @@ def write_corpus(path: Path, texts: Iterable[str], tokenizer: Any, separator: in
                 counts["num_tokens"] += ids.size
                 counts["num_documents"] += 1
                 counts["num_bytes"] += len(text.encode("utf-8"))
-    os.replace(temporary, path)
     info = CorpusInfo(dtype=dtype, separator=separator, **counts)
     _info_path(path).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
     return info
@@ -129,9 +127,10 @@ def open_corpus(path: Path) -> Corpus:
         CheckpointError: the file or its description is missing, or they disagree.
     """
     try:
-        info = CorpusInfo(**json.loads(_info_path(path).read_text(encoding="utf-8")))
+        info = CorpusInfo(**json.loads(read_regular(_info_path(path))))
         if info.dtype not in DTYPES:
             raise ValueError(f"its dtype is {info.dtype!r}, not one of {', '.join(DTYPES)}")
+        open_regular(path).close()
         tokens = np.memmap(path, np.dtype(info.dtype), "r")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot open the token file {path}: {error}.") from None

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rooflax.errors import EngineError, RequestError
+from rooflax.files import only_writer
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
@@ -88,22 +89,14 @@ def run_training(
         progress: show a bar on stderr; None shows it on a terminal.
 
     Raises:
-        RequestError: settings that do not fit the corpus, the model or the checkpoint.
+        RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
+            run in the folder goes on.
         CheckpointError: a checkpoint of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """
     check_trainable(model)
-    run = _Run(model, config, training, held_out, folder)
-    was_complete = run.step >= config.num_steps
-    with contextlib.closing(run.log), stop_asked() as stop, run.bar(progress) as bar:
-        while run.step < config.num_steps and not stop():
-            run.advance(bar)
-        interrupted = run.step < config.num_steps
-        run.save()
-        held_out_loss = None if interrupted else run.evaluate(None)
-        if not interrupted:
-            run.log_held_out(held_out_loss, whole=True)
-    return run.result(held_out_loss, interrupted, was_complete)
+    with only_writer(folder, folder / ".run.lock", makes_folders=True):
+        return _Run(model, config, training, held_out, folder).train(progress)
 
 
 def check_trainable(model: Model) -> None:
@@ -202,6 +195,20 @@ class _Run:
         check_same_model(info.get("model"), self.architecture)
         self.loss, self.saved_step = info["loss"], info["step"]
         return load_state(found[-1], state), info["log_position"]
+
+    def train(self, progress: bool | None) -> TrainResult:
+        """All steps that are left, unless SIGINT comes."""
+        num_steps = self.config.num_steps
+        was_complete = self.step >= num_steps
+        with contextlib.closing(self.log), stop_asked() as stop, self.bar(progress) as bar:
+            while self.step < num_steps and not stop():
+                self.advance(bar)
+            interrupted = self.step < num_steps
+            self.save()
+            held_out_loss = None if interrupted else self.evaluate(None)
+            if not interrupted:
+                self.log_held_out(held_out_loss, whole=True)
+        return self.result(held_out_loss, interrupted, was_complete)
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -33,10 +33,12 @@ from rooflax.loading.plan import PLANNED, Plan, make_plan
 from rooflax.loading.settings import ServingSettings
 from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.nn.pooler import Pooler
+from rooflax.processes import check_not_forked
 
 SERVING = {name: one for name, one in declarations(ServingSettings).items() if name not in PLANNED}
 """Settings that a plan without a server does not have."""
 Conversation = Seq[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class _Inbox:
@@ -175,6 +177,7 @@ class AsyncLLM:
             RequestError: the request cannot be done.
             EngineError: it failed.
         """
+        check_not_forked()
         if self._pooler is not None:
             raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
         (given,) = as_params(params, 1, sampling)
@@ -273,7 +276,8 @@ class AsyncLLM:
                 f"This AsyncLLM generates text; {self.llm.info.name} embeds and scores as LLM."
             )
 
-    async def _in_thread(self, work: Callable[[], list[list[int]]]) -> list[list[int]]:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        check_not_forked()
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     async def pool(self, texts: list[list[int]], *, cache_salt: str = "") -> list[Sequence]:
@@ -284,6 +288,7 @@ class AsyncLLM:
         Raises:
             QueueFull, RequestError, EngineError: as `stream`.
         """
+        check_not_forked()
         inbox, sequences = _Inbox(), self.llm.embedder.sequences(texts, cache_salt)
         at_once = self.llm.max_num_seqs
         for begin in range(0, len(sequences), at_once):
@@ -359,7 +364,7 @@ class AsyncLLM:
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
-        ids = await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+        ids = await self._in_thread(encode)
         return await self.generate(ids, params, cache_salt=cache_salt, **sampling)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -39,6 +40,7 @@ from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
 from rooflax.models.offloading import StreamPlan
 from rooflax.nn.pooler import Pooler
+from rooflax.processes import check_not_forked
 
 SMALLEST_ENGINE_TOKENS = 256
 
@@ -48,7 +50,9 @@ class LLM:
     """A model with its tokenizer, ready to generate.
 
     Several threads may call it: their requests run one after the other, step by step, in an engine
-    of each. `AsyncLLM` runs them together.
+    of each. `AsyncLLM` runs them together. It pickles as its arguments: a process that
+    multiprocessing's "spawn" starts opens the model again. One that is forked after a first use may
+    encode and decode, and nothing else.
 
     Args:
         model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
@@ -71,6 +75,8 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ):
         check_names("LLM", settings, EngineSettings)
+        check_not_forked()
+        self._recipe = model, check, settings
         enable_persistent_cache()
         started = time.perf_counter()
         plan = make_plan(model, **settings)
@@ -99,6 +105,16 @@ class LLM:
                 smaller and smaller.new_engine,
                 smaller.max_model_len if smaller else 0,
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as its arguments, without weights: unpickled, the model is opened again."""
+        model, check, settings = self._recipe
+        if isinstance(model, ModelInfo | Plan):
+            raise RequestError(
+                f"An LLM that was made of a {type(model).__name__} does not pickle; make it of the "
+                f"model's name and settings."
+            )
+        return partial(type(self), model, check=check, **settings), ()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -292,6 +308,7 @@ class LLM:
 
     def _pooled(self, texts: list[list[int]], pooler: Pooler) -> list[EngineSequence]:
         """The texts' sequences, each with its vector."""
+        check_not_forked()
         sequences = self.embedder.sequences(texts)
         if not sequences:
             return []
@@ -309,6 +326,7 @@ class LLM:
         return sequences
 
     def _run(self, samples: list[Sample]) -> Iterator[Delta]:
+        check_not_forked()
         sequences = [sample.sequence for sample in samples]
         by_sequence = {id(sample.sequence): sample for sample in samples}
         compiled, engine = CompileCounts(), None
@@ -419,6 +437,7 @@ class LLM:
 
     def _dense(self, function: str, ids: list[int], *more: np.ndarray) -> np.ndarray:
         """What a step function without a cache gives for each token of a sequence, or place."""
+        check_not_forked()
         check_prompt(ids, self.info.config.vocab_size, self.max_model_len, new_tokens=0)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids

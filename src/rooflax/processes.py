@@ -1,4 +1,5 @@
-"""Starts our own Python processes: isolated from the current folder, ended with us.
+"""Starts our own Python processes, isolated from the current folder and ended with us; rejects
+work in a process that was forked.
 
 Every child comes from here; a test rejects a module that imports `subprocess` itself.
 """
@@ -16,7 +17,29 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
-__all__ = ["DEVNULL", "PIPE", "Popen", "TimeoutExpired", "run", "start"]
+from rooflax.errors import RequestError
+
+__all__ = ["DEVNULL", "PIPE", "Popen", "TimeoutExpired", "check_not_forked", "run", "start"]
+
+_first_user: int | None = None
+"""The process that used a device first."""
+
+
+def check_not_forked() -> None:
+    """Called before a device is used. Of a process, fork copies the thread that calls it and none
+    of XLA's, so that a child would wait for them without end.
+
+    Raises:
+        RequestError: a parent has used its devices before it forked this process.
+    """
+    global _first_user
+    if _first_user is None:
+        _first_user = os.getpid()
+    elif _first_user != os.getpid():
+        raise RequestError(
+            "This process was forked from one that had used its devices, whose threads it lacks; "
+            'start it by multiprocessing\'s "spawn", and an LLM that is passed to it opens again.'
+        )
 
 
 def start(

@@ -6,7 +6,6 @@ Rows of the catalogue of faults are named: H of HTTP, A of access, C of concurre
 from __future__ import annotations
 
 import contextlib
-import copy
 import gzip
 import http.client
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rooflax import EngineError, RequestError
+from rooflax import LLM, EngineError, RequestError
 from rooflax.engine.thread import Health
 from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import answers, wire
@@ -601,7 +600,8 @@ def test_a6_the_log_has_a_failure_under_the_id_of_its_answer(live, scripted, cap
 
 def test_a6_a_model_is_not_named_by_its_folder(llm, tmp_path):
     scripted = ScriptedLLM(llm)
-    scripted.llm = copy.copy(llm)
+    scripted.llm = object.__new__(LLM)
+    vars(scripted.llm).update(vars(llm))
     scripted.llm.info = replace(llm.info, name=str(tmp_path))
     with serving(lambda _: scripted) as server:
         for path in ("/v1/models", "/props", "/metrics"):

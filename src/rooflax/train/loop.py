@@ -22,6 +22,7 @@ from rooflax.files import only_writer
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
+from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
 from rooflax.train.checkpoint import (
     list_checkpoints,
@@ -94,6 +95,7 @@ def run_training(
         CheckpointError: a checkpoint of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """
+    check_not_forked()
     check_trainable(model)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
         return _Run(model, config, training, held_out, folder).train(progress)

@@ -103,6 +103,9 @@ def test_training_through_links(rooflax, here):
     (here / "out").symlink_to("disk")
     assert rooflax(*TRAIN).code == 0
     assert (here / "out").is_symlink() and (here / "disk/model/model.safetensors").exists()
+    with only_writer("disk/model"):
+        ran = rooflax(*TRAIN)
+    assert ran.code == 2 and "out/model is being written by another process" in ran.err
 
 
 def test_answers_are_mended_where_a_link_leads(rooflax, here):

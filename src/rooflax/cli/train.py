@@ -333,16 +333,17 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
     defaults = {}
     if start.info and start.info.folder and start.info.gguf is None:
         defaults = read_json_object(start.info.folder / "generation_config.json")
-    save_model(
-        out / "model",
-        start.family,
-        start.config,
-        result.model.weights,
-        eos_token_ids=ends or (() if eos is None else (eos,)),
-        bos_token_id=tokenizer.bos_id,
-        generation=defaults,
-        files=files,
-    )
+    with only_writer(out / "model"):
+        save_model(
+            out / "model",
+            start.family,
+            start.config,
+            result.model.weights,
+            eos_token_ids=ends or (() if eos is None else (eos,)),
+            bos_token_id=tokenizer.bos_id,
+            generation=defaults,
+            files=files,
+        )
     return out / "model"
 
 

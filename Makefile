@@ -7,7 +7,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 WORKERS ?= 2
 # Bytecode is written when a module is first imported: few of what is installed ever are.
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+INSTALL = $(PIP) --quiet
 define PROMPT
 class Reader:
     def __init__(self, path):
@@ -96,8 +97,10 @@ docs: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Minutes of downloads and of compiling: pip shows where it is.
 $(VENV)/.installed: $(VENV)/bin/python $(BUILT_FROM)
-	$(INSTALL) --editable .
+	@echo "Installing rooflax and its packages into $(VENV), and compiling its kernels; that takes minutes."
+	$(PIP) --editable '.[serve,chat]'
 	@touch $@
 
 # torch first: what comes after it then takes that build instead of the newest.

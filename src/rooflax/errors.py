@@ -19,6 +19,17 @@ from collections.abc import Iterable
 MAX_MEANT = 80
 """Characters of a name that may be a mistyped one; looking for what is meant takes time."""
 
+OTHER_NAMES = {
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "penalty_repeat": "repetition_penalty",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_ctx": "max_model_len",
+}
+"""What llama.cpp, Ollama and transformers call fields of ours."""
+
 
 class RooflaxError(Exception):
     """Base of every error that rooflax raises on purpose.
@@ -63,7 +74,10 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" where one is close, and nothing where none is."""
     if len(given) > MAX_MEANT:
         return ""
+    known, other = list(known), OTHER_NAMES.get(given)
+    if other in known:
+        return f" (did you mean {other}?)"
     import difflib  # most commands end without it
 
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Where rooflax keeps what it made and can make again: compiled programs."""
+"""Where rooflax keeps files of its own: compiled programs, which it can make again, and history."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def cache_folder() -> Path:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rooflax"
+
+
+def state_folder() -> Path:
+    """rooflax in $XDG_STATE_HOME, else in the user's state folder: what chats remember."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "rooflax"

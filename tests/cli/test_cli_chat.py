@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,30 +143,28 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talk, harmony):
     assert "xxxxx<|end|>" in llm.asked[1]
 
 
+@pytest.mark.parametrize("end", ["/bye", "/exit", "/quit"])
+def test_piped_lines_end_where_one_says_so(talk, harmony, end):
+    ran = talk(FakeLLM(harmony, ["<|message|>ok"] * 2), stdin=f"exit\nhi\n{end}\nmore\n".encode())
+    assert (ran.code, ran.out, ran.err) == (0, "ok\nok\n", "")
+
+
 @pytest.mark.parametrize(
-    ("pressed", "code", "hints"),
+    ("said", "name", "value"),
     [
-        ((KeyboardInterrupt, KeyboardInterrupt), 130, 1),
-        ((KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError), 0, 2),
-        ((KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt), 130, 2),
+        ("temp=0.5", "temperature", 0.5),
+        ("top-p=0.5", "top_p", 0.5),
+        ("--top-k=5", "top_k", 5),
+        ("repeat_penalty=1.5", "repetition_penalty", 1.5),
+        ("num_predict=5", "max_tokens", 5),
+        ("n=1", "n", 1),
     ],
 )
-def test_ctrl_c_at_the_prompt_says_how_to_end_and_twice_is_130(
-    talk, harmony, monkeypatch, pressed, code, hints
-):
-    keys = iter(pressed)
-
-    def typed(prompt):
-        key = next(keys)
-        if isinstance(key, str):
-            return key
-        raise key
-
-    monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(chat.terminal, "is_terminal", lambda stream: stream is sys.stdin)
-    ran = talk(FakeLLM(harmony, ["<|message|>ok"]), stdin=b"")
-    assert (ran.code, ran.out) == (code, "ok\n" if "hi" in pressed else "")
-    assert ran.err.count("\n(Ctrl-D ends)\n") == hints
+def test_parameters_have_the_names_that_are_usual(talk, harmony, said, name, value):
+    ran = talk(FakeLLM(harmony, []), stdin=f"/params {said}\n".encode())
+    assert ran.err == f"{name}={value}\n"
+    ran = talk(FakeLLM(harmony, []), stdin=b"/params tmperature=1\n")
+    assert "is no sampling parameter (did you mean temperature?)" in ran.err
 
 
 def test_a_template_that_fails_ends_the_talk_and_keeps_no_turn(talk, harmony, monkeypatch):

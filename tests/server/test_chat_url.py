@@ -80,6 +80,10 @@ def test_what_a_server_says_moves_no_cursor(chat):
     assert "a?[2Jb" in err and "\x1b" not in err
 
 
+def test_it_ends_with_a_command(chat, scripted):
+    assert chat("Hi\n/bye\nAgain\n") == (0, "Hello, world.\n", "")
+
+
 def test_failures_end_it(chat, scripted):
     scripted.error = (2, EngineError("broken"))
     code, _, err = chat("Hi\n")
@@ -92,8 +96,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(chat, scripted, llm, mo
     scripted.script, scripted.pause_s = scripted.says("One two three four five."), 0.02
     write, cut = terminal.write, scripted.num_cut
 
-    def interrupted(text):
-        write(text)
+    def interrupted(text, wrap=str):
+        write(text, wrap)
         if "two" in text and len(scripted.asked) == 1:
             raise KeyboardInterrupt
 

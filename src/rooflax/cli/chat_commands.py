@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 from rooflax.cli import terminal
 from rooflax.conversation import Conversation, Turn
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError, did_you_mean
+from rooflax.errors import OTHER_NAMES, RequestError, did_you_mean
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.inputs import FIELDS
 
@@ -23,8 +24,9 @@ HELP = (
     ("/clear", "forget the conversation"),
     ("/save FILE [--force]", "write the conversation as JSON"),
     ("/load FILE", "continue a conversation from a file"),
-    ('"""', "begins and ends a text of several lines"),
-    ("Ctrl-C, Ctrl-D", "stop an answer, end the conversation"),
+    ("/bye", "end the conversation, as Ctrl-D, /exit and /quit do"),
+    ('Alt-Enter, """', "break a line; begin and end a text of several lines"),
+    ("Ctrl-C", "stop an answer, or leave what was typed"),
 )
 
 
@@ -65,6 +67,7 @@ class Chat:
         given: dict[str, Any] = {}
         for part in rest.split():
             name, equals, value = part.partition("=")
+            name = usual(name)
             if not equals or name not in FIELDS:
                 raise RequestError(
                     f"{part!r} is no sampling parameter{did_you_mean(name, FIELDS)}; write "
@@ -122,6 +125,26 @@ _COMMANDS: dict[str, Callable[[Chat, str], str | None]] = {
     "/save": Chat._save,
     "/load": Chat._load,
 }
+
+
+def usual(name: str) -> str:
+    """A sampling parameter by the name it has here: "top-p" and "temp" are known too."""
+    name = name.removeprefix("--").replace("-", "_")
+    return name if name in FIELDS else OTHER_NAMES.get(name, name)
+
+
+def complete(line: str) -> tuple[str, list[str]]:
+    """The part of a line that is completed, and what it may become: a command, a file, a name."""
+    name, space, rest = line.partition(" ")
+    if not space:
+        names = [name + space for name, space, _ in (each.partition(" ") for each, _ in HELP)]
+        return line, [each for each in names if line and each.startswith(line)]
+    if name in ("/save", "/load"):
+        found = sorted(glob.glob(f"{glob.escape(rest)}*"))
+        return rest, [f"{path}{os.sep}" if os.path.isdir(path) else path for path in found]
+    part = rest.rpartition(" ")[2]
+    fields = FIELDS if name == "/params" else []
+    return part, [f"{each}=" for each in fields if each.startswith(part)]
 
 
 def read_conversation(path: str) -> tuple[str | None, list[Turn]]:

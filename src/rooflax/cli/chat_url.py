@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
+from rooflax.cli.wrapping import Wrapper
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.declaration import CHAT
@@ -54,13 +55,13 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
     server, messages = server_at(args.url, args.api_key), []
     is_watched, has_failed = terminal.is_terminal(sys.stdin), False
     if is_watched and not args.quiet:
-        hint = f"{server.host}:{server.port} answers. Ctrl-C stops an answer, Ctrl-D ends."
+        hint = f"{server.host}:{server.port} answers. Ctrl-C stops an answer, Ctrl-D or /bye ends."
         terminal.say(hint, is_faint=True)
     if args.system is not None:
         messages.append({"role": "system", "content": args.system})
     for question in questions:
         if question.startswith("/"):
-            terminal.say("rooflax: there are no commands with --url; Ctrl-D ends.")
+            terminal.say("rooflax: there are no commands with --url but /bye.")
             continue
         messages.append({"role": "user", "content": question})
         body = {"messages": messages, "stream": True} | body_of(params)
@@ -103,7 +104,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
 
     kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
     connection = kind(server.host, server.port, timeout=SILENCE_S)
-    answer, is_thinking = "", False
+    answer, is_thinking, wrap = "", False, Wrapper()
     try:
         path = f"{server.base}/v1/chat/completions"
         connection.request("POST", path, json.dumps(body).encode(), server.headers())
@@ -119,7 +120,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
                 is_thinking = False
             answer += text
             if text:
-                terminal.write(text)
+                terminal.write(text, wrap)
     except KeyboardInterrupt:
         pass  # the server ends its answer when the connection closes
     except (EngineError, OSError, http.client.HTTPException) as error:

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,12 @@ def say(line: str = "", *, is_faint: bool = False) -> None:
     """A line for people, on stderr, without control characters."""
     line = harmless(line)
     _to_stderr((dim(line, sys.stderr) if is_faint else line) + "\n")
+
+
+def say_wrapped(text: str, *, is_faint: bool = False) -> None:
+    """The same, broken between words at the terminal's edge."""
+    for line in textwrap.wrap(text, shutil.get_terminal_size().columns):
+        say(line, is_faint=is_faint)
 
 
 def write_faint(text: str) -> None:
@@ -48,14 +56,17 @@ def is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
 
 
-def write(text: str) -> None:
+def write(text: str, wrap: Callable[[str], str] = str) -> None:
     """Text of a model to stdout at once; on a terminal, control characters are shown as ?.
 
     What the terminal's encoding lacks becomes ?, so that a text never ends in an error.
+
+    Args:
+        wrap: breaks its lines, on a terminal only.
     """
     out = sys.stdout
     if is_terminal(out):
-        text = harmless(text)
+        text = wrap(harmless(text))
     encoding = getattr(out, "encoding", None) or "utf-8"
     out.write(text.encode(encoding, "replace").decode(encoding))
     out.flush()

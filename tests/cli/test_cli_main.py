@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import sys
 import pytest
 
 from rooflax.__main__ import entry
-from rooflax.cli import models
-from rooflax.cli.main import VERBS, main
+from rooflax.cli import models, quantize
+from rooflax.cli.main import ELSEWHERE, VERBS, main
 from rooflax.errors import CheckpointError, EngineError, RequestError
 
 pytestmark = pytest.mark.oldest_jax
@@ -49,6 +50,9 @@ def test_a_failure_is_its_code_and_at_most_one_sentence(rooflax, monkeypatch, er
     ("argv", "said"),
     [
         (["frob"], "there is no verb 'frob'"),
+        (["pull", "qwen"], "there is no verb 'pull': a hub id is downloaded when it is first used"),
+        (["run", "model", "-n", "3"], "there is no verb 'run': a conversation is rooflax chat"),
+        (["rm", "x"], "rooflax models --remove ID"),
         (["genrate"], "there is no verb 'genrate' (did you mean generate?)"),
         (["generate", "--promt", "x"], "unknown: --promt (did you mean --prompt?)"),
         (["generate", "def f(x):"], "'def f(x):' is no model, and no prompt was given"),
@@ -73,6 +77,32 @@ def test_wrong_arguments_are_one_sentence_and_code_2(rooflax, argv, said):
     ran = rooflax(*argv)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device: out/x"),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "out/x cannot be written: a file"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "out"), 2, "a file is in the place"),
+        (OSError(errno.EPERM, "Operation not permitted"), 1, "rooflax: Operation not permitted\n"),
+    ],
+)
+def test_an_error_of_the_system_names_the_output(rooflax, monkeypatch, error, code, said):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(quantize, "run", fail)
+    ran = rooflax("quantize", "model", "-q", "int8", "-o", "out/x")
+    assert ran.code == code and said in ran.err and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ELSEWHERE)
+def test_verbs_of_others_name_what_there_is_here(rooflax, verb):
+    ran = rooflax(verb, "--anything")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    for named in re.findall(r"rooflax (\w+)", ran.err):
+        assert named in VERBS
 
 
 def test_help_and_version(rooflax):

@@ -1,7 +1,8 @@
-"""`rooflax chat` at a terminal: what is typed, pasted, kept and wrapped."""
+"""A terminal: what is typed to `rooflax chat`, pasted, kept and wrapped; statuses on stderr."""
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ import time
 
 import pytest
 
-from rooflax.cli import chat_input
+from rooflax.cli import chat_input, terminal
 from rooflax.cli.chat_commands import complete
 from rooflax.cli.wrapping import Wrapper
 
@@ -310,3 +311,46 @@ def test_the_history_is_bounded_and_takes_what_is_no_line(tmp_path, monkeypatch)
     file.mkdir()
     chat_input.keep("nowhere")
     assert chat_input.read_history() == []
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+    @property
+    def lines(self):
+        """What is read on it: a cleared line is gone."""
+        text = re.sub(r"\x1b\[2m|\x1b\[0m", "", self.getvalue())
+        return [line.split(terminal.CLEAR_LINE)[-1] for line in text.split("\n")]
+
+
+def test_a_line_stands_above_the_status_and_not_in_it(monkeypatch):
+    stderr = Screen()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with terminal.statuses(quiet=False) as show:
+        show("loading the weights")
+        terminal.say("model    x")
+        assert stderr.lines == ["model    x", "loading the weights ..."]
+        with terminal.status("starting", quiet=False):
+            terminal.say("more")
+            assert stderr.lines == ["model    x", "more", "starting ..."]
+        assert stderr.lines[-1] == "loading the weights ..."
+        with terminal.byte_progress("loading", 100, quiet=False) as bar:
+            bar.update(50)
+            terminal.say("said")
+            assert stderr.lines[-2:] == ["said", ""]
+    assert stderr.lines == ["model    x", "more", "said", ""]
+    with terminal.status("nothing", quiet=True):
+        assert stderr.lines[-1] == ""
+
+
+def test_a_status_that_stands_long_says_its_seconds(monkeypatch):
+    stderr = Screen()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(terminal, "SILENT_S", 0)
+    with terminal.status("row 1 of 1", quiet=False):
+        wait = time.monotonic() + TIMEOUT_S
+        while not re.fullmatch(r"row 1 of 1 \.\.\. [1-9] s", stderr.lines[-1]):
+            assert time.monotonic() < wait, stderr.lines
+            time.sleep(0.05)
+    assert stderr.lines == [""]

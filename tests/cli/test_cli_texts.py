@@ -45,6 +45,18 @@ def batch(rooflax, tmp_path):
     return run
 
 
+def test_lines_of_plain_text_are_prompts(rooflax, tmp_path):
+    lines, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    lines.write_bytes(b'def add(a, b):\r\n\nimport {\n{"not": json\n')
+    flags = ("--output", output, "--temp", 0, "-n", 3)
+    assert rooflax("generate", TINY, "--input", lines, *flags).code == 0
+    found = read(output)
+    assert [answer["id"] for answer in found] == [1, 3, 4]
+    greedy = SamplingParams(temperature=0.0, max_tokens=3)
+    for answer, prompt in zip(found, ("def add(a, b):", "import {", '{"not": json'), strict=True):
+        assert answer["text"] == LLM(TINY).generate(prompt, greedy)[0].text
+
+
 def test_lines_are_answered_in_order_as_python_answers_them(batch):
     assert batch().code == 0
     first, second, third = read(batch.output)

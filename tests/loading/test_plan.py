@@ -249,6 +249,15 @@ def test_a_server_has_the_blocks_that_were_planned(monkeypatch):
     assert blocks_of(given)[0] == (9, 9)
 
 
+def test_a_server_whose_weights_do_not_fit_is_told_so(monkeypatch):
+    monkeypatch.setattr(plans, "free_bytes", lambda num_devices=1: 20 << 30)
+    plan = make_plan("preset:llama-3.1-70b", max_model_len=2048)
+    with pytest.raises(RequestError) as error:
+        plan.serving()
+    assert "131.42 GiB for weights" in str(error.value) and "weights_budget" in str(error.value)
+    assert "max_model_len" not in str(error.value)
+
+
 @pytest.mark.parametrize(("platform", "chunk"), [("cpu", 512), ("gpu", 2048), ("tpu", 512)])
 def test_tokens_of_a_prompt_in_a_step(monkeypatch, platform, chunk):
     """What is asked for with a server; what a prompt gets by itself; what a step takes."""

@@ -33,7 +33,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "--input",
         metavar="FILE",
-        help="many prompts, as JSON lines with prompt or messages; - is stdin",
+        help="many prompts: lines of text, or JSON lines with prompt or messages; - is stdin",
     )
     group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
     group.add_argument("--force", action="store_true", help="overwrite --output")

@@ -1,9 +1,9 @@
-"""`rooflax generate --input FILE --output FILE`: prompts from JSON lines, answers in their order.
+"""`rooflax generate --input FILE --output FILE`: prompts from a file, answers in their order.
 
 A line of the input has `prompt` (text or token ids) or `messages`, and may have `id` and fields of
-SamplingParams, which replace the flags'. A line of the output has `id` (else the line's number),
-`text`, `tokens` and `finish_reason`, and of several samples all as `samples`. Started again, it
-goes on behind the answers that are there.
+SamplingParams, which replace the flags'; or all lines are plain text, each a prompt. A line of the
+output has `id` (else the line's number), `text`, `tokens` and `finish_reason`, and of several
+samples all as `samples`. Started again, it goes on behind the answers that are there.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     return 0
 
 
-def json_lines(path: str) -> Iterator[tuple[int, Any]]:
-    """The values of a file's lines that are not empty, each with its number; "-" is stdin.
+def text_lines(path: str) -> list[tuple[int, str]]:
+    """A file's lines that are not empty, each with its number; "-" is stdin.
 
     Raises:
-        RequestError: the file cannot be read, or naming the line that is not JSON.
+        RequestError: the file cannot be read.
     """
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_regular(path)
@@ -76,12 +76,25 @@ def json_lines(path: str) -> Iterator[tuple[int, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError):
-                raise RequestError(f"Line {number} of {path} is not JSON.") from None
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def json_lines(path: str, *, takes_text: bool = False) -> Iterator[tuple[int, Any]]:
+    """The values of a file's lines that are not empty, each with its number.
+
+    Args:
+        takes_text: lines of which the first begins neither an object nor a list are themselves.
+
+    Raises:
+        RequestError: the file cannot be read, or naming the line that is not JSON.
+    """
+    lines = text_lines(path)
+    is_text = takes_text and lines and lines[0][1].lstrip()[0] not in "{["
+    for number, line in lines:
+        try:
+            yield number, {"prompt": line.rstrip("\r")} if is_text else json.loads(line)
+        except (ValueError, RecursionError):
+            raise RequestError(f"Line {number} of {path} is not JSON.") from None
 
 
 def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
@@ -91,7 +104,7 @@ def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
         RequestError: naming the line.
     """
     found = []
-    for number, raw in json_lines(path):
+    for number, raw in json_lines(path, takes_text=True):
         try:
             found.append(_request(llm, number, raw, params))
         except RooflaxError as error:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import re
 import sys
@@ -39,7 +40,27 @@ VERBS = (
     "completion",
 )
 
+ELSEWHERE = {
+    "pull": "a hub id is downloaded when it is first used, as in rooflax chat OWNER/NAME",
+    "download": "a hub id is downloaded when it is first used, as in rooflax chat OWNER/NAME",
+    "run": "a conversation is rooflax chat MODEL, one prompt rooflax generate MODEL -p TEXT",
+    "list": "rooflax models lists what is downloaded",
+    "ls": "rooflax models lists what is downloaded",
+    "ps": "a model runs as long as its command; a server tells /health and /metrics what it does",
+    "stop": "a model runs as long as its command; Ctrl-C or SIGTERM ends it",
+    "rm": "rooflax models --remove ID removes a downloaded model",
+    "show": "rooflax inspect MODEL shows it",
+    "create": "any folder or .gguf file is a MODEL as it is; /system and /params in rooflax chat",
+    "convert": "a checkpoint needs no conversion; rooflax quantize writes one in another format",
+    "lora": "rooflax train fine-tunes all weights of a model",
+    "finetune": "it is rooflax train",
+    "eval": "rooflax perplexity measures a model on a text",
+    "evaluate": "rooflax perplexity measures a model on a text",
+}
+"""Verbs of Ollama, llama.cpp and mlx-lm, and what does the same here."""
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing, which come without a name."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +76,9 @@ def main(argv: Sequence[str]) -> int:
         except BaseException as error:
             verb, _ = split(argv)
             flags = parser_of(verb).flag_names if verb in VERBS else {}
-            return _exit_code(error, flags, verbose=getattr(args, "verbose", False))
+            output = getattr(args, "output", None) or getattr(args, "out", None)
+            verbose = getattr(args, "verbose", False)
+            return _exit_code(error, flags, output=output, verbose=verbose)
     except KeyboardInterrupt:  # a second one, while the first was being dealt with
         return INTERRUPTED
 
@@ -75,6 +98,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
     if first in ("-V", "--version", "version"):
         print(f"rooflax {__version__}")
         return None
+    if first in ELSEWHERE:
+        raise RequestError(f"there is no verb {first!r}: {ELSEWHERE[first]}")
     if first not in VERBS:
         what = "flag" if first.startswith("-") else "verb"
         raise RequestError(
@@ -139,7 +164,9 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool) -> int:
+def _exit_code(
+    error: BaseException, flags: Mapping[str, str], *, output: str | None, verbose: bool
+) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, BrokenPipeError):
@@ -148,7 +175,7 @@ def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool)
     if isinstance(error, KeyboardInterrupt):
         _drop_output()
         return INTERRUPTED
-    code, sentence = _explain(error, flags)
+    code, sentence = _explain(error, flags, output)
     if verbose and code == FAILED:
         import traceback
 
@@ -158,11 +185,12 @@ def _exit_code(error: BaseException, flags: Mapping[str, str], *, verbose: bool)
     return code
 
 
-def _explain(error: BaseException, flags: Mapping[str, str]) -> tuple[int, str]:
+def _explain(error: BaseException, flags: Mapping[str, str], output: str | None) -> tuple[int, str]:
     """The exit code and the sentence of an error.
 
     Args:
         flags: of the verb, by the fields that they set.
+        output: what the command writes; the system does not say where a disk is full.
     """
     text = " ".join(str(error).split())
     if isinstance(error, RooflaxError):
@@ -171,9 +199,12 @@ def _explain(error: BaseException, flags: Mapping[str, str]) -> tuple[int, str]:
         return FAILED, text
     if isinstance(error, RooflaxError):
         return WRONG, text
+    if isinstance(error, FileExistsError | NotADirectoryError) and output is not None:
+        return WRONG, f"{output} cannot be written: a file is in the place of one of its folders"
     if isinstance(error, OSError):
         reason = error.strerror or text or type(error).__name__
-        return FAILED, f"{reason}: {error.filename}" if error.filename else reason
+        where = error.filename or (output if error.errno in OF_DISKS else None)
+        return FAILED, f"{reason}: {where}" if where else reason
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return FAILED, f"out of memory: {text[:300] or 'nothing is left to allocate'}"
     return FAILED, (

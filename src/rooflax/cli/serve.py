@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     with listen(settings) as listener, _signals_end_it():
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        says(f"listening on http://{shown}:{port}; loading {args.model}")
+        url = f"http://{shown}:{port}"
+        says(f"listening on {url}; loading {args.model}")
+        says(f"the page to chat is {url}/, the base URL for OpenAI's clients {url}/v1")
         from rooflax.server.run import Runner
 
         return Runner(settings, _loader(args, template), says).run(listener)

@@ -98,8 +98,8 @@ def _loaded(
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
     with (
-        terminal.status(f"loading {name}", args.quiet or not is_random),
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
+        terminal.status(f"loading {name}", args.quiet or not is_random),
     ):
         return make(plan, progress=bar.update, **given)
 

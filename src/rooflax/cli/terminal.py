@@ -9,20 +9,25 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rooflax.errors import RequestError
 
+SILENT_S = 3
+"""A status that stands longer says its seconds."""
 DIM, PLAIN, CLEAR_LINE = "\033[2m", "\033[0m", "\r\033[K"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def say(line: str = "", *, is_faint: bool = False) -> None:
-    """A line for people, on stderr, without control characters."""
+    """A line for people, on stderr, without control characters; above the status that stands."""
     line = harmless(line)
-    _to_stderr((dim(line, sys.stderr) if is_faint else line) + "\n")
+    with _status.hidden():
+        _to_stderr((dim(line, sys.stderr) if is_faint else line) + "\n")
 
 
 def say_wrapped(text: str, *, is_faint: bool = False) -> None:
@@ -93,6 +98,69 @@ def json_text(document: Any, **how: Any) -> str:
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+class _Status:
+    """The faint line on stderr that says what goes on, and from SILENT_S on for how long.
+
+    Several may be under way, one within another; the innermost is shown.
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[tuple[str, float]] = []
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Callable[[str], None]]:
+        """Gives a function that says what goes on, until the end."""
+        done = threading.Event()
+        with self._lock:
+            self._erase()
+            self._texts.append(("", 0.0))
+            place = len(self._texts) - 1
+
+        def say(text: str) -> None:
+            with self._lock:
+                self._texts[place] = (text, time.monotonic())
+                self._draw()
+
+        def tick() -> None:
+            while not done.wait(1):
+                with self._lock:
+                    if not done.is_set() and place == len(self._texts) - 1:
+                        self._draw()
+
+        threading.Thread(target=tick, daemon=True).start()
+        try:
+            yield say
+        finally:
+            with self._lock:
+                done.set()
+                self._erase()
+                del self._texts[place:]
+                self._draw()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While a line is written in its place."""
+        with self._lock:
+            self._erase()
+            yield
+            self._draw()
+
+    def _erase(self) -> None:
+        if self._texts and self._texts[-1][0]:
+            _to_stderr(CLEAR_LINE)
+
+    def _draw(self) -> None:
+        text, since = self._texts[-1] if self._texts else ("", 0.0)
+        if text:
+            spent = time.monotonic() - since
+            seconds = f" {spent:.0f} s" if spent >= SILENT_S else ""
+            _to_stderr(f"{CLEAR_LINE}{DIM}{text} ...{seconds}{PLAIN}")
+
+
+_status = _Status()
+
+
 @contextlib.contextmanager
 def status(text: str, quiet: bool) -> Iterator[None]:
     """Shows a faint line on stderr while something lasts; on a terminal only."""
@@ -104,34 +172,33 @@ def status(text: str, quiet: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def statuses(quiet: bool) -> Iterator[Callable[[str], None]]:
     """The same of several lines, each in the place of the last."""
-    shown = not quiet and is_terminal(sys.stderr)
-
-    def say(text: str) -> None:
-        if shown:
-            _to_stderr(f"{CLEAR_LINE}{DIM}{text} ...{PLAIN}")
-
-    try:
+    if quiet or not is_terminal(sys.stderr):
+        yield lambda text: None
+        return
+    with _status.shown() as say:
         yield say
-    finally:
-        if shown:
-            _to_stderr(CLEAR_LINE)
 
 
-def byte_progress(text: str, total: int, quiet: bool) -> Any:
+@contextlib.contextmanager
+def byte_progress(text: str, total: int, quiet: bool) -> Iterator[Any]:
     """A tqdm bar of bytes on stderr; on a terminal only, and gone when it is done."""
     from tqdm import tqdm
 
-    return tqdm(
-        desc=text,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        leave=False,
-        delay=0.5,
-        ncols=79,
-        disable=quiet or not is_terminal(sys.stderr),
-    )
+    with (
+        statuses(quiet),  # without a text: an outer one does not write into the bar
+        tqdm(
+            desc=text,
+            total=total,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            leave=False,
+            delay=0.5,
+            ncols=79,
+            disable=quiet or not is_terminal(sys.stderr),
+        ) as bar,
+    ):
+        yield bar
 
 
 def read_stdin() -> str:

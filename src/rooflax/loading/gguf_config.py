@@ -23,7 +23,7 @@ from rooflax.loading.generation_config import GenerationDefaults, generation_def
 from rooflax.loading.gguf import Header
 from rooflax.loading.pooling import GGUF_DENSE, GGUF_POOLING
 from rooflax.models.common import MOST_LAYERS, layer_types
-from rooflax.models.registry import check_waived, read_config
+from rooflax.models.registry import PAGE, check_waived, nearest, read_config
 from rooflax.nn.rope import LEAST, MOST, inverse_frequencies
 
 FAMILIES = {
@@ -279,7 +279,8 @@ class _Metadata:
         if not isinstance(architecture, str) or architecture not in known:
             raise UnsupportedModelError(
                 f"{file.path} holds the architecture {architecture!r:.60}, which is not one of "
-                f"those that rooflax computes: {', '.join(known)}."
+                f"the {len(known)} that rooflax computes{nearest(architecture, known)}. What is "
+                f"computed: {PAGE}."
             )
         parts = file.metadata.get("split.count", 1)
         if type(parts) is not int:

@@ -203,7 +203,8 @@ class Plan(EngineConfig):
                 as many as fit into half of the memory that is free beside the weights.
 
         Raises:
-            RequestError: not even one sequence of `max_model_len` fits, with the arithmetic.
+            RequestError: the weights do not fit, or not even one sequence of `max_model_len` does,
+                with the arithmetic.
         """
         per_step = max(max_tokens_per_step or accelerator.prefill_chunk(), self.max_num_seqs)
         chunk = min(per_step, accelerator.prefill_chunk(), self.max_model_len)
@@ -218,6 +219,8 @@ class Plan(EngineConfig):
             num_groups = len(self.info.config.groups.windows)
             return plan._with_blocks(_checked_blocks(num_blocks, num_groups))
         free = free_bytes(self.shards.num_devices)
+        if free is not None and free < self.memory.weights:
+            self.check_fits()
         if free is not None:
             free -= self.memory.weights
             if self.draft is not None:

@@ -241,13 +241,17 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
     Raises:
         RequestError: more is needed than available.
     """
-    if available is not None and need.total > available:
-        raise RequestError(
-            f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
-            f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and "
-            f"{gib(available)} is free; choose a smaller model or max_model_len, "
-            f"or fewer bits for a weight."
-        )
+    if available is None or need.total <= available:
+        return
+    smaller = "a smaller model or max_model_len, fewer bits for a weight (`quantize`)"
+    if need.weights > available:
+        smaller = "a smaller model, fewer bits for a weight (`quantize`)"
+    raise RequestError(
+        f"{what} needs {gib(need.weights)} for weights + {gib(need.kv_cache)} for the KV cache "
+        f"+ {gib(need.workspace)} of workspace = {gib(need.total)}, and {gib(available)} is free; "
+        f"choose {smaller}, or a weights_budget such as 8GB, which reads the other layers from the "
+        f"file."
+    )
 
 
 def gib(num_bytes: int) -> str:

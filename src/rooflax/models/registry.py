@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.errors import MAX_MEANT, CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
-PAGE = "docs/models.md"
-"""The page of the families, made of what this module knows."""
+PAGE = 'the page "Models that rooflax runs", docs/models.md'
+"""Of the families, made of what this module knows; its title can be looked for."""
 FAMILIES = (
     "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
     "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
@@ -49,10 +50,18 @@ def family(name: str) -> Family:
     """The module of a family, imported when first asked for."""
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"model_type {name!r:.80} is not one of those that rooflax computes: "
-            f"{', '.join(FAMILIES)}."
+            f"model_type {name!r:.80} is not one of the {len(FAMILIES)} that rooflax computes"
+            f"{nearest(name, FAMILIES)}."
         )
     return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """ "; the nearest are X, Y" where some names are close, and nothing where none is."""
+    close = difflib.get_close_matches(str(name)[:MAX_MEANT], list(known), n=3, cutoff=0.65)
+    if not close:
+        return ""
+    return f"; the nearest {'is' if len(close) == 1 else 'are'} {', '.join(close)}"
 
 
 def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> None:

@@ -30,7 +30,7 @@ MOST_DRAFT_TOKENS = 31
 
 def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        wanted = ", ".join(repr(choice) for choice in choices)
+        wanted = ", ".join(repr(choice) for choice in choices if choice is not None)
         raise RequestError(f"{field} is {value!r}; it must be one of {wanted}.", param=field)
 
 

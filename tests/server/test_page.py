@@ -124,10 +124,12 @@ def test_the_page_loads_its_own_files_and_has_nothing_inline():
     loaded = set(re.findall(r'(?:src|href)="([^"]+)"', html)) - {"data:,"}
     assert {f"/{each}" for each in loaded} == set(FILES) - {"/"}
     assert not re.search(r"<style|<script>|\bstyle=|\bon\w+=", html)
-    script, style = ((PAGE / name).read_text("utf-8") for name in ("app.js", "style.css"))
+    names = ("app.js", "highlight.js", "style.css")
+    app, highlight, style = ((PAGE / name).read_text("utf-8") for name in names)
+    script = app + highlight
     assert not re.search(r"innerHTML|insertAdjacentHTML|eval\(|document\.write|Function\(", script)
     assert not re.search(r"https?://(?!\")", script + style) and "@import" not in style
-    assert sum(each.count("\n") for each in (html, script, style)) <= 1200
+    assert sum(each.count("\n") for each in (html, script, style)) <= 1350
 
 
 @pytest.mark.parametrize("name", VENDORED)
@@ -326,6 +328,44 @@ def test_efforts_are_offered_where_the_template_tells_them_apart(page):
     answer_with(page, "Yes.")
     ask(page, "Hi")
     assert [each["reasoning_effort"] for each in asked if each] == ["high"]
+
+
+def test_an_empty_chat_greets_with_examples_that_are_asked(page, scripted):
+    greeting = page.get_by_role("region", name="Examples")
+    assert "A demo of five million parameters" in greeting.inner_text()
+    press(page, "What does zip do?")
+    finished(page)
+    assert questions(page) == ["What does zip do?"] and greeting.is_hidden()
+    press(page, "New chat")
+    assert greeting.is_visible()
+    change_props(page, model_alias="another")
+    page.reload()
+    page.get_by_role("button", name="Write a haiku about the sea.").wait_for()
+    caps = {"chat": False, "tools": False, "efforts": []}
+    change_props(page, model_alias="another", chat_template_caps=caps)
+    page.reload()
+    page.get_by_role("button", name="def add(a, b):").wait_for()
+
+
+def test_code_is_coloured_as_its_language_says(page):
+    code = "```python\ndef f(x):  # \"why\"\n    return '''a\nb''' + str(0x1F) + \"<b>\"\n```"
+    others = "```sql\nselect 'x' -- y\n```\n\n```nothing\ndef f(x): 1\n```"
+    answer_with(page, f"{code}\n\n{others}")
+    ask(page, "Hi")
+
+    def coloured(name):
+        return page.locator(f"pre .{name}").all_inner_texts()
+
+    assert coloured("keyword") == ["def", "return", "select"]
+    assert coloured("comment") == ['# "why"', "-- y"]
+    assert coloured("string") == ["'''a\nb'''", '"<b>"', "'x'"]
+    assert coloured("number") == ["0x1F"] and coloured("called") == ["f", "str"]
+    assert page.locator("pre").all_inner_texts()[2] == "def f(x): 1"
+    colours = (
+        "() => new Set(Array.from(document.querySelectorAll('pre span'), "
+        "(each) => getComputedStyle(each).color)).size"
+    )
+    assert page.evaluate(colours) == 5
 
 
 def test_stop_ends_the_request_and_keeps_what_there_is(page, scripted):
@@ -642,11 +682,19 @@ def test_keys_and_narrow_screens(browser, llm):
         narrow = {"viewport": {"width": 360, "height": 640}, "color_scheme": "dark"}
         watched = Watched(browser, server.url, **narrow)
         page = watched.open()
-        page.locator("#key-said", has_text="There is no valid key").wait_for()
+        page.get_by_role("heading", name="The server asks for a key").wait_for()
+        assert page.locator("#key-said").get_attribute("class") == "key"
         assert page.evaluate("() => document.activeElement.id") == "key"
-        page.keyboard.type("secret")
+        assert page.locator("#system").is_hidden()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Tab")
+        page.locator("#key-said.error", has_text="The server does not know this key").wait_for()
+        page.fill("#key", "secret")
         page.keyboard.press("Tab")
         ready(page)
+        page.locator("#settings").wait_for(state="hidden")
+        press(page, "Settings")
+        assert page.get_by_role("heading", name="Settings").is_visible()
         kept = "() => [sessionStorage, localStorage].map((each) => each.getItem('rooflax-key'))"
         assert page.evaluate(kept) == ["secret", None]
         page.check("#remember")

@@ -1,6 +1,6 @@
 """The chat page: static files without a build step, which ask this server only.
 
-index.html, style.css and app.js are ours; `vendor` holds the Markdown parser and the sanitizer.
+`vendor` holds the Markdown parser and the sanitizer; the rest is ours.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/app.js": ("app.js", _SCRIPT),
+    "/page/highlight.js": ("highlight.js", _SCRIPT),
     "/page/marked.js": ("vendor/marked.umd.js", _SCRIPT),
     "/page/purify.js": ("vendor/purify.min.js", _SCRIPT),
 }

@@ -3,11 +3,18 @@
 // A chat is a tree of messages: each names the one before it, an edit or a further answer begins a
 // branch, and `leaf` is the last message of the branch that is shown. Messages are never removed.
 
+import { highlighted } from "./highlight.js";
+
 const $ = (id) => document.getElementById(id);
 const OPEN_CHAT = "rooflax-chat", KEY = "rooflax-key", THEME = "rooflax-theme";
 const FILE_FORMAT = "rooflax-chats";
 const DRAW_MS = 50, KEEP_MS = 1000, LOOK_MS = 10000, LOOK_AGAIN_MS = 1000, RETRY_S = 5;
 const COMPLETION_TOKENS = 256;
+const DEMO_EXAMPLES = ["What does zip do?", "Write a function that reverses a string.",
+  "Give me JSON with name Ada, age 36.", "How many letters has house?"];
+const EXAMPLES = ["Explain recursion with a small example.", "Write a Python function that reads a CSV file.",
+  "Which questions should I ask before I rent a flat?", "Write a haiku about the sea."];
+const BASE_EXAMPLES = ["def add(a, b):", "import ", "Once upon a time"];
 
 let props = null;      // what /props says, once it could be read
 let chats = [];        // all of them
@@ -96,12 +103,15 @@ function drawBlock(token) {
 
 function dressCode(pre) {
   const box = make("div", { className: "code" });
+  colour(pre.querySelector("code"), pre.textContent, pre.dataset.lang);
   pre.replaceWith(box);
   pre.tabIndex = 0;
   box.append(make("div", { className: "bar" },
     make("span", { textContent: pre.dataset.lang || "code" }),
     copyButton("Copy code", () => pre.textContent)), pre);
 }
+
+const colour = (element, code, language) => element.replaceChildren(...highlighted(code, language));
 
 // A text that grows: blocks that are finished stay as they are, and only the last is read again.
 class Markdown {
@@ -129,7 +139,8 @@ class Markdown {
     const before = this.last?.token;
     if (before?.raw === token.raw) return;
     if (before?.type === "code" && token.type === "code" && before.lang === token.lang) {
-      this.last.block.querySelector("code").textContent = token.text;
+      const pre = this.last.block.querySelector("pre");
+      colour(pre.firstChild, token.text, pre.dataset.lang);
     } else {
       const block = drawBlock(token);
       if (this.last) this.last.block.replaceWith(block);
@@ -385,7 +396,10 @@ async function refusal(found) {
     error.message = said.message;
     error.code = said.code;
   } catch { /* it is no JSON */ }
-  if (found.status === 401) askForKey(error.message);
+  if (found.status === 401) {
+    error.message = "The server asks for an API key; the settings take it.";
+    askForKey();
+  }
   return error;
 }
 
@@ -575,10 +589,27 @@ function draw() {
     views.set(node, { ...view, article });
     return article;
   });
-  $("turns").replaceChildren(...drawn);
+  $("turns").replaceChildren(...(drawn.length ? drawn : greeting()));
   follows = true;
   follow();
   drawMeter();
+}
+
+// What an empty chat shows: who answers, and questions that it can answer.
+function greeting() {
+  if (!props) return [];
+  const isDemo = props.model_alias === "rooflax-chat-5m";
+  const said = isDemo ? "A demo of five million parameters: it explains Python's built-ins, writes "
+    + "small functions and JSON, spells words, and knows no facts."
+    : props.chat_template_caps.chat ? "Your questions stay between this browser and the server."
+      : "This model has no chat template: it goes on with what you write.";
+  const examples = isDemo ? DEMO_EXAMPLES : props.chat_template_caps.chat ? EXAMPLES : BASE_EXAMPLES;
+  return [make("section", { className: "greeting", ariaLabel: "Examples" },
+    make("h2", { textContent: "Ask a question" }), make("p", { textContent: said }),
+    make("div", {}, ...examples.map((each) => button(each, () => {
+      $("input").value = each;
+      send();
+    }))))];
 }
 
 function drawQuestion(node, article, about) {
@@ -834,10 +865,24 @@ function checkTools() {
   $("tools-said").textContent = said;
 }
 
-function askForKey(why) {
-  $("key-said").textContent = why;
+// The settings, reduced to the key until the server takes one or the reader leaves.
+function askForKey() {
+  const isWrong = $("key").value.trim() !== "";
+  $("key-said").textContent = isWrong ? "The server does not know this key."
+    : "Whoever runs the server has one. It is sent to this server alone.";
+  $("key-said").className = isWrong ? "key error" : "key";
+  $("settings-title").textContent = "The server asks for a key";
+  $("close").textContent = "Continue";
+  $("settings").classList.add("asks");
   if (!$("settings").open) $("settings").showModal();
   $("key").focus();
+}
+
+function stopAsking() {
+  $("settings").classList.remove("asks");
+  $("settings-title").textContent = "Settings";
+  $("close").textContent = "Close";
+  $("key-said").textContent = "";
 }
 
 function takeKey() {
@@ -912,12 +957,13 @@ async function readProps() {
     if (!found.ok) { say((await refusal(found)).message); return; }
     props = await found.json();
   } catch { isReached = false; say(LOST, "server"); return; }
-  $("key-said").textContent = "";
+  if ($("settings").classList.contains("asks")) $("settings").close();
   $("model").textContent = document.title = props.model_alias;
   say(props.chat_template_caps.chat ? ""
     : "The model has no chat template: it goes on with what you write");
   drawNumbers();
-  drawMeter();
+  if (chat.leaf < 0) draw();
+  else drawMeter();
 }
 
 // ------------------------------------------------------------------------------------- start
@@ -928,6 +974,7 @@ function listen() {
   $("new").onclick = startChat;
   $("list").onclick = () => showList(!document.body.classList.contains("lists"));
   $("show").onclick = () => { $("settings").showModal(); };
+  $("settings").onclose = stopAsking;
   $("export").onclick = exportChats;
   $("import").onclick = () => $("file").click();
   $("file").onchange = () => { importChats($("file").files[0]); $("file").value = ""; };

@@ -60,6 +60,11 @@ def test_deltas_have_log_probabilities_and_what_stopped_them(llm):
     [
         (lambda m: m.generate("x", {"max_tokens": 3}), "params is {'max_tokens': 3}; it", "params"),
         (lambda m: m.generate("x", temprature=1), r"temprature' \(did you mean temp", "temprature"),
+        (
+            lambda m: m.generate("x", repeat_penalty=1),
+            r"did you mean repetition_p",
+            "repeat_penalty",
+        ),
         (lambda m: m.generate("x", temperature="hot"), "temperature is 'hot'", "temperature"),
         (lambda m: m.generate(5), "The prompt is 5; it must be text", "prompt"),
         (lambda m: m.generate({"a": 1}), "The prompt is {'a': 1}; it must", "prompt"),

@@ -5,7 +5,10 @@ No JAX, so that a terminal can be driven quickly.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import sys
+import termios
 import time
 from types import SimpleNamespace
 
@@ -38,6 +41,8 @@ class Echo:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(PermissionError):  # of a shell's child, which has its terminal
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C there interrupts this process
     chat.open_llm = lambda args: Echo()  # type: ignore[assignment]
     chat.speaks_harmony = lambda tokenizer: False
     sys.exit(main(["chat", *sys.argv[1:]]))

@@ -149,6 +149,14 @@ def test_piped_lines_end_where_one_says_so(talk, harmony, end):
     assert (ran.code, ran.out, ran.err) == (0, "ok\nok\n", "")
 
 
+@pytest.mark.parametrize("text", ["// a comment", "/usr/bin/env?", "/* why */"])
+def test_a_slash_without_a_word_is_no_command(talk, harmony, text):
+    llm = FakeLLM(harmony, ["<|message|>ok"])
+    ran = talk(llm, stdin=f"{text}\n/frob\n".encode())
+    assert (ran.code, ran.out) == (0, "ok\n") and text in llm.asked[0]
+    assert ran.err == "rooflax: /frob is no command; /help lists them.\n"
+
+
 @pytest.mark.parametrize(
     ("said", "name", "value"),
     [

@@ -41,7 +41,6 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.talking", *flags], stdin=inner, stdout=inner,
             stderr=inner, env=os.environ | env, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(inner)
         self.written, self._read = b"", 0

@@ -445,6 +445,8 @@ def test_j5_unknown_fields_are_named(live):
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "y": 1}]}
     )
     assert found.json()["error"]["param"] == "messages[0].y"
+    found = live.post("/v1/completions", {"prompt": "x", "repeat_penalty": 1.1})
+    assert "(did you mean repetition_penalty?)" in found.json()["error"]["message"]
 
 
 def test_j5_unknown_fields_are_reported_where_that_was_chosen(llm):

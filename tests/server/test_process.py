@@ -196,9 +196,7 @@ def test_c13_a_cache_that_cannot_be_written_is_said(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("spare", "what"), [(-1, "the weights leave nothing"), (2**20, "is left for it")]
-)
+@pytest.mark.parametrize(("spare", "what"), [(-1, "--weights-budget"), (2**20, "is left for it")])
 def test_c12_what_does_not_fit_is_not_started(monkeypatch, capfd, spare, what):
     """The limit of the address space leaves too little for the weights, or for the KV cache."""
     spare += make_plan("preset:gpt2-tiny").memory.weights

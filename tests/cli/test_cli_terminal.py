@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from rooflax.cli import chat_input, terminal
 from rooflax.cli.chat_commands import complete
+from rooflax.cli.serve import LogLines
 from rooflax.cli.wrapping import Wrapper
 from tests.cli.terminals import READY, TIMEOUT_S, Terminal
 
@@ -275,11 +277,13 @@ def test_a_line_stands_above_the_status_and_not_in_it(monkeypatch):
             terminal.say("more")
             assert stderr.lines == ["model    x", "more", "starting ..."]
         assert stderr.lines[-1] == "loading the weights ..."
+        LogLines().handle(logging.makeLogRecord({"msg": "GET /health"}))
+        assert stderr.lines[-2:] == ["GET /health", "loading the weights ..."]
         with terminal.byte_progress("loading", 100, quiet=False) as bar:
             bar.update(50)
             terminal.say("said")
             assert stderr.lines[-2:] == ["said", ""]
-    assert stderr.lines == ["model    x", "more", "said", ""]
+    assert stderr.lines == ["model    x", "more", "GET /health", "said", ""]
     with terminal.status("nothing", quiet=True):
         assert stderr.lines[-1] == ""
 

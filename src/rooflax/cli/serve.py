@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or CHAT_NAME
     from rooflax.server.listening import listen
 
-    logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(handlers=[LogLines()], format="%(message)s", level=logging.WARNING)
     logging.getLogger("rooflax.server").setLevel(logging.INFO if args.verbose else logging.WARNING)
     says = (lambda _: None) if args.quiet else terminal.say
     with listen(settings) as listener, _signals_end_it():
@@ -75,6 +74,14 @@ def run(args: argparse.Namespace) -> int:
         from rooflax.server.run import Runner
 
         return Runner(settings, _loader(args, template), says).run(listener)
+
+
+class LogLines(logging.Handler):
+    """Log records as lines on stderr, above a status that stands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one."""
+        terminal.say(self.format(record))
 
 
 @contextlib.contextmanager

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError, RooflaxError, UnsupportedModelError
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.model_info import model_info
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
-from rooflax.models.registry import family, read_config, read_config_json
+from rooflax.models.registry import family, read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.rope import RopeScaling, query_scale, rope_arrays

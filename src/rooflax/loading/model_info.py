@@ -19,6 +19,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.pooling import Pooling, gguf_pooling, read_pooling
@@ -26,7 +27,7 @@ from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
 from rooflax.models.presets import EMBEDDED, EMBEDDED_NAME, PREFIX, preset_config
-from rooflax.models.registry import read_config, read_config_json
+from rooflax.models.registry import read_config
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage

@@ -22,11 +22,12 @@ from rooflax.errors import RequestError
 from rooflax.loading import packed
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_config import read_gguf_config
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.pooling import gguf_pooling, pooling_files, read_pooling
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.offloading import AnyModel, whole
-from rooflax.models.registry import family, read_config_json
+from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot

@@ -8,6 +8,7 @@ go out, ids come in.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.loading.json_files import read_json_object
+from rooflax.loading.json_files import read_file, read_json_object
 
 __all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer", "lone_surrogate"]
 
@@ -38,6 +39,8 @@ MAX_GROWTH = 64
 MAX_SURROUNDING = 1024
 """Tokens that a post-processor may put around a text."""
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENIZER_BYTES = 1 << 29
+"""Of tokenizer.json; Gemma's, with 262,144 tokens, has 33 MB."""
 LONG_TEXT = 16_384
 """Characters that take about 10 ms to encode."""
 
@@ -315,7 +318,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     with _library(f"{path} is not a tokenizer that can be read"):
         if path == vocab:
             return _gpt2_backend(vocab, merges)
-        data = path.read_bytes()
+        data = read_file(path, MAX_TOKENIZER_BYTES) or b""
         # Added tokens pass through the normalizer while the file is read.
         _check_growth(path, "normalizer", _normalizers(data))
         backend = tokenizers.Tokenizer.from_buffer(data)
@@ -496,10 +499,11 @@ def _surround(
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    data = read_file(path)
+    if data is not None:
         try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
+            return {"default": io.TextIOWrapper(io.BytesIO(data), "utf-8").read()}
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
     templates = config.get("chat_template")
     if templates is None:

@@ -328,7 +328,7 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
     tokenizer = _tokenizer(start)
-    ends = start.info.generation_defaults().eos_token_ids if start.info else ()
+    ends = start.info.generation_defaults(tokenizer).eos_token_ids if start.info else ()
     eos = tokenizer.eos_id
     defaults = {}
     if start.info and start.info.folder and start.info.gguf is None:

@@ -131,7 +131,8 @@ def _header(
     if info.pooling and not config.has_head:  # as a file without one says
         config = replace(config, has_head=True, tied_embeddings=True)
     raw = family(info.family).config_to_hf(config)
-    tokenizer, defaults = info.tokenizer(), info.generation_defaults()
+    tokenizer = info.tokenizer()
+    defaults = info.generation_defaults(tokenizer)
     vocabulary, notes = vocabulary_metadata(
         tokenizer,
         config.vocab_size,

@@ -105,12 +105,21 @@ class ModelInfo:
             prequantized=prequantized, own=own,
         )  # fmt: skip
 
-    def generation_defaults(self) -> GenerationDefaults:
+    def generation_defaults(self, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
+        """What the checkpoint says of sampling, and the ids that end a sequence.
+
+        Args:
+            tokenizer: the checkpoint's own, whose end of sequence is one of them.
+
+        Raises:
+            CheckpointError: a value has the wrong type or range.
+        """
         if self.folder is None:
             return GenerationDefaults()
         if self.gguf is not None:
             return gguf_generation_defaults(self.gguf)
-        return read_generation_defaults(self.folder)
+        end = None if tokenizer is None else tokenizer.eos_id
+        return read_generation_defaults(self.folder, tokenizer_eos_id=end)
 
 
 def embedded_folder(name: str = EMBEDDED_NAME) -> Path:

@@ -308,12 +308,13 @@ def _train_tokenizer(documents: list[Any], size: int, start: _Start, out: Path) 
 
 
 def _tokenizer(start: _Start) -> Tokenizer:
-    """The tokenizer, checked to fit the embedding."""
+    """The tokenizer, checked to fit the embedding if it is not the model's own."""
     from rooflax.loading.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(start.tokenizer_folder or "")
     rows = start.config.vocab_size
-    if tokenizer.vocab_size > rows:
+    is_own = start.info is not None and start.tokenizer_folder == start.info.folder
+    if tokenizer.vocab_size > rows and not is_own:
         raise RequestError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding {rows} rows; "
             f"choose a vocab_size of at least {tokenizer.vocab_size}."

@@ -64,17 +64,10 @@ class ModelInfo:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
 
-        Raises:
-            CheckpointError: it has more ids than the model's embedding has rows.
+        It may have ids beyond the rows of the model's embedding, as published ones do (of images);
+        these are never sampled, and a prompt that holds one is rejected.
         """
-        tokenizer = Tokenizer(self.gguf or self.folder or embedded_folder())
-        rows = self.config.vocab_size
-        if tokenizer.vocab_size > rows:
-            raise CheckpointError(
-                f"The tokenizer of {self.name} has ids up to {tokenizer.vocab_size - 1}, but the "
-                f"embedding has {rows} rows; they do not belong together."
-            )
-        return tokenizer
+        return Tokenizer(self.gguf or self.folder or embedded_folder())
 
     def weights(self) -> Source:
         """The tensors of the checkpoint, memory-mapped; not for a preset."""

@@ -57,11 +57,11 @@ def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> 
     Raises:
         RequestError: one of the keys (or patterns) is not there, nor in an object within.
     """
-    found, parts = set(keys), [keys]
+    found, parts = set[str](), [("", keys)]
     while parts:
-        inner = [value for value in parts.pop().values() if isinstance(value, Mapping)]
-        found.update(*inner)
-        parts += inner
+        path, part = parts.pop()
+        found.update(part, (f"{path}{key}" for key in part))
+        parts += [(f"{path}{k}.", v) for k, v in part.items() if isinstance(v, Mapping)]
     for pattern in ignore:
         if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
             raise RequestError(
@@ -73,7 +73,8 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
     """The family's name and its architecture, from the object in config.json.
 
     Args:
-        ignore: further keys (or patterns) to waive.
+        ignore: further keys (or patterns) to waive, those of an object within also with their
+            path.
 
     Raises:
         UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.

@@ -29,7 +29,7 @@ DIGEST = "sha256"
 """Key of data.json: of the text."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 
 

@@ -339,6 +339,14 @@ def test_what_would_change_the_numbers_and_is_not_computed_is_rejected(variant, 
         read_config(goldens.VARIANTS[variant] | change)
 
 
+@pytest.mark.parametrize("value", [{"group_size": 64, "bits": 4}, {"quant_method": "mlx"}, "mlx"])
+def test_mlxs_older_key_says_what_it_is(value):
+    raw = goldens.VARIANTS["llama_gqa"]
+    with pytest.raises(UnsupportedModelError, match="quantised by 'mlx'.*unquantised checkpoint"):
+        read_config(raw | {"quantization": value})
+    assert read_config(raw | {"quantization": None}) == read_config(raw)
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
 def test_quantised_checkpoints_of_other_kinds_are_rejected_by_name(method):
     raw = goldens.VARIANTS["llama_gqa"] | {"quantization_config": {"quant_method": method}}

@@ -15,7 +15,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import GGUFFile, gguf_in, open_gguf
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
@@ -146,8 +146,10 @@ def model_info(
         folder, shown = embedded_folder(model), model
     else:
         folder, shown = resolve(model, revision=revision, offline=offline), model
+    if not any(folder.glob("*.safetensors")):
+        folder = gguf_in(folder) or folder
     if folder.is_file():
-        gguf = GGUFFile(folder)
+        gguf = open_gguf(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
     raw = _with_one_tie(read_config_json(folder), folder)

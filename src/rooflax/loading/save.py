@@ -20,7 +20,7 @@ import numpy as np
 
 from rooflax.errors import RequestError
 from rooflax.loading import packed
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import open_gguf
 from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.json_files import read_config_json
 from rooflax.loading.pooling import gguf_pooling, pooling_files, read_pooling
@@ -71,7 +71,7 @@ def save(
     raw: Mapping[str, Any] = {}
     files: dict[str, File] = {}
     if source is not None:
-        gguf = GGUFFile(source) if source.is_file() else None
+        gguf = open_gguf(source) if source.is_file() else None
         raw = read_gguf_config(gguf)[2] if gguf else read_config_json(source)
         sizes = model.config.hidden_size, model.config.vocab_size
         pooling = gguf_pooling(gguf) if gguf else read_pooling(source, *sizes)

@@ -25,7 +25,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import GGUFFile, open_gguf
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.json_files import read_file, read_json_object
@@ -74,7 +74,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | os.PathLike[str] | GGUFFile):
         if not isinstance(folder, GGUFFile) and Path(folder).is_file():
-            folder = GGUFFile(folder)
+            folder = open_gguf(folder)
         if isinstance(folder, GGUFFile):
             self.folder = folder.path
             found = read_gguf_tokenizer(folder)

@@ -89,6 +89,7 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
         module = family(name)
         reader = ConfigReader(raw, ignore=ignore)
         check_quantization(reader.get("quantization_config", None))
+        check_quantization(reader.get("quantization", None))  # MLX's older key
         config = module.config_from_hf(reader)
         reader.finish()
         _check_layers(config)

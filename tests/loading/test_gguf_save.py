@@ -223,10 +223,11 @@ def test_a_tokenizer_has_no_ids_beyond_the_embedding(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": more[-1]}))
-    ends = {"eos_token_id": [1, tokenizer.token_to_id(more[-2])]}
+    ends = {"eos_token_id": [1, tokenizer.token_to_id(more[-2])], "suppress_tokens": [5]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
     notes = save_gguf(model_info(folder), tmp_path / "m.gguf", "Q8_0")
     assert any(f"no tokens from {rows} on" in note for note in notes)
+    assert any("no suppressed or biased tokens" in note for note in notes)
     assert Tokenizer(tmp_path / "m.gguf").vocab_size == rows
     metadata = GGUFFile(tmp_path / "m.gguf").metadata
     ids = [value for key, value in metadata.items() if key.endswith("_token_id")]

@@ -29,6 +29,7 @@ def files(tmp_path_factory):
     whole, q4 = WHOLE.read_bytes(), gguf_cases.gguf("llama3", "q4_0").read_bytes()
     found = {"README.md": b"x", "config.json": b"{}", "run.py": b"x", "mmproj-Q8_0.gguf": b"x"}
     found |= {f"BF16/m-BF16-{i + 1:05d}-of-00003.gguf": part for i, part in enumerate(parts)}
+    found |= dict.fromkeys(("../m-Q3_K.gguf", "/m-Q3_K.gguf", "a/..\\m-Q3_K.gguf"), q4)
     found |= {"m-Q8_0.gguf": whole, "m.Q4_0.gguf": q4, "m-Q4_K_M.gguf": q4, "m-Q4_K.gguf": q4}
     return found | {"m-Q5_K.gguf": q4, "m-UD-Q5_K.gguf": q4, "m-Q6_K[1].gguf": q4}
 
@@ -118,6 +119,7 @@ def test_one_file_or_all_parts_of_one_are_downloaded(server, quantization, wante
     ("quantization", "said"),
     [
         ("Q2_K", r"has no GGUF file of Q2_K; it has BF16/m-BF16-00001-of-00003.gguf, m-Q4_K.gguf"),
+        ("Q3_K", "has no GGUF file of Q3_K; it has"),  # there are some, outside the folder
         ("Q4", "has no GGUF file of Q4; it has"),
         ("mmproj-Q8_0.gguf", "has no GGUF file of mmproj-Q8_0.gguf; it has"),
         ("Q5_K", "has 2 models of Q5_K; it has m-Q5_K.gguf, m-UD-Q5_K.gguf, of which one can be"),

@@ -124,7 +124,8 @@ class _Repository:
             return self._cached_names()
         with self._errors():
             names = huggingface_hub.HfApi().list_repo_files(self.id, revision=self.revision)
-        return [name for name in names if ".." not in name.split("/")]
+        # A name that leads out of the folder is none of a repository's files.
+        return [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
 
     def _cached_names(self) -> list[str]:
         wanted = self.revision or "main"

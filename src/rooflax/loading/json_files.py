@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.files import read_regular
 
 MAX_FILE_BYTES = 64 << 20
 """Of a file that is read whole; the largest index of a checkpoint has about 20 MB."""
@@ -23,26 +23,11 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
             than `most` bytes, or cannot be read.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody who writes.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        return read_regular(path, most)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"cannot read {path}: it is not a regular file.")
-        if status.st_size > most:
-            raise CheckpointError(
-                f"{path} has {status.st_size} bytes; of such a file at most {most} are read."
-            )
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(most)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
-    finally:
-        os.close(descriptor)
 
 
 def parse_json(path: Path, data: bytes) -> Any:

@@ -1,6 +1,8 @@
 """Text in, text out: batches, samples, stops, log-probabilities, cancellation, rejections."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, load, new_cache, prefill
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, UnsupportedModelError
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -110,9 +112,6 @@ def test_a_stop_id_ends_the_text_and_is_not_part_of_it(llm):
 
 
 def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
-    import json
-    import shutil
-
     whole = llm.generate([PROMPTS[0]], params())[0]
     end = whole.tokens[5]
     first = whole.tokens.index(end)
@@ -140,6 +139,80 @@ def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
         one.tokens == full.tokens[: len(one.tokens)]
         for one, full in zip(drawn, wanted, strict=True)
     )
+
+
+def opened_with(folder, target, **generation):
+    shutil.copytree(folder, target)
+    (target / "generation_config.json").write_text(json.dumps(generation))
+    return LLM(target)
+
+
+def test_what_generation_config_suppresses_biases_and_stops(folder, tmp_path, llm):
+    first = llm.generate([PROMPTS[0]], params(max_tokens=1))[0].tokens[0]
+    banned = [first]
+    for _ in range(2):
+        one = llm.generate([PROMPTS[0]], params(max_tokens=1, banned_token_ids=banned))[0]
+        banned.append(one.tokens[0])
+    first, second, third = banned
+    other = opened_with(
+        folder, tmp_path / "m",
+        suppress_tokens=[first, 10**6], bad_words_ids=[[second]], sequence_bias=[[[250], 50.0]],
+        min_new_tokens=3, do_sample=False,
+    )  # fmt: skip
+    ask = {"max_tokens": 6, "temperature": 0.0}
+    wanted = llm.generate(
+        PROMPTS, params(banned_token_ids=[first, second], logit_bias={250: 50.0}, max_tokens=6)
+    )
+    got = other.generate(PROMPTS, SamplingParams(**ask, ignore_eos=True))
+    assert [c.tokens for c in got] == [c.tokens for c in wanted]
+    # A request adds to what the file says, and its own bias of an id wins.
+    more = other.generate(
+        [PROMPTS[0]],
+        SamplingParams(max_tokens=1, banned_token_ids=[250], logit_bias={third: 90.0}),
+    )
+    assert more[0].tokens == (third,)
+    again = other.generate([PROMPTS[0]], SamplingParams(max_tokens=1, logit_bias={250: -100.0}))
+    assert again[0].tokens == (third,)
+    # min_new_tokens: an end may not come before, though the request lets fewer come.
+    ended = other.generate([PROMPTS[0]], SamplingParams(max_tokens=5, stop_token_ids=[250]))[0]
+    assert len(ended.tokens) > 3 and 250 not in ended.tokens[:3]
+    assert len(other.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].tokens) == 2
+    free = LLM(tmp_path / "m", generation_config="none")
+    one = free.generate([PROMPTS[0]], params(max_tokens=1))[0]
+    assert one.tokens == (first,)
+
+
+def test_lengths_and_stops_of_generation_config(folder, tmp_path, llm):
+    prompt, size = PROMPTS[0], len(PROMPTS[0])
+    whole = llm.generate([prompt], params(max_tokens=12))[0]
+    stop = llm.tokenizer.decode(whole.tokens[4:6])
+    other = opened_with(
+        folder, tmp_path / "a", max_length=size + 9, min_length=size + 4, stop_strings=[stop],
+        do_sample=False,
+    )  # fmt: skip
+    assert stop and stop not in other.generate([prompt])[0].text
+    long = LLM(tmp_path / "a", generation_config="none")
+    assert stop in long.generate([prompt], params(max_tokens=12))[0].text
+    limited = opened_with(folder, tmp_path / "b", max_length=size + 9, min_length=size + 4)
+    end = whole.tokens[0]
+    texts = limited.generate(
+        [prompt], [SamplingParams(temperature=0.0, stop_token_ids=[end], seed=1)]
+    )
+    assert end not in texts[0].tokens[:4] and 4 < len(texts[0].tokens) <= 9
+    assert len(limited.generate([prompt], params(max_tokens=None))[0].tokens) == 9
+    assert len(limited.generate([prompt], params(max_tokens=12))[0].tokens) == 12
+    with pytest.raises(RequestError, match=r"44 tokens .* max_length of 14; give max_tokens"):
+        limited.generate([list(range(44))], params(max_tokens=None))
+
+
+def test_what_generation_config_asks_for_and_is_not_computed(folder, tmp_path):
+    other = opened_with(folder, tmp_path / "m", no_repeat_ngram_size=3)
+    with pytest.raises(UnsupportedModelError, match="'no_repeat_ngram_size' = 3, which rooflax"):
+        other.generate([PROMPTS[0]], params(max_tokens=1))
+    other = LLM(tmp_path / "m", generation_config="none")
+    assert len(other.generate([PROMPTS[0]], params(max_tokens=1))[0].tokens) == 1
+    with pytest.raises(RequestError, match="generation_config is 'some'"):
+        LLM(tmp_path / "m", generation_config="some")
 
 
 @pytest.fixture(scope="module")

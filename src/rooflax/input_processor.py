@@ -6,6 +6,7 @@ It checks a request against the model and the context, before any device is aske
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rooflax.completion import Sample
@@ -33,19 +34,19 @@ class InputProcessor:
 
     def __init__(self, plan: Plan):
         info = plan.info
-        self._has_folder, self._vocab_size = info.folder is not None, info.config.vocab_size
+        self._vocab_size = info.config.vocab_size
         self.max_model_len, self.max_num_seqs = plan.max_model_len, plan.max_num_seqs
-        self.tokenizer, self.defaults = info.tokenizer(), info.generation_defaults()
+        self.tokenizer = info.tokenizer()
+        self.defaults = info.generation_defaults(self.tokenizer)
+        if plan.generation_config == "none":
+            self.forget_sampling_defaults()
         self.grammars = Grammars(self.tokenizer, self._vocab_size, self.stop_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every end-of-sequence id of the checkpoint."""
-        ids = set(self.defaults.eos_token_ids)
-        if not ids and self._has_folder and self.tokenizer.eos_id is not None:
-            ids.add(self.tokenizer.eos_id)
         # What the model cannot generate ends nothing.
-        return frozenset(i for i in ids if 0 <= i < self._vocab_size)
+        return frozenset(i for i in self.defaults.eos_token_ids if i < self._vocab_size)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's ids; ids are taken as they are.
@@ -104,8 +105,9 @@ class InputProcessor:
 
         Raises:
             RequestError: what this model cannot do, or a form that cannot be compiled.
+            UnsupportedModelError: the checkpoint's defaults cannot be computed.
         """
-        asked, given = given.max_tokens, given.with_defaults(self.default_values())
+        asked, given = given.max_tokens, self._with_defaults(given, len(ids))
         vocab = self._vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
@@ -150,6 +152,36 @@ class InputProcessor:
         d = self.defaults
         self.defaults = GenerationDefaults(
             eos_token_ids=d.eos_token_ids, bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id
+        )
+
+    def _with_defaults(self, given: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """What a request leaves open, filled by the checkpoint; what both may say, together."""
+        d = self.defaults
+        d.check()
+        given = given.with_defaults(self.default_values())
+        if d.max_length is not None and given.max_tokens is None:
+            room = d.max_length - num_prompt_tokens
+            if room < 1:
+                raise RequestError(
+                    f"The prompt has {num_prompt_tokens} tokens and the checkpoint's "
+                    f"generation_config.json a max_length of {d.max_length}; give max_tokens.",
+                    param="max_tokens",
+                )
+            given = replace(given, max_tokens=room)
+        least = d.min_new_tokens
+        least = (d.min_length or 0) - num_prompt_tokens if least is None else least
+        least = max(given.min_tokens, min(least, given.max_tokens or least))
+        if not (d.stop or d.banned_token_ids or d.logit_bias) and least == given.min_tokens:
+            return given
+        known = range(self._vocab_size)
+        banned = (*given.banned_token_ids, *(i for i in d.banned_token_ids if i in known))
+        bias = {i: value for i, value in d.logit_bias.items() if i in known}
+        return replace(
+            given,
+            min_tokens=least,
+            stop=tuple(dict.fromkeys((*given.stop, *d.stop))),
+            banned_token_ids=tuple(dict.fromkeys(banned)),
+            logit_bias=bias | dict(given.logit_bias),
         )
 
     def default_values(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ FINDING = {
 }
 SAMPLING = {
     "--max-tokens": ["2"],
+    "--generation-config": ["none"],
     "--temperature": ["0.5"],
     "--top-k": ["3"],
     "--top-p": ["0.5"],

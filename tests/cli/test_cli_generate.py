@@ -89,6 +89,15 @@ def test_log_probabilities_that_are_no_numbers_are_no_json(rooflax, tmp_path):
 
 
 @pytest.mark.every_jax
+def test_defaults_that_cannot_be_computed_are_rejected_before_weights_are_read(rooflax, tmp_path):
+    folder = goldens.write_checkpoint(tmp_path / "m", "llama_gqa", goldens.committed("llama_gqa"))
+    (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3}')
+    ran = rooflax("generate", folder, "-p", "x", "-n", 1)
+    assert ran.code == 2 and "loading" not in ran.err
+    assert "'no_repeat_ngram_size' = 3" in ran.err and "--generation-config none" in ran.err
+    assert rooflax("generate", folder, "-p", "x", "-n", 1, "--generation-config", "none").code == 0
+
+
 def test_beams_come_best_first_with_their_scores(rooflax, llm):
     flags = ("--num-beams", 3, "--length-penalty", 0.5, "--early-stopping", "true", "--samples", 2)
     ran = rooflax("generate", TINY, "-p", PROMPT, "-n", 6, *flags, "--json")

@@ -85,7 +85,8 @@ def test_malformed_index(sharded, weight_map, reason):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "no weight_map")]
+    ("text", "reason"),
+    [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "not a JSON object")],
 )
 def test_index_that_is_not_an_object(sharded, text, reason):
     (sharded / INDEX_FILE).write_text(text)
@@ -93,10 +94,43 @@ def test_index_that_is_not_an_object(sharded, text, reason):
         Checkpoint(sharded)
 
 
-def test_one_name_in_two_shards(sharded):
-    write(sharded / "s2.safetensors", "a", "ccc")
-    with pytest.raises(CheckpointError, match="'a' is in two shards"):
+@pytest.mark.parametrize("of_index", ["s1.safetensors", "s2.safetensors"])
+@pytest.mark.parametrize("first", ["a", "ccc"])
+def test_a_tensor_in_two_shards_is_the_last_ones_by_name_as_in_transformers(
+    sharded, of_index, first
+):
+    arrays = [("a", "F32", (2,), lambda: np.full(2, 9, np.float32))]
+    write_safetensors(
+        sharded / "s2.safetensors",
+        [*arrays, ("ccc", "F32", (2,), lambda: np.full(2, 3, np.float32))],
+    )
+    places = {"a": of_index, "bb": "s1.safetensors", "ccc": "s2.safetensors"}
+    index(sharded, {first: places[first]} | places)
+    checkpoint = Checkpoint(sharded)
+    assert sorted(checkpoint.names()) == ["a", "bb", "ccc"]
+    np.testing.assert_array_equal(checkpoint.read("a"), [9, 9])
+    np.testing.assert_array_equal(checkpoint.read("bb"), [2, 2])
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": f"{LONG}.safetensors"},
+        {"a": LONG},
+        {"a": f"../{LONG}.safetensors"},
+        {"a": [LONG]},
+        {LONG: "s1.safetensors"},
+        {LONG: 1},
+    ],
+)
+def test_long_names_are_shortened(sharded, weight_map):
+    index(sharded, weight_map)
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint(sharded)
+    assert len(str(caught.value)) < 400 + len(str(sharded))
 
 
 def test_missing_and_empty_folder(tmp_path):

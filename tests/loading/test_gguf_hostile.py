@@ -151,7 +151,6 @@ REFUSED = {
         "architecture 'mamba'.*not one of the \\d+ that .*computes\\. What .*docs/models.md",
     ),
     "no architecture": ([u32("a", 1)], "architecture None"),
-    "split": (architecture("llama", u32("split.count", 3)), "one of 3 parts"),
     "unknown key": (architecture("llama", u32("llama.novel_trick", 1)), "'llama.novel_trick'"),
     "experts": (architecture("qwen2", u32("qwen2.expert_count", 8)), "qwen2.expert_count = 8"),
     "layer by layer": (
@@ -229,10 +228,6 @@ NUMBERS = struct.pack("<IQ2I", 4, 2, 1, 2)
 ARRAYS = {
     "architecture": ([pair("general.architecture", 9, STRINGS)], "the architecture .'llama'."),
     "architectures": ([pair("general.architecture", 9, NUMBERS)], "the architecture array"),
-    "parts": (
-        [pair("general.architecture", 8, text("llama")), pair("split.count", 9, NUMBERS)],
-        "split.count is not one whole number",
-    ),
 }
 
 

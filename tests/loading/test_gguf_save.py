@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 
 from rooflax import LLM, load
 from rooflax.cli.main import main
@@ -211,6 +212,26 @@ def test_a_tokenizer_comes_back(name, tmp_path):
     known = {theirs.token_to_id(text) for text in texts} - {None}  # as llama.cpp
     assert set(defaults.eos_token_ids) == set(wanted.eos_token_ids) | known
     assert defaults.sampling == wanted.sampling
+
+
+def test_a_tokenizer_has_no_ids_beyond_the_embedding(tmp_path):
+    folder = gguf_cases.write_family(tmp_path / "m", "llama", "gpt-2")
+    rows = model_info(folder).config.vocab_size
+    more = [f"<extra_{i}>" for i in range(rows)]  # past the end, wherever the tokenizer ends
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(more)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": more[-1]}))
+    ends = {"eos_token_id": [1, tokenizer.token_to_id(more[-2])], "suppress_tokens": [5]}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    notes = save_gguf(model_info(folder), tmp_path / "m.gguf", "Q8_0")
+    assert any(f"no tokens from {rows} on" in note for note in notes)
+    assert any("no suppressed or biased tokens" in note for note in notes)
+    assert Tokenizer(tmp_path / "m.gguf").vocab_size == rows
+    metadata = GGUFFile(tmp_path / "m.gguf").metadata
+    ids = [value for key, value in metadata.items() if key.endswith("_token_id")]
+    assert ids and max(ids) < rows
 
 
 def test_gemma4s_tokenizer_without_bos_comes_back_and_llama_cpp_is_said_to_put_one(tmp_path):

@@ -138,16 +138,80 @@ def test_tokens_that_only_the_config_declares_are_added_as_transformers_does(
     assert ours.token_to_id("<extra>") == next_id
 
 
-def test_a_padding_token_that_the_vocabulary_lacks_is_ignored(write_folder, tmp_path):
-    size = Tokenizer(write_folder(tmp_path, "gpt2")).vocab_size
-    tokenizer = Tokenizer(write_folder(tmp_path, "gpt2", pad_token="<pad>"))
-    assert tokenizer.vocab_size == size
-    assert "pad_token" not in tokenizer.special_tokens
-    assert tokenizer.token_to_id("<pad>") is None
-    declared = {str(size): {"content": "<pad>", "special": True}}
-    write_folder(tmp_path, "gpt2", pad_token="<pad>", added_tokens_decoder=declared)
-    assert Tokenizer(tmp_path).special_tokens["pad_token"] == "<pad>"
-    assert Tokenizer(tmp_path).token_to_id("<pad>") == size
+NO_ROLE = {"__type": "AddedToken", "content": "<img>", "lstrip": True, "special": True}
+DECLARED = {
+    "extra": ({"extra_special_tokens": ["<img>", "<dom>"]}, {}, {}),
+    "extra by name": ({"extra_special_tokens": {"image_token": "<img>", "x": "<dom>"}}, {}, {}),
+    "additional": ({"additional_special_tokens": ["<img>", "<dom>"]}, {}, {}),
+    "objects": ({"additional_special_tokens": [NO_ROLE, "<dom>"]}, {}, {}),
+    "a role of its own": ({"image_token": "<img>", "pad_token": "<dom>"}, {}, {}),
+    "padding": ({"pad_token": "<dom>", "extra_special_tokens": ["<img>"]}, {}, {}),
+    "with ids": (
+        {"added_tokens_decoder": {"9000": {"content": "<dom>"}, "500": {"content": "<img>"}}},
+        {"additional_special_tokens": ["<no>"]}, {"<no>": 1},
+    ),
+    "with ids and extra": (
+        {"added_tokens_decoder": {"9000": {"content": "<dom>"}},
+         "extra_special_tokens": ["<img>", "<dom>"]}, {}, {},
+    ),
+    "map": ({}, {"additional_special_tokens": ["<img>", "<dom>"]}, {}),
+    "map with objects": (
+        {}, {"eos_token": {"content": "<img>"}, "extra_special_tokens": ["<dom>"]}, {},
+    ),
+    "both": (
+        {"extra_special_tokens": ["<img>"]}, {"extra_special_tokens": ["<dom>", "<img>"]}, {},
+    ),
+    "added": ({}, {}, {"<img>": 9001, "<dom>": 9000}),
+    "added and special": (
+        {"extra_special_tokens": ["<img>"]}, {}, {"<dom>": 9000, "<img>": 9001, "word": 9002},
+    ),
+    "in the vocabulary": ({"extra_special_tokens": ["the", "<dom>"]}, {}, {"is": 9}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+@pytest.mark.parametrize("case", DECLARED)
+def test_tokens_declared_beside_tokenizer_json_have_transformers_ids(
+    write_folder, tmp_path, kind, case
+):
+    config, legacy, added = DECLARED[case]
+    folder = write_folder(tmp_path, kind, **config)
+    for name, found in (("special_tokens_map.json", legacy), ("added_tokens.json", added)):
+        if found:
+            (folder / name).write_text(json.dumps(found))
+    ours, theirs = Tokenizer(folder), auto_tokenizer(folder)
+    for text in ("<dom>", "a <img> <dom>b<dom>", "the wordis <img>", "<no><img", "plain"):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+        assert ours.decode(ours.encode(text)) == theirs.decode(
+            theirs(text)["input_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+    wanted = {"<img>", "<dom>"} & set(theirs.get_vocab())
+    assert all(len(ours.encode(text, add_special_tokens=False)) == 1 for text in wanted)
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, data in ours.files().items():
+        (again / name).write_bytes(data)
+    assert Tokenizer(again).encode("a<img><dom>") == ours.encode("a<img><dom>")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("added_tokens.json", {"<x>": -1}, "must map tokens to ids"),
+        ("added_tokens.json", {"<x>": "1"}, "must map tokens to ids"),
+        ("added_tokens.json", [], "not a JSON object"),
+        ("special_tokens_map.json", {"additional_special_tokens": [5]}, "are no tokens"),
+        ("special_tokens_map.json", {"extra_special_tokens": {"a": None}}, "are no tokens"),
+        ("special_tokens_map.json", {"additional_special_tokens": 7}, "are no tokens"),
+    ],
+)
+def test_declarations_of_another_form_are_rejected(write_folder, tmp_path, name, value, said):
+    folder = write_folder(tmp_path, "gpt2")
+    (folder / name).write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match=said):
+        Tokenizer(folder)
 
 
 DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

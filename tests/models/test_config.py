@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError, RooflaxError, UnsupportedModelError
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.model_info import model_info
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build, resolve_max_model_len
 from rooflax.models.presets import PRESETS, preset_config
-from rooflax.models.registry import family, read_config, read_config_json
+from rooflax.models.registry import family, read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.rope import RopeScaling, query_scale, rope_arrays
@@ -306,7 +307,6 @@ def test_benign_keys_are_waived_by_name_or_pattern(name):
         ("gpt2", {"add_cross_attention": True}),
         ("gpt2", {"activation_function": "mish"}),
         ("llama_gqa", {"hidden_act": "mish"}),
-        ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama_gqa", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}),
         ("llama_gqa", {"partial_rotary_factor": 0.5}),
         ("llama_gqa", {"pruned_heads": {"1": [0]}}),
@@ -337,6 +337,14 @@ def test_what_would_change_the_numbers_and_is_not_computed_is_rejected(variant, 
         UnsupportedModelError, match=next(iter(change)).replace("rope_scaling", "RoPE")
     ):
         read_config(goldens.VARIANTS[variant] | change)
+
+
+@pytest.mark.parametrize("value", [{"group_size": 64, "bits": 4}, {"quant_method": "mlx"}, "mlx"])
+def test_mlxs_older_key_says_what_it_is(value):
+    raw = goldens.VARIANTS["llama_gqa"]
+    with pytest.raises(UnsupportedModelError, match="quantised by 'mlx'.*unquantised checkpoint"):
+        read_config(raw | {"quantization": value})
+    assert read_config(raw | {"quantization": None}) == read_config(raw)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
@@ -573,6 +581,70 @@ def test_an_mscale_of_zero_counts_as_absent():
     assert decoder.ropes[0].scaling.attention_factor == 0.1 * math.log(64) + 1
     other = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}
     assert decoder != read_config(raw | {"rope_scaling": other})[1]
+
+
+@pytest.mark.parametrize("variant", ["llama_gqa", "hunyuan_v1_dense", "gemma3_text"])
+def test_dynamic_scaling_changes_nothing_within_the_models_context(variant):
+    raw = {k: v for k, v in goldens.VARIANTS[variant].items() if not k.startswith("rope_")}
+    for more in ({}, {ORIGINAL: 64}, {"finetuned": None}):
+        for key in ("rope_type", "type") if variant != "gemma3_text" else ("rope_type",):
+            scaling = {"rope_scaling": {key: "dynamic", "factor": 4.0} | more}
+            assert read_config(raw | scaling) == read_config(raw)
+    for factor in (None, 0, "x", math.inf):
+        with pytest.raises(CheckpointError, match=r"rope_scaling.factor"):
+            read_config(raw | {"rope_scaling": {"rope_type": "dynamic", "factor": factor}})
+
+
+@pytest.mark.parametrize(
+    ("variant", "part"),
+    [
+        ("llama_gqa", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("llama_gqa", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+        ("olmo3", {"rope_scaling": LLAMA3.to_hf()}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "default"},
+                                             "sliding_attention": {"rope_type": "default"}}}),
+        ("gemma3", {"text_config": goldens.VARIANTS["gemma3_text"]}),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 50.0}}),
+    ],
+    ids=["scaling", "parameters", "llama3", "kinds", "part", "alpha"],
+)  # fmt: skip
+def test_a_key_of_an_object_within_is_waived_by_its_name_or_with_its_path(variant, part):
+    raw = goldens.VARIANTS.get(variant, {"model_type": variant})
+    raw = {k: v for k, v in raw.items() if not k.startswith("rope_")} | part
+    wanted = read_config(raw)
+
+    def with_key(value, where):
+        inner = value[where[0]]
+        inner = with_key(inner, where[1:]) if where[1:] else inner | {"finetuned": True}
+        return value | {where[0]: inner}
+
+    (first,) = part
+    paths = [[first, kind] for kind in part[first] if kind.endswith("_attention")] or [[first]]
+    for where in paths:
+        other = with_key(raw, where)
+        with pytest.raises(UnsupportedModelError, match=r"'finetuned'.*ignore_config_keys finetun"):
+            read_config(other)
+        for name in ("finetuned", ".".join([*where, "finetuned"]), f"{where[0]}.*tuned"):
+            assert read_config(other, ignore=[name]) == wanted
+        for name in ("rope.finetuned", f"x.{where[0]}.finetuned"):
+            with pytest.raises(RequestError, match="which config.json does not have"):
+                read_config(other, ignore=[name])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_null_is_absence_at_every_level(name):
+    raw = goldens.VARIANTS[FAMILIES[name]]
+    more = {"sliding_window_pattern_": None, "new_attention_trick": None, "rope_scaling": None}
+    more = {key: value for key, value in more.items() if key not in raw}
+    assert read_config(raw | more) == read_config(raw)
+    for key, value in raw.items():
+        if isinstance(value, dict) and key in ("text_config", "rope_scaling", "rope_parameters"):
+            assert read_config(raw | {key: value | {"new_trick": None}}) == read_config(raw)
+
+
+def test_a_null_window_of_a_family_without_windows():
+    raw = goldens.VARIANTS["llama_gqa"]
+    assert read_config(raw | {"sliding_window": None, "attn_logit_cap": None}) == read_config(raw)
 
 
 def test_queries_may_grow_by_nothing():

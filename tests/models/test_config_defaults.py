@@ -149,11 +149,14 @@ def test_a_share_of_rope_that_is_null_is_all(variant, tmp_path, monkeypatch):
 TOP = {}, {"rope_theta": 77.0}
 LINEAR, BY_TYPE = {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 SPELLINGS = (
     *TOP,
     *({"rope_scaling": one} | top for one in (LINEAR, BY_TYPE, LINEAR | {"rope_theta": 55.0})
       for top in TOP),
     *({"rope_parameters": rope | inner} | top for rope in (LINEAR, BY_TYPE, DEFAULT)
+      for inner in ({}, {"rope_theta": 55.0}) for top in TOP),
+    *({key: DYNAMIC | inner} | top for key in ("rope_scaling", "rope_parameters")
       for inner in ({}, {"rope_theta": 55.0}) for top in TOP),
     *({"rope_parameters": one | inner, "rope_scaling": other} | top
       for one in (LINEAR, DEFAULT, {}) for inner in TOP

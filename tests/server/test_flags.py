@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 
 import pytest
 
@@ -67,8 +66,6 @@ def observe(monkeypatch, tmp_path, capfd):
             self.llm = argparse.Namespace(tokenizer=argparse.Namespace(chat_templates={}))
             self.llm.info = argparse.Namespace(pooling=())  # so that nothing is measured
             asked.append((plan.info.name, str(plan), str(given), self.llm))
-            forgets = partial(asked.append, "the defaults are forgotten")
-            self.llm.processor = argparse.Namespace(forget_sampling_defaults=forgets)
 
     class Runner:
         def __init__(self, settings, load, says):

@@ -61,6 +61,7 @@ def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
     for one in SAMPLING.values():
         if one.flags and (samples or not one.per_prompt):
             add_field(parser, replace(one, shown_default=defaults.get(one.name, one.shown_default)))
+    add_field(parser, SETTINGS["generation_config"])
 
 
 def add_field(parser: Parser, one: Declaration, *, lists: bool = False) -> None:

@@ -59,9 +59,9 @@ def document() -> dict[str, Any]:
 def embedded() -> list[dict[str, Any]]:
     """The embedded models that this installation has whole."""
     from rooflax.errors import RooflaxError
+    from rooflax.loading.json_files import read_config_json
     from rooflax.loading.model_info import embedded_folder
     from rooflax.models.presets import EMBEDDED
-    from rooflax.models.registry import read_config_json
 
     found = []
     for name in EMBEDDED:

@@ -38,7 +38,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     for one in declarations(Settings).values():
         flags.add_field(parser, one)
-    for name in ("max_num_seqs", "max_tokens_per_step"):
+    for name in ("max_num_seqs", "max_tokens_per_step", "generation_config"):
         flags.add_field(parser, flags.SETTINGS[name])
     flags.add_max_model_len(parser)
     flags.add_precision(parser)
@@ -191,8 +191,6 @@ def _loader(
         if template is not None:
             engine.llm.tokenizer.chat_templates = {"default": template}
             engine.llm.tokenizer.response_template = None  # it is of the template before
-        if args.generation_config == "none":
-            engine.llm.processor.forget_sampling_defaults()
         _warn_of_cache()
         if engine.llm.info.pooling is None:
             _warn_of_template(engine.llm)

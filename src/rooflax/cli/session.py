@@ -93,6 +93,8 @@ def _loaded(
     given["check"] = getattr(args, "check", False)
     asked = {name: given.pop(name) for name in PLANNED & given.keys()}
     plan = make_plan(args.model, options=options, **asked)
+    if asked.get("generation_config") == "auto":  # the verb generates
+        plan.info.generation_defaults().check()
     name, is_random = plan.info.name, plan.info.folder is None
     if plan.info.left_out and not args.quiet:
         towers = " and ".join(plan.info.left_out)

@@ -29,7 +29,7 @@ DIGEST = "sha256"
 """Key of data.json: of the text."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 
 
@@ -308,12 +308,13 @@ def _train_tokenizer(documents: list[Any], size: int, start: _Start, out: Path) 
 
 
 def _tokenizer(start: _Start) -> Tokenizer:
-    """The tokenizer, checked to fit the embedding."""
+    """The tokenizer, checked to fit the embedding if it is not the model's own."""
     from rooflax.loading.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(start.tokenizer_folder or "")
     rows = start.config.vocab_size
-    if tokenizer.vocab_size > rows:
+    is_own = start.info is not None and start.tokenizer_folder == start.info.folder
+    if tokenizer.vocab_size > rows and not is_own:
         raise RequestError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding {rows} rows; "
             f"choose a vocab_size of at least {tokenizer.vocab_size}."
@@ -328,7 +329,7 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
     tokenizer = _tokenizer(start)
-    ends = start.info.generation_defaults().eos_token_ids if start.info else ()
+    ends = start.info.generation_defaults(tokenizer).eos_token_ids if start.info else ()
     eos = tokenizer.eos_id
     defaults = {}
     if start.info and start.info.folder and start.info.gguf is None:

@@ -37,6 +37,7 @@ from rooflax.fields.kinds import (
 
 MAX_LOGIT_BIAS = 1024
 """Of logit_bias and banned_token_ids together; a fixed size of the sampler's row."""
+MAX_BIAS = 100
 MAX_ALLOWED_IDS = 1024
 MAX_STOP_IDS = 32
 """Stop ids that the device knows; min_tokens needs all of them there."""
@@ -276,7 +277,7 @@ class SamplingFields:
         PENALTY, "subtracted from a token's logit per use", unset=0.0, shows_range=True,
         metavar="X", http=BOTH, on_page=True, column="float")
     logit_bias: Mapping[int, float] = _field(
-        Bias(Number(-100, 100)), "added to the logits of token ids", factory=dict,
+        Bias(Number(-MAX_BIAS, MAX_BIAS)), "added to the logits of token ids", factory=dict,
         shows_range=True, metavar="ID=VALUE", http=BOTH)
     allowed_token_ids: tuple[int, ...] = _field(
         Several(Whole(), MAX_ALLOWED_IDS), "the only ids that may be chosen; empty allows all",

@@ -6,7 +6,6 @@ mean: names, shapes and types are checked against a model elsewhere.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.json_files import read_json_object
 from rooflax.loading.safetensors import SafetensorsFile, TensorInfo, conversion_command
 
 WEIGHTS_FILE = "model.safetensors"
@@ -30,8 +30,10 @@ class Checkpoint:
 
     Raises:
         CheckpointError: the folder is missing or has no safetensors, the index is malformed or
-            names a shard that is missing or outside the folder, a shard lacks a tensor that the
-            index places there, or two shards hold the same name.
+            names a shard that is missing or outside the folder, or a shard lacks a tensor that the
+            index places there.
+
+    A tensor in two shards is the last one's by name, as in transformers.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -45,38 +47,31 @@ class Checkpoint:
             weight_map, shards = {}, [WEIGHTS_FILE]
         elif (self.folder / INDEX_FILE).exists():
             weight_map = _read_index(self.folder / INDEX_FILE)
-            shards = list(dict.fromkeys(weight_map.values()))
+            shards = sorted(set(weight_map.values()))
         else:
             raise _no_weights(self.folder)
         self.files: list[SafetensorsFile] = []
         self._owner: dict[str, SafetensorsFile] = {}
-        for shard in shards:
-            self._add(shard)
-        self._check_against(weight_map)
-        self.metadata = self.files[0].metadata
-
-    def _add(self, shard: str) -> None:
-        path = self.folder / shard
-        if not path.is_file():
-            raise CheckpointError(f"{self.folder / INDEX_FILE} names the shard {shard}, not there")
-        file = SafetensorsFile(path)
-        self.files.append(file)
-        for name in file.names():
-            if name in self._owner:
-                other = self._owner[name].path.name
-                raise CheckpointError(
-                    f"tensor {name!r} is in two shards of {self.folder}: {other} and {shard}"
-                )
-            self._owner[name] = file
-
-    def _check_against(self, weight_map: dict[str, str]) -> None:
+        by_shard = {shard: self._add(shard) for shard in shards}
         for name, shard in weight_map.items():
-            owner = self._owner.get(name)
-            if owner is None or owner.path.name != shard:
+            if name not in by_shard[shard]:
                 raise CheckpointError(
-                    f"{self.folder / INDEX_FILE} places the tensor {name!r} in {shard}, "
+                    f"{self.folder / INDEX_FILE} places the tensor {name!r:.80} in {shard:.80}, "
                     "which does not hold it"
                 )
+        self.metadata = self.files[0].metadata
+
+    def _add(self, shard: str) -> set[str]:
+        """The names of a shard's tensors, which lie over those of the shards before."""
+        path = self.folder / shard
+        if not os.path.isfile(path):  # false, unlike Path's, for a name that no file can have
+            raise CheckpointError(
+                f"{self.folder / INDEX_FILE} names the shard {shard:.80}, not there"
+            )
+        file = SafetensorsFile(path)
+        self.files.append(file)
+        self._owner |= dict.fromkeys(file.names(), file)
+        return set(file.names())
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._owner:
@@ -114,18 +109,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor names to files")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{path} places the tensor {name!r} in {shard!r}, not a file")
+            raise CheckpointError(
+                f"{path} places the tensor {name!r:.80} in {shard!r:.80}, not a file"
+            )
         _check_shard_name(path, shard)
     return weight_map
 
@@ -134,9 +125,9 @@ def _check_shard_name(index: Path, shard: str) -> None:
     # The hub's cache makes every file a link to ../../blobs, so the file may be a link; but the
     # name itself must not lead anywhere else.
     if shard in ("", ".", "..") or any(mark in shard for mark in "/\\\0:"):
-        raise CheckpointError(f"{index} names the shard {shard!r}, which is not in its own folder")
+        raise CheckpointError(f"{index} names the shard {shard!r:.80}, not in its own folder")
     if not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{index} names the shard {shard!r}, which is not a .safetensors")
+        raise CheckpointError(f"{index} names the shard {shard!r:.80}, which is not a .safetensors")
 
 
 def _no_weights(folder: Path) -> CheckpointError:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -83,7 +84,7 @@ class Header(Protocol):
 
 
 class GGUFFile:
-    """A validated, memory-mapped GGUF file.
+    """A validated, memory-mapped GGUF file; `open_gguf` also opens one of several parts.
 
     Attributes:
         metadata: key to value: int, float, bool, str, an array of numbers, or a list of strings.
@@ -106,6 +107,7 @@ class GGUFFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
+        self._parts: dict[str, GGUFFile] = {}
         self._infos: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}
         self._types: dict[str, BlockType] = {}
@@ -172,9 +174,20 @@ class GGUFFile:
                 )
             self._begins[name] = start + offset
 
+    def join(self, other: GGUFFile) -> None:
+        """Takes the tensors of a further part as its own.
+
+        Raises:
+            CheckpointError: a tensor is in both.
+        """
+        for name in other.names():
+            if name in self._infos or name in self._parts:
+                raise self._bad(f"its part {other.path.name} has the tensor {name!r} again")
+            self._parts[name] = other
+
     def names(self) -> list[str]:
         """The tensors' names, in the file's order."""
-        return list(self._infos)
+        return [*self._infos, *self._parts]
 
     def info(self, name: str) -> TensorInfo:
         """Type (as ggml calls it), shape (outermost axis first) and bytes of a tensor.
@@ -182,6 +195,8 @@ class GGUFFile:
         Raises:
             CheckpointError: there is no tensor of this name.
         """
+        if name in self._parts:
+            return self._parts[name].info(name)
         if name not in self._infos:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return self._infos[name]
@@ -192,6 +207,8 @@ class GGUFFile:
         Plain types come as arrays of their shape; of block types the last axis is bytes,
         uint8 [..., blocks, bytes of a block].
         """
+        if name in self._parts:
+            return self._parts[name].read(name)
         info, kind = self.info(name), self._types[name]
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, self._begins[name])
         if info.dtype in PLAIN:
@@ -207,10 +224,112 @@ class GGUFFile:
         self._advise(name, "MADV_WILLNEED")
 
     def _advise(self, name: str, advice: str) -> None:
+        if name in self._parts:
+            self._parts[name]._advise(name, advice)
+            return
         end = self._begins[name] + self.info(name).nbytes
         begin = self._begins[name] // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin and hasattr(self._map, "madvise"):
             self._map.madvise(getattr(mmap, advice), begin, end - begin)
+
+
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def first_part(name: str) -> str:
+    """The name of the first part of a file that is split, as llama.cpp names them; else its own."""
+    part = _PART.fullmatch(name)
+    return f"{part['stem']}-00001-of-{part['count']}.gguf" if part else name
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """A GGUF file; of one that is split, any part opens all of them.
+
+    Raises:
+        CheckpointError: `GGUFFile` rejects a part, one is missing, or they are not of one file.
+    """
+    path = Path(path)
+    file = GGUFFile(path)
+    count = _split_number(file, "count", 1)
+    if count in (0, 1):
+        return file
+    named, digits = _PART.fullmatch(path.name), f"{count:05d}"
+    if named is None or named["count"] != digits:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, whose names must end in -00001-of-{digits}.gguf and "
+            f"so on; give it its name back, or join the parts with llama-gguf-split --merge."
+        )
+    names = [f"{named['stem']}-{i:05d}-of-{digits}.gguf" for i in range(1, count + 1)]
+    missing = [name for name in names if not os.path.isfile(path.with_name(name))]
+    if missing:
+        raise CheckpointError(
+            f"{path} is one of {count} parts; beside it, {len(missing)} are missing: "
+            f"{', '.join(missing[:3])}{' ...' if missing[3:] else ''}."
+        )
+    parts = [file if name == path.name else GGUFFile(path.with_name(name)) for name in names]
+    for number, part in enumerate(parts):
+        stated = _split_number(part, "no", 0), _split_number(part, "count", 1)
+        if stated != (number, count):
+            raise CheckpointError(
+                f"{part.path} says that it is part {stated[0] + 1} of {stated[1]}; its name says "
+                f"{number + 1} of {count}."
+            )
+    first, *others = parts
+    for part in others:
+        first.join(part)
+    total = _split_number(first, "tensors.count", len(first.names()))
+    if total != len(first.names()):
+        raise CheckpointError(
+            f"{first.path} has {total} tensors in all its parts, which hold {len(first.names())}."
+        )
+    return first
+
+
+def _split_number(file: GGUFFile, key: str, default: int) -> int:
+    value = file.metadata.get(f"split.{key}", default)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{file.path}: split.{key} is not one whole number.")
+    return value
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The one model among a folder's GGUF files, of a split one the first part; None without any.
+
+    Raises:
+        CheckpointError: there are several, or files of other kinds alone.
+    """
+    found = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    names = list(model_files(path.name for path in found))
+    if len(names) > 1:
+        names = [name for name in names if _is_model(folder / name)] or names
+    if len(names) == 1:
+        return folder / names[0]
+    if not found or (not names and (folder / "config.json").is_file()):
+        return None
+    if not names:
+        raise CheckpointError(f"{folder} has {found[0].name}, which is no model of its own.")
+    raise CheckpointError(
+        f"{folder} holds {len(names)} models: {', '.join(names[:8])}{' ...' if names[8:] else ''}; "
+        f"name one of them, as in {folder / names[0]}."
+    )
+
+
+def model_files(names: Iterable[str]) -> dict[str, list[str]]:
+    """GGUF files that may be models, each with the names of its parts, by that of the first."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        beside = any(kind in name.lower().rpartition("/")[2] for kind in ("mmproj", "imatrix"))
+        if name.endswith(".gguf") and not beside:
+            found.setdefault(first_part(name), []).append(name)
+    return found
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file says that it is a model; a damaged one is left to be opened by name."""
+    try:
+        return GGUFFile(path).metadata.get("general.type", "model") == "model"
+    except CheckpointError:
+        return True
 
 
 class _Cursor:

@@ -77,6 +77,13 @@ HEADS_PER_KIND = ("gemma4_text",)
 QUERY_SCALE = ("gemma3_text",)
 ALL_ATTENTION = ("granitemoehybrid",)
 """Families that may have Mamba layers, which their files here have not."""
+NOT_MODELS = {
+    "adapter": "an adapter (LoRA), which rooflax does not read; merge it into its base model",
+    "mmproj": "the image or audio part of a model (mmproj); name the model's own file",
+    "imatrix": "an importance matrix and no model",
+    "vocab": "a vocabulary without weights",
+}
+"""Values of `general.type`, and what such a file is."""
 WAIVED: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("granite", "granitemoehybrid"), ("ssm.*", "expert_shared_feed_forward_length")
 )
@@ -275,20 +282,15 @@ class _Metadata:
     def __init__(self, file: Header):
         self.file = file
         architecture = file.metadata.get("general.architecture")
+        kind = file.metadata.get("general.type")
+        if isinstance(kind, str) and kind in NOT_MODELS:
+            raise UnsupportedModelError(f"{file.path} is {NOT_MODELS[kind]}.")
         known = FAMILIES | BOTH_WAYS
         if not isinstance(architecture, str) or architecture not in known:
             raise UnsupportedModelError(
                 f"{file.path} holds the architecture {architecture!r:.60}, which is not one of "
                 f"the {len(known)} that rooflax computes{nearest(architecture, known)}. What is "
                 f"computed: {PAGE}."
-            )
-        parts = file.metadata.get("split.count", 1)
-        if type(parts) is not int:
-            raise CheckpointError(f"{file.path}: split.count is not one whole number.")
-        if parts not in (0, 1):
-            raise UnsupportedModelError(
-                f"{file.path} is one of {parts} parts; join them first, with llama-gguf-split "
-                f"--merge."
             )
         self.family, self._prefix = known[architecture], f"{architecture}."
         self._both_ways = architecture in BOTH_WAYS

@@ -131,7 +131,8 @@ def _header(
     if info.pooling and not config.has_head:  # as a file without one says
         config = replace(config, has_head=True, tied_embeddings=True)
     raw = family(info.family).config_to_hf(config)
-    tokenizer, defaults = info.tokenizer(), info.generation_defaults()
+    tokenizer = info.tokenizer()
+    defaults = info.generation_defaults(tokenizer)
     vocabulary, notes = vocabulary_metadata(
         tokenizer,
         config.vocab_size,
@@ -145,6 +146,12 @@ def _header(
         "general.quantization_version": 2,
     }
     metadata |= sampling_metadata(defaults) | vocabulary
+    lost = {
+        "stop_strings": defaults.stop,
+        "suppressed or biased tokens": defaults.banned_token_ids or defaults.logit_bias,
+        "limits of length": defaults.min_new_tokens or defaults.min_length,
+    }
+    notes += [f"the file has no {name} of generation_config.json" for name in lost if lost[name]]
     tensors, factors = _tensors(raw["model_type"], config, kind), rope_tensors(config)
     if info.pooling:
         metadata |= gguf_pooling_metadata(info.pooling, metadata["general.architecture"])

@@ -59,6 +59,8 @@ def vocabulary_metadata(
         raise _unsupported("its model has no merges.")
     found, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
     tokens, types = _tokens(parts, rows)
+    if tokenizer.vocab_size > rows:
+        notes.append(f"the file has no tokens from {rows} on, for which the embedding has no rows")
     found |= {"tokens": tokens, "token_type": types}
     if lists_merges and found.get("add_space_prefix") is False:
         _check_newlines(model["merges"])
@@ -211,7 +213,7 @@ def _special_ids(
     found: Metadata = {}
     for name, key in SPECIAL_IDS.items():
         token_id = tokenizer.token_to_id(tokenizer.special_tokens.get(name, ""))
-        if token_id is not None:
+        if token_id is not None and token_id < len(tokens):
             found[key] = token_id
     before, after = _around(tokenizer)
     for ids, key in ((before, "bos_token_id"), (after, "eos_token_id")):
@@ -221,6 +223,7 @@ def _special_ids(
                 f"it puts {shown} around a text, and llama.cpp puts BOS before it and EOS after it."
             )
     found |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
+    end_ids = [i for i in end_ids if i < len(tokens)]
     if end_ids and found.get("eos_token_id") not in end_ids and not after:
         found["eos_token_id"] = end_ids[0]
     control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]

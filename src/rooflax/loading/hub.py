@@ -1,21 +1,25 @@
 """Where a model is: a local folder, a GGUF file, or a download from the Hugging Face hub.
 
-Downloads root-level safetensors, JSON and tokenizer files, nothing else: no pickle, no code, no
-copies in subfolders. It does not open what it finds.
+Downloads root-level safetensors, JSON and tokenizer files, or the GGUF files of one quantization
+(`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders. It does not open
+what it finds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.gguf import model_files
 
 ALLOW_PATTERNS = (
     "*.safetensors",
@@ -28,7 +32,9 @@ ALLOW_PATTERNS = (
 # In these patterns `*` matches `/` too, so subfolders need a rule of their own: of them only the
 # modules of sentence-transformers are wanted, such as 1_Pooling/config.json.
 IGNORE_PATTERNS = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+)(:(?P<quantization>[A-Za-z0-9._/-]+))?"
+)
 
 
 def resolve(
@@ -37,14 +43,15 @@ def resolve(
     """The local folder (or GGUF file) of a model, downloaded into the hub's cache if need be.
 
     Args:
-        model: an existing folder or .gguf file, or a hub id (`owner/name`).
+        model: an existing folder or .gguf file, or a hub id (`owner/name`), of GGUF files with the
+            quantization or the file's name (`owner/name:Q4_K_M`).
         revision: branch, tag or commit of a hub id.
         offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
         progress: show progress bars, on stderr and only on a terminal.
 
     Raises:
-        CheckpointError: nothing there, no such repository or revision, no access, or not cached
-            while offline.
+        CheckpointError: nothing there, no such repository or revision, no access, not cached
+            while offline, or no file or several of that quantization.
         OSError: the disk is full.
     """
     if not model:
@@ -63,32 +70,107 @@ def resolve(
         raise CheckpointError(
             f"{model} is a file; give the folder of the checkpoint, or a .gguf file"
         )
-    if not _HUB_ID.fullmatch(model):
+    named = _HUB_ID.fullmatch(model)
+    if not named:
         raise CheckpointError(
             f"no such folder or file: {model} (a model on the hub is given as owner/name, such as "
             "Qwen/Qwen2.5-0.5B)"
         )
-    return _download(model, revision, offline, progress)
-
-
-def _download(repo_id: str, revision: str | None, offline: bool, progress: bool) -> Path:
-    import huggingface_hub
     from huggingface_hub import constants
 
-    try:
-        with _progress_bars(progress):
-            folder = huggingface_hub.snapshot_download(
-                repo_id,
-                revision=revision,
-                local_files_only=offline or constants.HF_HUB_OFFLINE,
-                allow_patterns=list(ALLOW_PATTERNS),
-                ignore_patterns=list(IGNORE_PATTERNS),
+    repo = _Repository(named["repo"], revision, offline or constants.HF_HUB_OFFLINE, progress)
+    if named["quantization"]:
+        return repo.gguf(named["quantization"])
+    folder = repo.download(ALLOW_PATTERNS, IGNORE_PATTERNS)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        found = model_files(repo.names())
+        if found:
+            raise CheckpointError(
+                f"{repo.id} holds GGUF files: {_shown(found)}; name one by its quantization or its "
+                f"name, as in {repo.id}:{next(iter(found))}."
             )
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CheckpointError(_reason(error, repo_id, revision)) from error
-    return Path(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """A repository of the hub, or its copy in the cache if that is all that may be used."""
+
+    id: str
+    revision: str | None
+    offline: bool
+    progress: bool
+
+    def download(self, allowed: Sequence[str], ignored: Sequence[str] = ()) -> Path:
+        """The folder with the files of these patterns."""
+        import huggingface_hub
+
+        with self._errors(), _progress_bars(self.progress):
+            return Path(
+                huggingface_hub.snapshot_download(
+                    self.id,
+                    revision=self.revision,
+                    local_files_only=self.offline,
+                    allow_patterns=list(allowed),
+                    ignore_patterns=list(ignored),
+                )
+            )
+
+    def names(self) -> list[str]:
+        """The paths of its files."""
+        import huggingface_hub
+
+        if self.offline:
+            return self._cached_names()
+        with self._errors():
+            names = huggingface_hub.HfApi().list_repo_files(self.id, revision=self.revision)
+        # A name that leads out of the folder is none of a repository's files.
+        return [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
+
+    def _cached_names(self) -> list[str]:
+        wanted = self.revision or "main"
+        for repo in _cached_repos():
+            for found in repo.revisions if repo.repo_id == self.id else ():
+                if found.commit_hash.startswith(wanted) or wanted in found.refs:
+                    files = (file.file_path for file in found.files)
+                    return [path.relative_to(found.snapshot_path).as_posix() for path in files]
+        self.download(["*.gguf"])  # which says that nothing is there
+        return []
+
+    def gguf(self, quantization: str) -> Path:
+        """The file of a quantization, or the first of its parts."""
+        every = model_files(self.names())
+        found = {name: parts for name, parts in every.items() if _is_of(name, quantization)}
+        found = {quantization: every[quantization]} if quantization in every else found
+        if len(found) != 1:
+            said = f"{len(found)} models" if found else "no GGUF file"
+            raise CheckpointError(
+                f"{self.id} has {said} of {quantization:.80}; it has "
+                f"{_shown(found or every) or 'none at all'}"
+                f"{', of which one can be given by its name' if found else ''}."
+            )
+        ((first, parts),) = found.items()
+        return self.download([glob.escape(part) for part in parts]) / first
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CheckpointError(_reason(error, self.id, self.revision)) from error
+
+
+def _is_of(name: str, quantization: str) -> bool:
+    """Whether a file's name, or its folder's, has the quantization as a word of its own."""
+    word = rf"(^|[-./_]){re.escape(quantization.lower())}($|[-./])"
+    return re.search(word, name.lower().removesuffix(".gguf")) is not None
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = list(names)
+    return f"{', '.join(listed[:8])}{' ...' if listed[8:] else ''}"
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import GGUFFile, gguf_in, open_gguf
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.hub import resolve
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.pooling import Pooling, gguf_pooling, read_pooling
@@ -26,7 +27,7 @@ from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
 from rooflax.models.presets import EMBEDDED, EMBEDDED_NAME, PREFIX, preset_config
-from rooflax.models.registry import read_config, read_config_json
+from rooflax.models.registry import read_config
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
@@ -63,17 +64,10 @@ class ModelInfo:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.
 
-        Raises:
-            CheckpointError: it has more ids than the model's embedding has rows.
+        It may have ids beyond the rows of the model's embedding, as published ones do (of images);
+        these are never sampled, and a prompt that holds one is rejected.
         """
-        tokenizer = Tokenizer(self.gguf or self.folder or embedded_folder())
-        rows = self.config.vocab_size
-        if tokenizer.vocab_size > rows:
-            raise CheckpointError(
-                f"The tokenizer of {self.name} has ids up to {tokenizer.vocab_size - 1}, but the "
-                f"embedding has {rows} rows; they do not belong together."
-            )
-        return tokenizer
+        return Tokenizer(self.gguf or self.folder or embedded_folder())
 
     def weights(self) -> Source:
         """The tensors of the checkpoint, memory-mapped; not for a preset."""
@@ -104,12 +98,21 @@ class ModelInfo:
             prequantized=prequantized, own=own,
         )  # fmt: skip
 
-    def generation_defaults(self) -> GenerationDefaults:
+    def generation_defaults(self, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
+        """What the checkpoint says of sampling, and the ids that end a sequence.
+
+        Args:
+            tokenizer: the checkpoint's own, whose end of sequence is one of them.
+
+        Raises:
+            CheckpointError: a value has the wrong type or range.
+        """
         if self.folder is None:
             return GenerationDefaults()
         if self.gguf is not None:
             return gguf_generation_defaults(self.gguf)
-        return read_generation_defaults(self.folder)
+        end = None if tokenizer is None else tokenizer.eos_id
+        return read_generation_defaults(self.folder, tokenizer_eos_id=end)
 
 
 def embedded_folder(name: str = EMBEDDED_NAME) -> Path:
@@ -143,8 +146,10 @@ def model_info(
         folder, shown = embedded_folder(model), model
     else:
         folder, shown = resolve(model, revision=revision, offline=offline), model
+    if not any(folder.glob("*.safetensors")):
+        folder = gguf_in(folder) or folder
     if folder.is_file():
-        gguf = GGUFFile(folder)
+        gguf = open_gguf(folder)
         name, config, raw = read_gguf_config(gguf, ignore=ignore_config_keys)
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
     raw = _with_one_tie(read_config_json(folder), folder)

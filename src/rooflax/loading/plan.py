@@ -49,6 +49,7 @@ from rooflax.ops.linear.api import LINEAR
 
 PLANNED = frozenset(declarations(EngineSettings))
 """The arguments of `LLM` that a plan decides."""
+GENERATION_CONFIG = declarations(EngineSettings)["generation_config"].kind
 CACHE_SHARE = 0.5
 """Of the memory that is free beside the weights, for the KV cache of a server."""
 STEP_S = 0.3
@@ -84,6 +85,7 @@ class Plan(EngineConfig):
         offloading: which layers stay in memory and which are read at every step; None without a
             weights budget.
         draft: of the smaller model that drafts tokens; None without one.
+        generation_config: "none" leaves the checkpoint's defaults of sampling out.
         memory: bytes on each device, with this KV cache.
     """
 
@@ -93,6 +95,7 @@ class Plan(EngineConfig):
     shards: Shards
     offloading: StreamPlan | None
     draft: Plan | None
+    generation_config: str = "auto"
     memory: MemoryEstimate
 
     @property
@@ -306,6 +309,8 @@ def make_plan(
     if not isinstance(info, ModelInfo):
         where = ("revision", "offline", "ignore_config_keys")
         info = model_info(info, **{name: asked[name] for name in where if name in asked})
+    generation_config = settings.get("generation_config") or "auto"
+    GENERATION_CONFIG.read("generation_config", generation_config)
     length = resolve_max_model_len(info.config, settings.get("max_model_len"))
     own_kv_dtype, storage = resolve_precision(
         info,
@@ -337,6 +342,7 @@ def make_plan(
         draft=draft,
         num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
         prefix_caching=prefix_caching,
+        generation_config=generation_config,
         memory=MemoryEstimate(0, 0, 0),
     )
     return plan._with_blocks(plan._blocks())

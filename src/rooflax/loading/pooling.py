@@ -21,7 +21,7 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
-from rooflax.loading.json_files import read_json_object
+from rooflax.loading.json_files import read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite
 from rooflax.nn.pooler import Pooler
 
@@ -290,10 +290,11 @@ def _place(folder: Path, path: str) -> Path:
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:
     path = folder / "modules.json"
-    if not path.is_file():
+    data = read_file(path)
+    if data is None:
         return []
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(data)
         lines = [(line["type"], line["path"]) for line in raw]
         if not lines or not all(type(text) is str for line in lines for text in line):
             raise ValueError

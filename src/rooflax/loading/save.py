@@ -20,13 +20,14 @@ import numpy as np
 
 from rooflax.errors import RequestError
 from rooflax.loading import packed
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import open_gguf
 from rooflax.loading.gguf_config import read_gguf_config
+from rooflax.loading.json_files import read_config_json
 from rooflax.loading.pooling import gguf_pooling, pooling_files, read_pooling
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.offloading import AnyModel, whole
-from rooflax.models.registry import family, read_config_json
+from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot
@@ -40,8 +41,8 @@ DTYPES: Mapping[str, np.dtype] = {
 
 
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """Files of a checkpoint that belong to its tokenizer and its generation defaults."""
 
@@ -70,7 +71,7 @@ def save(
     raw: Mapping[str, Any] = {}
     files: dict[str, File] = {}
     if source is not None:
-        gguf = GGUFFile(source) if source.is_file() else None
+        gguf = open_gguf(source) if source.is_file() else None
         raw = read_gguf_config(gguf)[2] if gguf else read_config_json(source)
         sizes = model.config.hidden_size, model.config.vocab_size
         pooling = gguf_pooling(gguf) if gguf else read_pooling(source, *sizes)

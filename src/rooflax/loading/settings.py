@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooflax.fields.declaration import Declaration
-from rooflax.fields.kinds import Flag, Kind, Number, Several, Text, Whole
+from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Text, Whole
 from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, ExecutionOptions
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class EngineSettings(TypedDict, total=False):
     ignore_config_keys: Annotated[Sequence[str], _finding(
         Several(Text()), "ignore an unknown key of config.json", default=(),
         flags=("--ignore-config-key",), metavar="KEY")]
+
+    generation_config: Annotated[str, _field(
+        Choice(("auto", "none")), "whether the checkpoint's defaults of sampling count",
+        default="auto", group="choosing tokens", flags=("--generation-config",), metavar="HOW")]
 
 
 class ServingSettings(EngineSettings, total=False):

@@ -8,13 +8,14 @@ go out, ids come in.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +25,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf import GGUFFile, open_gguf
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
 from rooflax.loading.incremental import IncrementalDecoder
-from rooflax.loading.json_files import read_json_object
+from rooflax.loading.json_files import read_file, read_json_object
 
 __all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer", "lone_surrogate"]
 
@@ -38,6 +39,8 @@ MAX_GROWTH = 64
 MAX_SURROUNDING = 1024
 """Tokens that a post-processor may put around a text."""
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENIZER_BYTES = 1 << 29
+"""Of tokenizer.json; Gemma's, with 262,144 tokens, has 33 MB."""
 LONG_TEXT = 16_384
 """Characters that take about 10 ms to encode."""
 
@@ -71,7 +74,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | os.PathLike[str] | GGUFFile):
         if not isinstance(folder, GGUFFile) and Path(folder).is_file():
-            folder = GGUFFile(folder)
+            folder = open_gguf(folder)
         if isinstance(folder, GGUFFile):
             self.folder = folder.path
             found = read_gguf_tokenizer(folder)
@@ -292,8 +295,12 @@ def _read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], di
     config = read_json_object(folder / "tokenizer_config.json")
     backend = _load_backend(folder)
     with _library(f"the tokenizer of {folder} does not hold together"):
-        special = _special_tokens(folder, config, backend)
-        _add_missing_tokens(backend, config, special)
+        # transformers reads the older file only where the newer one declares no tokens.
+        is_new = config.get("added_tokens_decoder") is not None
+        legacy = {} if is_new else read_json_object(folder / "special_tokens_map.json")
+        special = _special_tokens(config, legacy, backend)
+        every = [*special.values(), *_further_special_tokens(config, legacy)]
+        _add_missing_tokens(backend, _declared(folder, config, {*map(_text_of, every)}), every)
         if not (folder / "tokenizer.json").is_file():
             _surround(backend, config, special)
         # A file may ask for cutting or padding, which made sense for its training batches only.
@@ -315,7 +322,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     with _library(f"{path} is not a tokenizer that can be read"):
         if path == vocab:
             return _gpt2_backend(vocab, merges)
-        data = path.read_bytes()
+        data = read_file(path, MAX_TOKENIZER_BYTES) or b""
         # Added tokens pass through the normalizer while the file is read.
         _check_growth(path, "normalizer", _normalizers(data))
         backend = tokenizers.Tokenizer.from_buffer(data)
@@ -420,20 +427,38 @@ def _text_of(value: Any) -> str | None:
 
 
 def _special_tokens(
-    folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
+    config: dict[str, Any], legacy: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    legacy = read_json_object(folder / "special_tokens_map.json")
     found = {}
     for name in SPECIAL_TOKEN_NAMES:
-        text = _text_of(config.get(name)) if name in config else _text_of(legacy.get(name))
-        # A padding token that the vocabulary lacks would only make it larger; nothing pads here.
-        if text is not None and not (name == "pad_token" and _lacks(backend, config, text)):
+        text = _text_of(legacy[name] if name in legacy else config.get(name))
+        if text is not None:
             found[name] = text
     return found or _customary_special_tokens(backend)
 
 
-def _lacks(backend: tokenizers.Tokenizer, config: dict[str, Any], text: str) -> bool:
-    return backend.token_to_id(text) is None and text not in map(_text_of, _declared(config))
+def _further_special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> list[Any]:
+    """Special tokens without a role here: text, or an object with flags, in transformers' order."""
+    found = [
+        value
+        for key, value in config.items()
+        if key.endswith("_token") and key not in SPECIAL_TOKEN_NAMES and isinstance(value, str)
+    ]
+    additional, extra = "additional_special_tokens", "extra_special_tokens"
+    stated = config.get(extra) or config.get(additional) or []
+    more = legacy.get(extra) or []
+    for tokens in (stated, more):
+        found += tokens.values() if isinstance(tokens, dict) else []
+    lists = [tokens for tokens in (stated, more) if not isinstance(tokens, dict)]
+    lists += [] if stated or more else [legacy.get(additional) or []]
+    for tokens in lists:
+        found += tokens if isinstance(tokens, list) else [tokens]
+    if any(_text_of(token) is None for token in found):
+        raise CheckpointError(
+            "tokenizer_config.json or special_tokens_map.json has extra_special_tokens that are "
+            "no tokens; they must be a list of texts or an object of them"
+        )
+    return found
 
 
 def _customary_special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
@@ -446,25 +471,45 @@ def _customary_special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+    backend: tokenizers.Tokenizer, declared: list[dict[str, Any]], special: list[Any]
 ) -> None:
+    """Adds what tokenizer.json lacks, as transformers: declared tokens by id, then special ones."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for entry in _declared(config):
+    for entry in declared:
         text = _text_of(entry)
         if text and text not in known:
-            flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-            options = {k: entry[k] for k in flags if isinstance(entry.get(k), bool)}
-            backend.add_tokens([AddedToken(text, **options)])
+            backend.add_tokens([AddedToken(text, **_flags(entry))])
             known.add(text)
-    for text in special.values():
-        if text not in known:
-            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+    for entry in special:
+        text = _text_of(entry)
+        if text and text not in known:
+            how = {"normalized": False, "special": True} | _flags(entry)
+            backend.add_special_tokens([AddedToken(text, **how)])
             known.add(text)
 
 
-def _declared(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of `added_tokens_decoder` in the order of their ids."""
-    declared = config.get("added_tokens_decoder") or {}
+def _flags(entry: Any) -> dict[str, bool]:
+    """How a token is found in a text, as far as its entry says."""
+    names = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    stated = entry if isinstance(entry, dict) else {}
+    return {name: stated[name] for name in names if isinstance(stated.get(name), bool)}
+
+
+def _declared(
+    folder: Path, config: dict[str, Any], special: Container[str]
+) -> list[dict[str, Any]]:
+    """Tokens with ids, in their order: of `added_tokens_decoder`, else of added_tokens.json."""
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        added = read_json_object(folder / "added_tokens.json")
+        if not all(type(id_) is int and 0 <= id_ <= MAX_TOKEN_ID for id_ in added.values()):
+            raise CheckpointError(
+                f"{folder / 'added_tokens.json'} must map tokens to ids from 0 to {MAX_TOKEN_ID}"
+            )
+        return [
+            {"content": text, "special": text in special, "normalized": text not in special}
+            for text in sorted(added, key=added.__getitem__)
+        ]
     if not isinstance(declared, dict):
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder does not map ids")
     for key, entry in declared.items():
@@ -496,10 +541,11 @@ def _surround(
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    data = read_file(path)
+    if data is not None:
         try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
+            return {"default": io.TextIOWrapper(io.BytesIO(data), "utf-8").read()}
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
     templates = config.get("chat_template")
     if templates is None:

@@ -88,13 +88,17 @@ def read_nested_ropes(
     nested = reader.get("rope_parameters", None)
     if nested is None:
         return None
-    if not isinstance(nested, dict) or not set(nested) <= set(kinds):
+    stated = nested if isinstance(nested, dict) else {"": nested}
+    if not {key for key, value in stated.items() if value is not None} <= set(kinds):
         raise CheckpointError(
             f"config.json has rope_parameters = {nested!r:.80}; they must be an object of "
             f"{' and '.join(kinds)}."
         )
     length = {"max_position_embeddings": reader.get("max_position_embeddings", None)}
-    full, local = (ConfigReader({"rope_parameters": nested.get(kind)} | length) for kind in kinds)
+    full, local = (
+        reader.inner(f"rope_parameters.{kind}", {"rope_parameters": nested.get(kind)} | length)
+        for kind in kinds
+    )
     local_rope = local.rope(local_dim or head_dim, local_theta)
     return full.rope(head_dim, full_theta), local_rope
 

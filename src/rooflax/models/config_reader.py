@@ -61,11 +61,17 @@ MISSING = object()
 
 
 class ConfigReader:
-    """config.json, read key by key; `finish` rejects what nobody read."""
+    """config.json, read key by key; `finish` rejects what nobody read. A null is absence.
 
-    def __init__(self, raw: Mapping[str, Any], *, ignore: Sequence[str] = ()):
+    Args:
+        ignore: keys (or patterns) to waive; one of an object within may be named with its path, as
+            in `rope_scaling.finetuned`.
+        path: of the object in config.json, with a dot at its end.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], *, ignore: Sequence[str] = (), path: str = ""):
         self._raw = dict(raw)
-        self._ignore = tuple(ignore)
+        self._ignore, self._path = tuple(ignore), path
         self._read: dict[str, Any] = {}  # with the value that was given for it
         self._parts: list[ConfigReader] = []
 
@@ -98,8 +104,12 @@ class ConfigReader:
         value = self.get(key)
         if not isinstance(value, dict):
             raise CheckpointError(f"config.json has {key} = {value!r:.80}; it must be an object.")
-        self._parts.append(ConfigReader(value, ignore=self._ignore))
+        self._parts.append(self.inner(key, value))
         return self._parts[-1]
+
+    def inner(self, path: str, raw: Mapping[str, Any]) -> ConfigReader:
+        """A reader of what stands at a path within, with the same keys waived."""
+        return ConfigReader(raw, ignore=self._ignore, path=f"{self._path}{path}.")
 
     def assume(self, **defaults: Any) -> None:
         """Values of keys that are absent or null: a family's own, which its files leave out."""
@@ -278,13 +288,19 @@ class ConfigReader:
                 f"config.json asks for RoPE scaling of type {kind!r:.80}, which rooflax does not "
                 f"compute (only {', '.join(_ROPE_KEYS)})."
             )
-        unknown = sorted(set(rope) - set(_ROPE_KEYS[kind]))
+        paths = ("", "rope_scaling.", "rope_parameters.")
+        # A null is absence, but of a kind of layer, which a family with kinds reads elsewhere.
+        others = {k for k in rope if rope[k] is not None or k.endswith("_attention")}
+        unknown = sorted(k for k in others - {*_ROPE_KEYS[kind]} if not self._waives(k, paths))
         if unknown:
             raise UnsupportedModelError(
                 f"config.json's RoPE scaling of type {kind!r:.80} has the key {unknown[0]!r:.80}, "
-                f"which rooflax does not read."
+                f"which rooflax does not read; if that changes no logit, pass ignore_config_keys "
+                f"{unknown[0]:.80}."
             )
-        if kind == "default":
+        if kind == "dynamic":  # up to the model's context nothing is scaled, and that is our limit
+            self._positive("rope_scaling.factor", rope.get("factor"))
+        if kind in ("default", "dynamic"):
             return None
         return self._longrope(rope, dim) if kind == "longrope" else self._scaling_values(kind, rope)
 
@@ -406,11 +422,12 @@ class ConfigReader:
         """
         for part in self._parts:
             part.finish()
-        waived = (*WAIVED, *self._ignore)
         left = sorted(
             key
             for key in self._raw.keys() - self._read.keys()
-            if not any(fnmatch.fnmatchcase(key, pattern) for pattern in waived)
+            if self._raw[key] is not None
+            and not any(fnmatch.fnmatchcase(key, pattern) for pattern in WAIVED)
+            and not self._waives(key)
         )
         unknown = []
         for key in left:
@@ -424,6 +441,11 @@ class ConfigReader:
                 f"rooflax does not read for {self.model_type}; if that changes no logit, pass "
                 f"ignore_config_keys {unknown[0]:.80}."
             )
+
+    def _waives(self, key: str, paths: Sequence[str] = ("",)) -> bool:
+        """Whether the caller waives a key, by its name or with a path to it."""
+        names = (key, *(f"{self._path}{path}{key}" for path in paths))
+        return any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in self._ignore)
 
     def _accepted(self, key: str) -> list[Any]:
         same = self._read.get("max_position_embeddings")
@@ -442,6 +464,7 @@ _IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "proportional": ("factor", "partial_rotary_factor"),
     "llama3": (
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",

@@ -1,6 +1,6 @@
 """Hunyuan 0.5B to 7B and Hunyuan-MT, dense: LLaMA with norms of every head after RoPE.
 
-RoPE scaling "dynamic" with an alpha is a larger theta. Rejected: "dynamic" RoPE without an alpha.
+RoPE scaling "dynamic" with an alpha is a larger theta; without one it changes nothing.
 
 Source: transformers, models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py; Tencent, 2025.
 """
@@ -43,10 +43,11 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
-    found = reader.get("rope_parameters", None) or reader.get("rope_scaling", None)
+    key = "rope_parameters" if reader.get("rope_parameters", None) else "rope_scaling"
+    found = reader.get(key, None)
     if not isinstance(found, dict) or not found.get("alpha"):
         return reader.rope(head_dim)
-    scaling = ConfigReader(found)
+    scaling = reader.inner(key, found)
     scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
     for key in ("type", "rope_type"):
         scaling.expect(key, "dynamic")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rooflax.errors import MAX_MEANT, CheckpointError, RequestError, UnsupportedModelError
@@ -23,7 +21,6 @@ FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
-ADAPTER = "adapter_config.json"
 READ_QUANTIZATION = (
     "rooflax",
     "mxfp4",
@@ -70,11 +67,11 @@ def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> 
     Raises:
         RequestError: one of the keys (or patterns) is not there, nor in an object within.
     """
-    found, parts = set(keys), [keys]
+    found, parts = set[str](), [("", keys)]
     while parts:
-        inner = [value for value in parts.pop().values() if isinstance(value, Mapping)]
-        found.update(*inner)
-        parts += inner
+        path, part = parts.pop()
+        found.update(part, (f"{path}{key}" for key in part))
+        parts += [(f"{path}{k}.", v) for k, v in part.items() if isinstance(v, Mapping)]
     for pattern in ignore:
         if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
             raise RequestError(
@@ -86,7 +83,8 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
     """The family's name and its architecture, from the object in config.json.
 
     Args:
-        ignore: further keys (or patterns) to waive.
+        ignore: further keys (or patterns) to waive, those of an object within also with their
+            path.
 
     Raises:
         UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.
@@ -101,6 +99,7 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
         module = family(name)
         reader = ConfigReader(raw, ignore=ignore)
         check_quantization(reader.get("quantization_config", None))
+        check_quantization(reader.get("quantization", None))  # MLX's older key
         config = module.config_from_hf(reader)
         reader.finish()
         _check_layers(config)
@@ -131,28 +130,3 @@ def check_quantization(value: Any) -> None:
             f"config.json says the checkpoint is quantised by {method!r:.80}, which rooflax does "
             f"not read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."
         )
-
-
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder, checked to be an object."""
-    path = folder / "config.json"
-    if (folder / ADAPTER).is_file():
-        raise UnsupportedModelError(
-            f"{folder} holds an adapter ({ADAPTER}), which rooflax does not read; merge it into "
-            f"its base model and name the result."
-        )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
-        hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
-        raise CheckpointError(f"{folder} has no config.json; {hint}.") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # int's advice on its limit of digits follows one
-        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else reason
-        raise CheckpointError(f"{path} is not JSON: {reason}.") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}; it must be a JSON object.")
-    return raw

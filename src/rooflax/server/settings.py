@@ -47,9 +47,6 @@ class Settings:
         flags=("--served-model-name",), metavar="NAME")
     chat_template: str | None = _answers(
         Text(), "jinja2, in place of the model's own", metavar="FILE")
-    generation_config: str = _answers(
-        Choice(("auto", "none")), "whether the checkpoint's sampling defaults count, or the API's",
-        default="auto", metavar="HOW")
     unknown_fields: str = _answers(
         Choice(("reject", "report")), "report names them in the header x-rooflax-ignored",
         default="reject", metavar="HOW")

@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
+from rooflax.loading.messages import encode
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import Format, format_of
 from rooflax.server.formats.response_template import Unreadable, read_response_template
@@ -282,8 +283,16 @@ class Service:
         encode = self.ready().llm.tokenizer.encode
         return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
-        """Token ids of a conversation, by the model's chat template.
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of repaired messages, by the model's chat template.
+
+        Args:
+            variables: further ones of the template.
 
         Raises:
             RooflaxError: there is no template, or it rejects the messages.
@@ -295,8 +304,9 @@ class Service:
                 "/v1/completions.",
                 param="messages",
             )
+        how = {**variables, "tools": list(tools) or None}
         try:
-            return await self.in_thread(llm.encode_chat, messages, **how)
+            return await self.in_thread(partial(encode, llm.tokenizer, messages, **how))
         except RequestError as error:
             raise ApiError(str(error), param="messages") from None
 

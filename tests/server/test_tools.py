@@ -127,7 +127,7 @@ def test_g7_calls_that_do_not_parse_are_counted(live, scripted):
 
 CODE = "__import__('os').system('touch {}')"
 RAW = [
-    '<tool_call>{"name": "look", "argu', '<tool_call>{"name": "look"}</tool_call>',
+    '<tool_call>{"name": "look", "argu', '<tool_call>{"name": "look", "x": 1}</tool_call>',
     '<tool_call>{"name": "look", "arguments": "no"}</tool_call>', "<tool_call></tool_call>",
     '<tool_call>{"name": "a b", "arguments": 5}</tool_call> or not', "</tool_call>", "<tool_call",
     "<tool_call>look(city='Oslo')</tool_call>", "<tool_call>" + CODE + "</tool_call>",
@@ -457,7 +457,7 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
     grammar = found.grammar({}, "not")
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
-    content = "".join(map(reader.push, answer.tokens)) + reader.flush()
+    content = "".join(map(reader.push, answer.tokens)) + reader.flush(is_cut=False)
     events = reader.take(len(content))
     names = [each.text for each in events if each.kind == "call"]
     assert content.strip() == "" and names

@@ -221,7 +221,7 @@ class _Answer:
         self.call = call
         self.turn = Turn(call, chat_fields(call))
         self.blocks: list[dict[str, Any]] = []
-        self.arguments = ""
+        self.called, self.arguments = Event("call", ""), ""
         self.is_open = False
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -287,14 +287,18 @@ class _Answer:
 
     def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
         kind, text = piece.kind, piece.text
-        if kind == "call_end":
-            yield from self._close()
-        elif kind == "call":
-            identity = self.turn.call_id(piece, "toolu_")
-            yield from self._open({"type": "tool_use", "id": identity, "name": text, "input": {}})
+        if kind == "call":
+            self.called, self.arguments = piece, ""
         elif kind == "arguments":
             self.arguments += text
-            yield self._delta({"type": "input_json_delta", "partial_json": text})
+        elif kind == "call_end" and not text:
+            # A block is whole once it is sent: its input cannot be taken back.
+            identity = self.turn.call_id(self.called, "toolu_")
+            block = {"type": "tool_use", "id": identity, "name": self.called.text, "input": {}}
+            yield from self._open(block)
+            block["input"] = json.loads(self.arguments)
+            yield self._delta({"type": "input_json_delta", "partial_json": self.arguments})
+            yield from self._close()
         else:
             name = "thinking" if kind == "reasoning" else "text"
             if not (self.is_open and self.blocks[-1]["type"] == name):
@@ -317,11 +321,4 @@ class _Answer:
         if not self.is_open:
             return
         self.is_open = False
-        block = self.blocks[-1]
-        if block["type"] == "tool_use":
-            try:
-                block["input"] = json.loads(self.arguments)
-            except (ValueError, RecursionError):  # max_tokens cut it
-                block["input"] = {}
-            self.arguments = ""
         yield {"kind": "content_block_stop", "index": len(self.blocks) - 1}

@@ -283,7 +283,8 @@ class _Answer:
                     is_cut = piece.finish_reason == "length"
                     events += self._close("incomplete" if is_cut else "completed")
                     why = {"reason": "max_output_tokens"} if is_cut else None
-                    status = "incomplete" if is_cut else "completed"
+                    is_whole = all(item["status"] == "completed" for item in self.output)
+                    status = "completed" if is_whole and not is_cut else "incomplete"
                     finished = self.response(status, incomplete_details=why)
                 yield events, finished
 
@@ -296,7 +297,7 @@ class _Answer:
                  "name": text, "arguments": "", "status": "in_progress"}
             )  # fmt: skip
         elif kind == "call_end":
-            yield from self._close("completed")
+            yield from self._close("incomplete" if text else "completed")
         elif kind == "arguments":
             item = self.output[-1]
             item["arguments"] += text

@@ -186,6 +186,11 @@ TEMPLATES = {
         "{% if messages[0].role == 'system' %}system:{{ messages[0].content }}|{% endif %}"
         "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
     ),
+    "takes the last": (
+        "{% set ns = namespace(text='') %}{% for m in messages if m.role == 'system' %}"
+        "{% set ns.text = 'system:' ~ m.content ~ '|' %}{% endfor %}{{ ns.text }}"
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    ),
     "alternates": (
         "{% if messages[0].role == 'system' %}system:{{ messages[0].content }}|"
         "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
@@ -299,6 +304,40 @@ def test_null_is_absence_at_every_level_of_responses_and_messages(live, scripted
     more = {"tools": [schema], "system": None, "thinking": None, "tool_choice": None}
     found = prompts(live, scripted, MESSAGES, given | more)
     assert found == wanted
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        ("{{ m.role + ':' + m.content }}", "assistant:f"),
+        (
+            "{% if m.content is none %}none{% else %}{{ m.role + ':' + m.content }}{% endif %}",
+            "nonef",
+        ),
+    ],
+)
+@pytest.mark.parametrize("content", [None, "", ABSENT])
+def test_calls_without_content_are_shown_as_the_template_takes_them(
+    live, scripted, monkeypatch, path, shown, wanted, content
+):
+    arguments = "{{ c.function.name + c.function.arguments['i'] }}"
+    template = "{% for m in messages %}" + shown + "{% for c in m.tool_calls or [] %}" + arguments
+    template += "{% endfor %}|{% endfor %}"
+    message = says(content, call("f", {"i": "1"}, "a"))
+    history = [USER, message, tool("a", "x")]
+    if content is ABSENT:
+        del message["content"]
+    given = body(path, [USER, says(None, *message["tool_calls"]), history[2]])
+    given = {"messages": history} if path == CHAT else given
+    for text in (
+        template,
+        template.replace(arguments, "{{ c.function.name + c.function.arguments }}"),
+    ):
+        monkeypatch.setattr(scripted.llm.tokenizer, "chat_templates", {"default": text})
+        written = "1" if text == template else '{"i": "1"}'
+        found = scripted.llm.tokenizer.decode(prompts(live, scripted, path, given))
+        assert found == f"user:Hi|{wanted}{written}|tool:x|"
 
 
 @pytest.mark.parametrize("path", APIS)

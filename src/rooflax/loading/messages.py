@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.chat_template import encode_chat, names
 from rooflax.loading.tokenizer import Tokenizer
 
 _SYSTEMS = ("system", "developer")
+_CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
+"""In templates that tell calls by it, as DeepSeek-R1's does; others write None, or fail."""
 
 
 def call_arguments(given: Any, where: str) -> dict[str, Any]:
@@ -57,6 +61,7 @@ def repaired(
         RequestError: arguments of a call do not parse.
     """
     keeps_developer = "developer" in names(template).texts
+    asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
     found: list[Any] = []
     for number, message in enumerate(messages or ()):
         if not isinstance(message, Mapping):
@@ -69,8 +74,10 @@ def repaired(
         if calls:
             where = f"{places[number] if places else where}.tool_calls"
             plain["tool_calls"] = [_call(each, f"{where}[{n}]") for n, each in enumerate(calls)]
-        elif plain.get("role") in ("assistant", "tool"):
+        if plain.get("role") in ("assistant", "tool"):
             plain.setdefault("content", "")
+        if calls and not plain["content"] and asks_for_none:
+            plain["content"] = None
         found.append(plain)
     return _with_results_in_order(found)
 
@@ -116,8 +123,9 @@ def _with_results_in_order(messages: list[Any]) -> list[Any]:
 def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
     """Token ids of repaired messages.
 
-    Where the template rejects them, or leaves a later system message out, the system's messages
-    become one at the beginning, and neighbours of one role become one.
+    Where the template rejects them, or leaves a system message out, the system's messages
+    become one at the beginning, and neighbours of one role become one; arguments of calls become
+    JSON, for templates that want text.
 
     Args:
         how: as for `encode_chat`.
@@ -128,22 +136,37 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: A
     strict = _strict(messages)
     try:
         found = encode_chat(tokenizer, messages, **how)
-    except RequestError as error:
-        if strict == messages:
-            raise
-        try:
-            return encode_chat(tokenizer, strict, **how)
-        except RequestError:
-            raise error from None
-    is_late = [number > 0 and _role(each) in _SYSTEMS for number, each in enumerate(messages)]
-    if any(is_late):
-        blank = [
-            {**each, "content": ""} if late else each
-            for each, late in zip(messages, is_late, strict=True)
-        ]
-        if encode_chat(tokenizer, blank, **how) == found:
-            return encode_chat(tokenizer, strict, **how)
+    except RequestError:
+        for others in (strict, _with_text(messages), _with_text(strict)):
+            if others != messages:
+                with suppress(RequestError):
+                    return encode_chat(tokenizer, others, **how)
+        raise
+    systems = [number for number, each in enumerate(messages) if _role(each) in _SYSTEMS]
+    for hidden in ({*systems} - {0}, {*systems[:-1]}):
+        blank = [{**m, "content": ""} if n in hidden else m for n, m in enumerate(messages)]
+        with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
+            if hidden and encode_chat(tokenizer, blank, **how) == found:
+                return encode_chat(tokenizer, strict, **how)
     return found
+
+
+def _with_text(messages: Sequence[Any]) -> list[Any]:
+    """The same with arguments of calls as JSON."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return [
+        {**each, "tool_calls": list(map(written, each["tool_calls"]))}
+        if isinstance(each, Mapping) and "tool_calls" in each
+        else each
+        for each in messages
+    ]
 
 
 def _strict(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -65,7 +65,7 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     names = await service.in_thread(template_names, template)
     places = found.get("places") or [f"messages[{n}]" for n in range(len(found["messages"]))]
     messages = repaired(_checked(found["messages"], places), template, places)
-    service.check_size(sum(len(message.get("content", "")) for message in messages))
+    service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
     if format is not None and format.calls is not None:
         fit_call_ids(messages, format.calls.id_length)

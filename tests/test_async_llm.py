@@ -112,7 +112,7 @@ def test_a_decoder_of_ones_own_makes_the_text_that_stop_strings_are_looked_for_i
             self.count += 1
             return f"{self.index}.{self.count};"
 
-        def flush(self):
+        def flush(self, *, is_cut):
             return ""
 
     params = SamplingParams(

@@ -91,8 +91,12 @@ class TextDecoder(Protocol):
         """The text that became certain with this token."""
         ...
 
-    def flush(self) -> str:
-        """What was held back, at the end."""
+    def flush(self, *, is_cut: bool) -> str:
+        """What was held back, at the end.
+
+        Args:
+            is_cut: the model did not end the text itself, as where max_tokens did.
+        """
         ...
 
 
@@ -119,7 +123,7 @@ class Sample:
             if token not in sequence.stop_ids or not (is_last and reason == "stop"):
                 self.text += self.decoder.push(token)
             if is_last:
-                self.text += self.decoder.flush()
+                self.text += self.decoder.flush(is_cut=reason != "stop")
             found = self._stop_string(before)
             if found is not None:
                 (cut, stop_reason), reason = found, "stop"

@@ -115,32 +115,35 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Reads {"kind", "text"} from stdin; writes what is wrong with it, or nothing."""
+    """Reads {"kind", "texts"} from stdin; writes what is wrong with each, "" where nothing is."""
     if sys.platform == "linux":
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given = json.load(sys.stdin)
-    before = _peak_bytes()
     tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
-    text = given["text"]
-    if given["kind"] == "grammar":
+    json.dump([_fault(tokenizer, given["kind"], text) for text in given["texts"]], sys.stdout)
+
+
+def _fault(tokenizer: Any, kind: str, text: str) -> str:
+    before = _peak_bytes()
+    if kind == "grammar":
         text = _SPECIAL.sub(f"<[{SPECIAL}]>", text)
-    work = partial(compile_grammar, tokenizer, given["kind"], text)
+    work = partial(compile_grammar, tokenizer, kind, text)
     try:
         matcher = with_stack(STACK_BYTES, work)
     except ValueError as error:  # JSON that Python reads and llguidance does not
-        sys.stdout.write(str(error))
-        return
-    if not matcher.is_error():
-        with_stack(WORK_STACK_BYTES, lambda: _first_mask(matcher))
-    grown = _peak_bytes() - before
-    if not matcher.is_error() and grown > MOST_KEPT_BYTES:
-        most = MOST_KEPT_BYTES >> 20
-        sys.stdout.write(f"it takes {grown >> 20} MiB of memory and may take {most}")
-        return
-    sys.stdout.write(matcher.get_error())
+        return str(error)
+    if matcher.is_error():
+        return matcher.get_error()
+    with_stack(WORK_STACK_BYTES, lambda: _first_mask(matcher))
+    if matcher.is_error():
+        return matcher.get_error()
+    grown, most = _peak_bytes() - before, MOST_KEPT_BYTES
+    if grown > most:
+        return f"it takes {grown >> 20} MiB of memory and may take {most >> 20}"
+    return ""
 
 
 if __name__ == "__main__":

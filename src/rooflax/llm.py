@@ -33,8 +33,8 @@ from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
-from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.load import load_plan
+from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
@@ -172,7 +172,8 @@ class LLM:
         """A conversation's ids, by the checkpoint's chat template.
 
         Args:
-            messages: dicts with `role` and `content`.
+            messages: dicts with `role` and `content`, as clients store them: arguments of calls may
+                be JSON text, results of tools and system messages may stand anywhere.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: end with what begins the assistant's answer.
             chat_template: in place of the checkpoint's, as jinja2.
@@ -182,9 +183,10 @@ class LLM:
             RequestError: the checkpoint has no chat template, or it rejects the messages.
             CheckpointError: the template is not valid, or does something forbidden.
         """
-        return encode_chat(
+        template = chat_template if chat_template is not None else self.tokenizer.chat_template
+        return encode(
             self.tokenizer,
-            messages,
+            repaired(messages, template),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,

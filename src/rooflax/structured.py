@@ -7,9 +7,10 @@ only, which hold a mask over the vocabulary and are told what was chosen.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -252,11 +253,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
 
     def _compile(self, kind: str, text: str) -> Any:
-        try:
-            from rooflax import grammar_probe
-        except ImportError:
-            raise RequestError(MISSING.format(kind=kind)) from None
-        _try_apart(kind, text)
+        grammar_probe = _probe(kind)
+        (fault,) = _try_apart(kind, [text])
+        if fault:
+            raise RequestError(f"{kind} cannot be used: {fault}.")
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         compiled = grammar_probe.with_stack(
@@ -315,12 +315,34 @@ class _Vocabulary:
         return found
 
 
-def _try_apart(kind: str, text: str) -> None:
-    """
+def faults(grammars: Sequence[str]) -> list[str]:
+    """Why each Lark grammar cannot be compiled; "" where it can.
+
     Raises:
-        RequestError: compiling fails, or goes beyond its limits of time, memory and depth.
+        RequestError: llguidance is missing.
     """
-    given = json.dumps({"kind": kind, "text": text})
+    _probe("grammar")
+    try:
+        return _try_apart("grammar", grammars)
+    except RequestError as error:  # of all of them together
+        return [str(error).replace("grammar", "it", 1).rstrip(".")] * len(grammars)
+
+
+def _probe(kind: str) -> Any:
+    try:
+        from rooflax import grammar_probe
+    except ImportError:
+        raise RequestError(MISSING.format(kind=kind)) from None
+    return grammar_probe
+
+
+def _try_apart(kind: str, texts: Sequence[str]) -> list[str]:
+    """What is wrong with each text; "" where nothing is.
+
+    Raises:
+        RequestError: compiling goes beyond its limits of time, memory and depth.
+    """
+    given = json.dumps({"kind": kind, "texts": texts})
     try:
         done = processes.run("rooflax.grammar_probe", given=given, timeout_s=COMPILE_S)
     except processes.TimeoutExpired:
@@ -331,8 +353,13 @@ def _try_apart(kind: str, text: str) -> None:
         raise RequestError(
             f"{kind} is too large or nested too deeply to be compiled; make it simpler."
         )
-    if done.stdout:
-        raise RequestError(f"{kind} cannot be used: {_sentence(done.stdout)}.")
+    return [fault and _sentence(fault) for fault in json.loads(done.stdout)]
+
+
+_PLACE_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
+_UNKNOWN_KEYS = "Unimplemented keys: "
+_PATTERN = re.compile(rf"({_PLACE_OF_SCHEMA.pattern})?regex parse error")
+"""Of a schema; a regex that was asked for itself is said to be one."""
 
 
 def reason(matcher: Any) -> str:
@@ -345,8 +372,18 @@ def _sentence(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     text = (errors or lines or ["no reason was given"])[-1 if errors else 0].rstrip(".:")
+    text = _PLACE_OF_SCHEMA.sub("", text)
     if text.startswith("NoExtension"):
         return "no text fits it"
+    if text.startswith(_UNKNOWN_KEYS):
+        return f"{' and '.join(json.loads(text.removeprefix(_UNKNOWN_KEYS)))} cannot be forced"
+    if "coerce_one_of" in text:
+        return (
+            "what a oneOf offers may overlap; write anyOf, or let each require a property with a "
+            "const of its own"
+        )
+    if errors and _PATTERN.match(message):
+        return f"a pattern cannot be forced ({text})"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

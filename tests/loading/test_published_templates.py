@@ -20,6 +20,7 @@ import tokenizers
 
 from rooflax.errors import RooflaxError
 from rooflax.loading.chat_template import encode_chat, render
+from rooflax.loading.messages import encode, repaired
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import FAMILIES
 from tests import tokenizer_cases
@@ -60,6 +61,11 @@ def _result(number: int) -> dict[str, Any]:
         "role": "tool", "tool_call_id": f"call0000{number}", "name": "weather",
         "content": '{"degrees": 21}',
     }  # fmt: skip
+
+
+def _stored(call: dict[str, Any]) -> dict[str, Any]:
+    function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+    return {**call, "index": None, "function": {**function, "parsed_arguments": None}}
 
 
 USER = {"role": "user", "content": " 日本語 😀 <b> & 'q'\n"}
@@ -152,6 +158,44 @@ def test_equals_transformers(tmp_path, name):
             assert ids == _apply(theirs, messages, **how)
             assert ids.count(ours.bos_id) == text.count(ours.special_tokens["bos_token"])
     assert rendered == ROWS[name]["texts"] > 0
+
+
+STORED = [
+    ONE | {"content": None, "audio": None, "tool_calls": [_stored(ONE["tool_calls"][0])]},
+    TWO | {"refusal": None, "tool_calls": [_stored(call) for call in TWO["tool_calls"]]},
+]
+"""The same calls as OpenAI's client dumps them."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_stored_conversations_are_repaired(tmp_path, name):
+    tokenizer, template = Tokenizer(_write(tmp_path, name)), _template(name)
+
+    def ids(messages):
+        return encode(tokenizer, repaired(messages, template), tools=TOOLS)
+
+    for plain, stored in (
+        ([USER, ONE, _result(1)], [USER, STORED[0], _result(1)]),
+        ([USER, TWO, _result(1), _result(7)], [USER, STORED[1], _result(7), _result(1)]),
+    ):
+        try:
+            wanted = encode_chat(tokenizer, plain, tools=TOOLS)
+        except RooflaxError:  # no tools, or one call at a time
+            continue
+        if "content'] is none" not in template:
+            assert ids(stored) == wanted
+        elif stored[1] is STORED[0]:  # shows calls of messages without content alone
+            assert ids(stored) == ids(plain) and "Rome" in tokenizer.decode(ids(stored))
+    late = {**SYSTEM, "content": "Be very brief."}
+    try:
+        first = encode_chat(tokenizer, [late, USER, ANSWER, USER], tools=TOOLS)
+    except RooflaxError:  # no system messages
+        return
+    for messages in ([USER, ANSWER, late, USER], [USER, ANSWER, USER, late]):
+        found = ids(messages)
+        assert found == first or "Be very brief." in tokenizer.decode(found)
+    found = tokenizer.decode(ids([SYSTEM, USER, late, ANSWER, USER, USER]))
+    assert "Be brief." in found and "Be very brief." in found
 
 
 def test_every_family_has_one_or_says_why_not():

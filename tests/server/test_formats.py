@@ -352,10 +352,23 @@ def test_a_schema_of_harmony_is_the_final_channels(tokenizer_of):
 @pytest.mark.parametrize("name", ["gemma", "gemma4", "qwen3_coder", "glm"])
 def test_what_a_notation_cannot_force_is_named(name):
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
+    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    for more in ({}, {"tool_choice": "required"}):
+        with pytest.raises(ApiError, match="'f'.*pattern") as caught:
+            tool_choice({"tools": [strict], **more}, FORMATS[name]).grammar({}, "not")
+        assert (caught.value.status, caught.value.code) == (400, "invalid_schema")
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma4", "qwen3_coder", "glm", "pythonic"])
+def test_what_a_notation_cannot_force_is_any_object_where_nothing_is_strict(tokenizer_of, name):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     choice = tool_choice({"tools": [tool("f", schema)], "tool_choice": "required"}, FORMATS[name])
-    with pytest.raises(ApiError, match="'pattern'") as caught:
-        choice.grammar({}, "not")
-    assert (caught.value.status, caught.value.code) == (400, "invalid_schema")
+    tokenizer = tokenizer_of(name, False)
+    for arguments in ({"a": "no"}, {}, {"other": "text"}):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        text = render(TEMPLATES[name], [{"role": "assistant", "content": "", "tool_calls": [call]}])
+        text = text.replace("<think></think>", "").lstrip("\n")
+        assert lets_through(tokenizer, choice.grammar(special_of(tokenizer), "not"), text)
 
 
 @pytest.mark.parametrize("name", ["gemma", "pythonic"])

@@ -64,10 +64,10 @@ def cut(tokenizer, text, rng):
     return found
 
 
-def read(tokenizer, format, ids, *, prompt=(), tools=True, schemas=None):
+def read(tokenizer, format, ids, *, prompt=(), tools=True, schemas=None, is_cut=False):
     """Content and the other events, neighbours of one kind joined."""
     reader = Reader(tokenizer, format, prompt, reads_calls=tools, schemas=schemas)
-    content = "".join(reader.push(token) for token in ids) + reader.flush()
+    content = "".join(reader.push(token) for token in ids) + reader.flush(is_cut=is_cut)
     events = joined(reader.take(len(content), is_last=True))
     assert "".join(each.text for each in events if each.kind == "content") == content
     return content, [each for each in events if each.kind != "content"], reader
@@ -84,8 +84,13 @@ def joined(events):
     return found
 
 
-def call(name, arguments=HEAD):
-    return [Event("call", name), Event("arguments", arguments), Event("call_end", "")]
+def call(name, arguments=HEAD, raw=""):
+    return [Event("call", name), Event("arguments", arguments), Event("call_end", raw)]
+
+
+def broken(arguments, raw):
+    """Of a function f, with arguments that do not parse."""
+    return call("f", arguments, CALL_F + raw)
 
 
 def thought(text):
@@ -158,12 +163,22 @@ CASES = {
         ("<think>\nnever closed", "", thought("never closed")),
         ("x <think> is text here", "x <think> is text here", []),
         ("", "", []),
+        *(
+            (f'<tool_call>{{"name": "f"{more}}}</tool_call>', "", call("f", "{}"))
+            for more in ("", ', "arguments": null', ', "arguments": ""', ', "arguments": "{}"',
+                         ', "type": "function"')
+        ),
+        ('<tool_call>{"name": "f"}', "", call("f", "{}")),
     ],
     "llama3_json": [
         (LLAMA, "", call("look")),
         (f"<|python_tag|>{LLAMA}", "", call("look")),
         ('{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
         ('{"nam', '{"nam', []),
+        ('{"name": "look"}', "", call("look", "{}")),
+        ('{"name": "look", "parameters": null}', "", call("look", "{}")),
+        ('{"name": "Ada"}', '{"name": "Ada"}', []),
+        ('{"name": "look", "age": 3}', '{"name": "look", "age": 3}', []),
         (f"Look: {LLAMA}", f"Look: {LLAMA}", []),
         (LLAMA.replace("{", '{"type": "function", ', 1), "", call("look")),
         ("<|python_tag|>" + LLAMA.replace("{", '{"type": "function", ', 1), "", call("look")),
@@ -196,6 +211,9 @@ CASES = {
         (f"[TOOL_CALLS]look[ARGS]{HEAD}[TOOL_CALLS]see[ARGS]{{}}", "",
          call("look") + call("see", "{}")),
         (f"[TOOL_CALLS][{BODY}, {BODY}]", "", call("look") * 2),
+        ("[TOOL_CALLS]look", "", call("look", "{}")),
+        ("[TOOL_CALLS]look[ARGS][TOOL_CALLS]look[ARGS]", "", call("look", "{}") * 2),
+        ("[TOOL_CALLS]no", "[TOOL_CALLS]no", []),
         (f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]see[ARGS]{{}}", "",
          call("f", MARKED) + call("see", "{}")),
         ("[THINK]Hm.[/THINK]Yes.", "Yes.", thought("Hm.")),
@@ -206,6 +224,7 @@ CASES = {
         (f'[TOOL_CALLS] [{BODY[:-1]}, "id": "abcdefghi"}}]', "",
          [Event("call", "look", id="abcdefghi"), *call("look")[1:]]),
         ("[TOOL_CALLS]no", "[TOOL_CALLS]no", []),
+        ('[TOOL_CALLS][{"name": "f"}]', "", call("f", "{}")),
     ],
     "glm": [
         (f"<tool_call>look\n{GLM}</tool_call>", "", call("look", XML_ARGUMENTS)),
@@ -221,6 +240,7 @@ CASES = {
         (f"{DEEP_BEGIN}{DEEP}look{DEEP_SEP}{HEAD}{DEEP_END}{DEEP_LAST}", "", call("look")),
         (f"So.{DEEP_BEGIN}{DEEP}look{DEEP_SEP}{HEAD}{DEEP_END}{DEEP}see{DEEP_SEP}{{}}{DEEP_END}",
          "So.", call("look") + call("see", "{}")),
+        (f"{DEEP}look{DEEP_SEP}{DEEP_END}{DEEP}look{DEEP_END}", "", call("look", "{}") * 2),
         ("<think>Hm.</think>Yes.", "Yes.", thought("Hm.")),
     ],
     "deepseek_r1": [
@@ -231,6 +251,7 @@ CASES = {
     "gemma": [
         (f"<start_function_call>call:look{GEMMA.replace('Q', '<escape>')}<end_function_call>", "",
          call("look", GEMMA_ARGUMENTS)),
+        ("<start_function_call>call:look<end_function_call>", "", call("look", "{}")),
         (GEMMA_TWO, "",
          call("look", "{}") + call("see", '{"a": [1]}')),
         ("<start_function_call>look<end_function_call>",
@@ -259,18 +280,20 @@ CASES = {
         (f" to=functions.look{CHANNEL}commentary <|constrain|>json{MESSAGE}{HEAD}<|call|>", "",
          call("look")),
         (f"{CHANNEL}commentary to=functions.f{MESSAGE}{MARKED}<|call|>", "", call("f", MARKED)),
+        (f"{CHANNEL}commentary to=functions.f{MESSAGE}", "", call("f", "{}")),
         (f"{CHANNEL}commentary{MESSAGE}First.{NEXT}final{MESSAGE}Then.", "First.Then.", []),
     ],
 }  # fmt: skip
 IN_STRINGS = [
     (f"{CALL_F}{MARKED}}}</tool_call> <tool_call>{BODY}</tool_call>.", ".",
      call("f", MARKED) + call("look")),
-    (f'{CALL_F}{{"x": "a</tool_call>b', "b", call("f", '{"x": "a')),
-    (f'{CALL_F}{{"x": "a</tool_call>b" ', 'b" ', call("f", '{"x": "a')),
+    (f'{CALL_F}{{"x": "a</tool_call>b', "b", broken('{"x": "a', '{"x": "a</tool_call>')),
+    (f'{CALL_F}{{"x": "a</tool_call>b" ', 'b" ', broken('{"x": "a', '{"x": "a</tool_call>')),
     (f'{CALL_F}{{"x": "a</tool_call>\n<tool_call>{BODY}</tool_call> "b"', ' "b"',
-     call("f", '{"x": "a') + call("look")),
-    (f'{CALL_F}{{"x": 5</tool_call>"b", ', '"b", ', call("f", '{"x": 5')),
-    (f'{CALL_F}{{\\"x": "a</tool_call>b"}}', 'b"}', call("f", '{\\"x": "a')),
+     broken('{"x": "a', '{"x": "a</tool_call>') + call("look")),
+    (f'{CALL_F}{{"x": 5</tool_call>"b", ', '"b", ', broken('{"x": 5', '{"x": 5</tool_call>')),
+    (f'{CALL_F}{{\\"x": "a</tool_call>b"}}', 'b"}',
+     broken('{\\"x": "a', '{\\"x": "a</tool_call>')),
 ]  # fmt: skip
 """Marks in strings: one ends the call where the string does not end as one of JSON. The oracle
 takes all of them for marks."""
@@ -307,7 +330,7 @@ def test_text_and_calls_keep_their_order_however_they_are_cut(of_kind, name):
                 size = rng.randrange(len(content) + 1)  # the rest may be a stop string's beginning
                 events += reader.take(size)
                 content = content[size:]
-        content += reader.flush()
+        content += reader.flush(is_cut=False)
         events += reader.take(len(content), is_last=True)
         said = [e.text for e in joined(events) if e.kind in ("content", "call")]
         assert said == PARTS, seed
@@ -330,6 +353,49 @@ def test_reasoning_that_the_prompt_has_opened(of_kind, name):
     assert read(tokenizer, FORMATS[name], ids[:3], prompt=closed)[0] == "Hm."
 
 
+@pytest.mark.parametrize(
+    ("name", "begun", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "look"', "}"), ("mistral", "[TOOL_CALLS]look", "[ARGS]"),
+        ("deepseek", f"{DEEP}look", DEEP_SEP), ("llama3_json", '{"name": "look"', "}"),
+        ("gemma", "<start_function_call>call:look", "{}"),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_cut_before_its_arguments_has_none(of_kind, name, begun, rest):
+    tokenizer = of_kind(name)
+    ids = cut(tokenizer, begun, None)
+    found = read(tokenizer, FORMATS[name], ids, schemas={"look": {}}, is_cut=True)
+    assert found[:2] == (begun, [])
+    ids = cut(tokenizer, begun + rest, None)
+    _, events, _ = read(tokenizer, FORMATS[name], ids, schemas={"look": {}}, is_cut=True)
+    assert not [each for each in events if each.kind == "arguments"]
+    _, events, _ = read(tokenizer, FORMATS[name], ids, schemas={"look": {}})
+    assert events == call("look", "{}")
+
+
+@pytest.mark.parametrize("name", ["hermes", "think"])
+@pytest.mark.parametrize("text", ["It is 5.", "  \nSo.\n\nIt is <5> </think", "5 < 6 <tool_"])
+def test_reasoning_that_the_prompt_has_opened_and_nothing_closes_is_the_answer(of_kind, name, text):
+    tokenizer = of_kind(name)
+    prompt = cut(tokenizer, "<|im_start|>assistant\n<think>\n", None)
+    for seed in (None, *range(9)):
+        ids = cut(tokenizer, text, None if seed is None else random.Random(seed))
+        content, events, _ = read(tokenizer, FORMATS[name], ids, prompt=prompt)
+        assert (content, events) == (text.lstrip("\n"), thought(text.strip())), seed
+        content, events, _ = read(tokenizer, FORMATS[name], ids, prompt=prompt, is_cut=True)
+        assert (content, events) == ("", thought(text.strip())), seed
+
+
+def test_calls_within_reasoning_that_nothing_closes_are_calls(of_kind):
+    tokenizer = of_kind("hermes")
+    prompt = cut(tokenizer, "<|im_start|>assistant\n<think>\n", None)
+    text = f"I look.\n<tool_call>{BODY}</tool_call>"
+    content, events, reader = read(
+        tokenizer, FORMATS["hermes"], cut(tokenizer, text, None), prompt=prompt
+    )
+    assert (content, events, reader.num_calls) == ("I look.", [*thought(text), *call("look")], 1)
+
+
 def test_without_tools_a_call_is_text(of_kind):
     text = f"<tool_call>{BODY}</tool_call>"
     tokenizer = of_kind("hermes")
@@ -350,10 +416,10 @@ def test_arguments_come_as_they_are_written(of_kind):
 
 def test_a_cut_call_keeps_what_was_written(of_kind):
     tokenizer = of_kind("hermes")
-    ids = cut(tokenizer, '<tool_call>{"name": "f", "arguments": {"a": [1, ', None)
+    ids = cut(tokenizer, CALL_F + '{"a": [1, ', None)
     content, events, reader = read(tokenizer, FORMATS["hermes"], ids)
     assert content == "" and reader.num_calls == 0
-    assert events == call("f", '{"a": [1, ')
+    assert events == broken('{"a": [1, ', '{"a": [1, ')
 
 
 def test_g7_a_million_characters_take_linear_time(of_kind):

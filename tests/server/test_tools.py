@@ -127,7 +127,7 @@ def test_g7_calls_that_do_not_parse_are_counted(live, scripted):
 
 CODE = "__import__('os').system('touch {}')"
 RAW = [
-    '<tool_call>{"name": "look", "argu', '<tool_call>{"name": "look"}</tool_call>',
+    '<tool_call>{"name": "look", "argu', '<tool_call>{"name": "look", "x": 1}</tool_call>',
     '<tool_call>{"name": "look", "arguments": "no"}</tool_call>', "<tool_call></tool_call>",
     '<tool_call>{"name": "a b", "arguments": 5}</tool_call> or not', "</tool_call>", "<tool_call",
     "<tool_call>look(city='Oslo')</tool_call>", "<tool_call>" + CODE + "</tool_call>",
@@ -359,12 +359,10 @@ def test_g3_a_schema_may_have_a_thousand_properties_that_need_not_be_there(llm):
 CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 
 
-@pytest.mark.parametrize(
-    "fields", [{"tool_choice": "required"}, {"tools": [tool(parameters=CYCLE, strict=True)]}]
-)
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {}])
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 def test_g3_parameters_that_refer_to_themselves_alone(live, path, fields):
-    fields = {"tools": [tool(parameters=CYCLE)], "messages": MESSAGES} | fields
+    fields |= {"tools": [tool(parameters=CYCLE, strict=True)], "messages": MESSAGES}
     if path != CHAT:
         given = [{"type": "function", **each["function"]} for each in fields["tools"]]
         fields = {"input": "x", **fields, "tools": given}
@@ -398,7 +396,7 @@ def test_a_backslash_at_the_end_of_a_regex_escapes_nothing(live):
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_g4_of_many_schemas_the_last_are_kept(live, llm, monkeypatch, count):
     """Each is compiled, but for the trial in a process of its own."""
-    monkeypatch.setattr(structured, "_try_apart", lambda *_: None)
+    monkeypatch.setattr(structured, "_try_apart", lambda *_: [""])
     memory = []
     for number in range(count):
         schema = {"type": "object", "properties": {f"p{number}": {"type": "string"}}}
@@ -457,7 +455,7 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
     grammar = found.grammar({}, "not")
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
-    content = "".join(map(reader.push, answer.tokens)) + reader.flush()
+    content = "".join(map(reader.push, answer.tokens)) + reader.flush(is_cut=False)
     events = reader.take(len(content))
     names = [each.text for each in events if each.kind == "call"]
     assert content.strip() == "" and names

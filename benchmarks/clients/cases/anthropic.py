@@ -54,4 +54,32 @@ def count_tokens():
     assert client.messages.count_tokens(model=check.NAME, messages=WHO).input_tokens > 5
 
 
-check.run(messages, streamed, tools, tool_results, count_tokens)
+def stored_history():
+    """An agent that stores the client's own objects, with results of parallel calls as they come
+    and a system message in the middle."""
+    client = anthropic.Anthropic(base_url=check.SCRIPTED, api_key="any", max_retries=0)
+    asked = {"role": "user", "content": check.ASK}
+    with client.messages.stream(messages=[asked], tools=[TOOL], **ASK) as stream:
+        first = stream.get_final_message()
+    blocks = [block.model_dump() for block in first.content]
+    (call,) = [block for block in blocks if block["type"] == "tool_use"]
+    blocks.append({**call, "id": "toolu_2", "name": "now", "input": {}})
+    results = [
+        {"type": "tool_result", "tool_use_id": "toolu_2", "content": "noon"},
+        {"type": "tool_result", "tool_use_id": call["id"], "content": "12 degrees"},
+    ]
+    turns = [
+        asked,
+        {**first.model_dump(), "content": blocks},
+        {"role": "user", "content": results[:1]},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": results[1:]},
+    ]
+    answer = client.messages.create(messages=turns, tools=[TOOL], **ASK)
+    assert answer.content[0].text == "It is 12 degrees."
+    with client.messages.stream(messages=turns, tools=[TOOL], **ASK) as stream:
+        assert stream.get_final_message().content[0].text == "It is 12 degrees."
+    assert client.messages.count_tokens(model=check.NAME, messages=turns).input_tokens > 20
+
+
+check.run(messages, streamed, tools, tool_results, count_tokens, stored_history)

@@ -92,6 +92,40 @@ def errors():
         assert said
 
 
+def stored_history():
+    """An agent that stores the client's own objects, and results of calls as they come."""
+    scripted = openai.OpenAI(base_url=f"{check.SCRIPTED}/v1", api_key="any", max_retries=0)
+    ask = {"model": check.NAME, "tools": [check.WEATHER]}
+    turns = [{"role": "user", "content": check.ASK}]
+    message = scripted.chat.completions.create(messages=turns, **ask).choices[0].message
+    stored = message.model_dump()
+    first = stored["tool_calls"][0]
+    empty = {**first, "id": "call_2", "function": {"name": "now", "arguments": ""}}
+    stored["tool_calls"] = [first, empty]
+    turns += [
+        stored,
+        {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "tool", "tool_call_id": first["id"], "content": "12 degrees"},
+    ]
+    answer = scripted.chat.completions.create(messages=turns, **ask).choices[0].message
+    assert answer.content == "It is 12 degrees."
+    chunks = scripted.chat.completions.create(messages=turns, stream=True, **ask)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.content
+    tool = {"type": "function", **check.WEATHER["function"]}
+    asked = {"role": "user", "content": check.ASK}
+    output = scripted.responses.create(model=check.NAME, input=[asked], tools=[tool]).output
+    items = [item.model_dump() for item in output]
+    call = next(item["call_id"] for item in items if item["type"] == "function_call")
+    late = {"role": "developer", "content": "Be brief."}
+    result = {"type": "function_call_output", "call_id": call, "output": "12 degrees"}
+    given = [asked, *items, late, result]
+    answer = scripted.responses.create(model=check.NAME, input=given, tools=[tool])
+    assert answer.output_text == "It is 12 degrees."
+
+
 check.run(
-    models, chat, chat_streamed, tools, parse, responses, responses_streamed, completions, errors
-)
+    models, chat, chat_streamed, tools, parse, responses, responses_streamed, completions, errors,
+    stored_history,
+)  # fmt: skip

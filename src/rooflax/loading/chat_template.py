@@ -47,7 +47,7 @@ def render(
     Args:
         template: a jinja2 chat template.
         messages: dicts with `role` and `content`; values are plain data (as from JSON), a value
-            None counts as absent.
+            None counts as absent but for `content`.
         add_generation_prompt: end with what begins the assistant's answer.
         bos_token: the template's variable of this name; undefined if not given here or next.
         eos_token: likewise.
@@ -189,7 +189,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"message {i} is {message!r:.60}, not a dict with role and content")
-        given = {k: v for k, v in message.items() if v is not None}
+        given = {k: v for k, v in message.items() if v is not None or k == "content"}
         plain.append(_with_reasoning(_plain(given, f"message {i}")))
     return plain
 

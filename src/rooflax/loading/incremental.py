@@ -66,8 +66,8 @@ class IncrementalDecoder:
             return f"{self._decoder.finish()}<{token_id}>"
         return self._decoder.push(token_id)
 
-    def flush(self) -> str:
-        """What was held back; afterwards the decoder begins anew."""
+    def flush(self, *, is_cut: bool = False) -> str:
+        """What was held back, cut or not; afterwards the decoder begins anew."""
         return self._decoder.finish()
 
 

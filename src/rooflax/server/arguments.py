@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from rooflax.server.formats import CALL_KEYS, Calls
@@ -30,6 +30,7 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OF_CALL = {*CALL_KEYS, "id"}
 _SAYS_TYPE = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _NOTABLE = re.compile(r'["\\{}\[\]]')
@@ -146,8 +147,20 @@ def may_be_call(body: str) -> bool:
     return not rest or any(key.startswith(rest[: len(key)]) for key in keys)
 
 
-def calls_of(body: str) -> list[Call]:
-    """The calls of a whole body, an object or a list of them; none where it is neither."""
+def is_object(text: str) -> bool:
+    """Whether a text is the JSON of an object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
+    """The calls of a whole body, an object or a list of them; none where it is neither.
+
+    Args:
+        names: those of which a call may have no arguments; None takes any.
+    """
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -158,11 +171,10 @@ def calls_of(body: str) -> list[Call]:
         if not isinstance(name, str) or not name:
             return []
         arguments = item.get("arguments", item.get("parameters"))
-        if isinstance(arguments, str):  # some models write JSON within JSON
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return []
+        if isinstance(arguments, str) and is_object(arguments):  # JSON within JSON
+            arguments = json.loads(arguments)
+        if arguments in (None, "") and set(item) <= _OF_CALL and (names is None or name in names):
+            arguments = {}
         if not isinstance(arguments, dict):
             return []
         identity = item.get("id", "")
@@ -227,7 +239,7 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
         if calls.name_open:
             scanner.want(calls.name_open)
         name = scanner.name()
-        arguments = scanner.arguments()
+        arguments = {} if scanner.is_at_end and not is_list else scanner.arguments()
         found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
 
     try:

@@ -15,7 +15,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import DONE, event
 from rooflax.server.call import Call, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
-from rooflax.server.sampling import form_field, form_of, sampling_params
+from rooflax.server.sampling import Place, form_field, form_of, sampling_params
 from rooflax.server.service import Service
 from rooflax.server.tables import COMPLETIONS, MAX_PROMPTS
 
@@ -152,7 +152,7 @@ class _Answer:
         choice: dict[str, Any] = {
             "index": number,
             "text": head if self.says_nothing else head + completion.text,
-            "logprobs": self._logprobs(prompt, tokens, completion, len(head)),
+            "logprobs": self._logprobs(prompt, tokens, completion),
             "finish_reason": "length" if self.says_nothing else completion.finish_reason,
             "stop_reason": None if self.says_nothing else completion.stop_reason,
         }
@@ -162,16 +162,16 @@ class _Answer:
             )
         return choice | token_ids(self.call.found, tokens, self.ids[prompt])
 
-    def _logprobs(
-        self, prompt: int, tokens: Any, completion: Completion, offset: int
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, prompt: int, tokens: Any, completion: Completion) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
         found = completion.logprobs[: len(tokens)]
         if not self.echoes:
-            return self.spelling.completion(tokens, found, offset)
+            return self.spelling.completion(tokens, found, Place())
         before = completion.prompt_logprobs or ()
-        return self.spelling.completion([*self.ids[prompt], *tokens], [None, *before, *found], 0)
+        return self.spelling.completion(
+            [*self.ids[prompt], *tokens], [None, *before, *found], Place()
+        )
 
     def _echoed(self, prompt: int) -> str:
         if not self.echoes:
@@ -183,7 +183,7 @@ class _Answer:
         """The answer as events."""
         call, usage, n = self.call, self.call.usage, self.params.n
         head: dict[str, Any] = call.head("text_completion")
-        offsets: dict[int, int] = {}
+        places: dict[int, Place] = {}
 
         def chunk(choice: dict[str, Any]) -> bytes:
             stated = {"usage": usage.openai()} if has_usage_each else {"usage": None}
@@ -194,12 +194,12 @@ class _Answer:
             async for delta in deltas:
                 usage.count(delta)
                 number = delta.prompt * n + delta.index
-                if number not in offsets:
+                if number not in places:
                     text = self._echoed(delta.prompt)
-                    offsets[number] = 0
+                    places[number] = Place()
                     if text:
-                        yield chunk(self._echo_choice(number, text, delta, offsets))
-                choice = self._stream_choice(number, delta, offsets)
+                        yield chunk(self._echo_choice(number, text, delta, places[number]))
+                choice = self._stream_choice(number, delta, places[number])
                 if choice["text"] or choice["logprobs"] or delta.completion is not None:
                     yield chunk(choice)
         if has_usage:
@@ -208,25 +208,21 @@ class _Answer:
             yield event(head | {"choices": [], "usage": usage.openai()} | call.timed())
         yield DONE
 
-    def _echo_choice(
-        self, number: int, text: str, delta: Delta, offsets: dict[int, int]
-    ) -> dict[str, Any]:
+    def _echo_choice(self, number: int, text: str, delta: Delta, place: Place) -> dict[str, Any]:
         choice = _piece(number, text)
         if self.params.logprobs is not None:
             before = delta.prompt_logprobs or ()
-            found = self.spelling.completion(self.ids[delta.prompt], [None, *before], 0)
-            offsets[number] = sum(map(len, found["tokens"]))
-            choice["logprobs"] = found
+            choice["logprobs"] = self.spelling.completion(
+                self.ids[delta.prompt], [None, *before], place
+            )
         return choice
 
-    def _stream_choice(self, number: int, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
+    def _stream_choice(self, number: int, delta: Delta, place: Place) -> dict[str, Any]:
         completion = delta.completion
         text, tokens = ("", ()) if self.says_nothing else (delta.text, delta.tokens)
         choice = _piece(number, text)
         if delta.logprobs:
-            found = self.spelling.completion(tokens, delta.logprobs, offsets[number])
-            offsets[number] += sum(map(len, found["tokens"]))
-            choice["logprobs"] = found
+            choice["logprobs"] = self.spelling.completion(tokens, delta.logprobs, place)
         if self.call.found.get("return_token_ids"):
             choice["token_ids"] = list(tokens)
         if completion is not None:

@@ -37,6 +37,11 @@ class Field:
     required: bool = False
 
 
+def present(given: Mapping[str, Any]) -> dict[str, Any]:
+    """An object without its nulls, which mean that a field is left out."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class Table:
     """The fields of an object, by name.
 
@@ -66,13 +71,13 @@ class Table:
                 param=where or None,
             )
         found = {}
-        for name, value in given.items():
+        for name, value in present(given).items():
             path = f"{where}.{name}" if where else name
             field = self.fields.get(name)
             if field is None:
                 if not self._passes_others:
                     _unknown(path, name, self.fields, ignored)
-            elif value is not None:
+            else:
                 read = _read(field, path, value, ignored)
                 if field.policy == "honoured":
                     found[name] = read

@@ -91,6 +91,26 @@ class Grammar:
         return self.rule(" | ".join(several))
 
 
+class Unforceable(Exception):
+    """Why a format's notation cannot force a schema."""
+
+
+def call_alone(
+    format: Format | None, name: str, schema: Any, special: Mapping[str, int]
+) -> str | None:
+    """The grammar of one call, by which is tried whether its schema can be forced; None where the
+    format has none.
+
+    Raises:
+        Unforceable: the schema is beyond what the format's notation can force.
+    """
+    calls = format.calls if format is not None else None
+    if calls is None or calls.grammar is None:
+        return None
+    grammar = Grammar(special)
+    return grammar.finish(_call(grammar, calls, name, schema))
+
+
 def call_grammar(
     format: Format,
     schemas: Mapping[str, Any],
@@ -110,7 +130,8 @@ def call_grammar(
         form: of an answer without calls; free text if there is none.
 
     Raises:
-        ApiError: a schema is beyond what the format's notation can force.
+        Unforceable: as `call_alone`.
+        ApiError: the form is a grammar itself.
     """
     calls = format.calls
     written = calls.grammar if calls is not None else None
@@ -339,16 +360,11 @@ def _text_pattern(schema: Mapping[str, Any]) -> str:
 def _check(schema: Mapping[str, Any], known: set[str]) -> None:
     """
     Raises:
-        ApiError: a keyword that the notation cannot force.
+        Unforceable: it has a keyword that the notation cannot force.
     """
     for name in schema:
         if name not in known | _ANNOTATIONS:
-            raise ApiError(
-                f"A tool's schema has {name!r:.40}, which cannot be forced in this model's format; "
-                f"leave it out, or strict and tool_choice.",
-                code="invalid_schema",
-                param="tools",
-            )
+            raise Unforceable(f"{name[:40]} cannot be forced in this model's format")
 
 
 class _Values:

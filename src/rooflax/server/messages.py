@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooflax.fields.declaration import MESSAGES as MESSAGES_API
+from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError, anthropic_body
-from rooflax.server.fields import convert, one_of
+from rooflax.server.fields import convert, one_of, present
 from rooflax.server.reader import Event
 from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
@@ -55,9 +56,12 @@ def chat_fields(call: Call) -> dict[str, Any]:
     found = renamed(given, MESSAGES_API)
     system = _system(given.get("system", ""), ignored)
     chat = [{"role": "system", "content": system}] if system else []
-    for number, message in enumerate(given["messages"]):
-        chat += _message(message, f"messages[{number}]", ignored)
-    found["messages"] = chat
+    places = ["system"] * len(chat)
+    for number, message in enumerate(map(present, given["messages"])):
+        where = f"messages[{number}]"
+        chat += _message(message, where, ignored)
+        places += [where] * (len(chat) - len(places))
+    found["messages"], found["places"] = chat, places
     last = chat[-1] if chat else {}
     if last.get("role") == "assistant" and last.get("content") and "tool_calls" not in last:
         found |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -72,7 +76,7 @@ def chat_fields(call: Call) -> dict[str, Any]:
 
 def _effort(call: Call) -> dict[str, Any]:
     """How much to reason; what the template cannot be told is reported."""
-    thinking, ignored = call.found.get("thinking", {}), call.ignored
+    thinking, ignored = present(call.found.get("thinking", {})), call.ignored
     effort = call.found.get("output_config", {}).get("effort")
     kind, found = thinking.get("type"), {}
     if "thinking" in call.found:
@@ -93,11 +97,21 @@ def _effort(call: Call) -> dict[str, Any]:
 
 
 def _system(given: str | list[dict[str, Any]], ignored: list[str]) -> str:
-    texts = [given] if isinstance(given, str) else [_text(b, "system") for b in given]
+    texts = [_text(block, "system") for block in _blocks(given, "system")]
     kept = [text for text in texts if not text.startswith(BILLING)]
     if len(kept) < len(texts):
         ignored.append("system.billing_header")
     return "\n\n".join(text for text in kept if text)
+
+
+def _blocks(given: Any, where: str) -> list[dict[str, Any]]:
+    """Content as blocks, without nulls.
+
+    Raises:
+        ApiError: it is neither text nor a list of objects.
+    """
+    found = convert(given, SYSTEM, where)
+    return [{"text": found}] if isinstance(found, str) else list(map(present, found))
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
@@ -119,10 +133,7 @@ def _message(
     message: Mapping[str, Any], where: str, ignored: list[str]
 ) -> Iterator[dict[str, Any]]:
     """The chat messages that one of Anthropic's stands for: results of tools are their own."""
-    role, content = message.get("role"), message.get("content", "")
-    blocks = convert(content, SYSTEM, f"{where}.content")
-    if isinstance(blocks, str):
-        blocks = [{"type": "text", "text": blocks}]
+    role, blocks = message.get("role"), _blocks(message.get("content", ""), f"{where}.content")
     ignored += [f"{where}.{name}" for name in message if name not in ("role", "content")]
     if role == "assistant":
         yield _assistant(blocks, where)
@@ -139,8 +150,8 @@ def _message(
         if texts:
             yield {"role": role, "content": "".join(texts)}
             texts = []
-        inner = convert(block.get("content", ""), SYSTEM, f"{where}.content")
-        text = inner if isinstance(inner, str) else "".join(_text(b, where) for b in inner)
+        inner = _blocks(block.get("content", ""), f"{where}.content")
+        text = "".join(_text(each, where) for each in inner)
         prefix = "Error: " if block.get("is_error") else ""
         identity = convert(block.get("tool_use_id"), str, f"{where}.tool_use_id")
         yield {"role": "tool", "content": prefix + text, "tool_call_id": identity}
@@ -150,14 +161,14 @@ def _message(
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     texts, calls, thoughts = [], [], []
-    for block in blocks:
+    for number, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use":
             function = {
                 "name": convert(block.get("name"), str, f"{where}.name"),
-                "arguments": json.dumps(block.get("input", {}), ensure_ascii=False),
+                "arguments": call_arguments(block.get("input"), f"{where}.content[{number}].input"),
             }
             identity = convert(block.get("id"), str, f"{where}.id")
             calls.append({"id": identity, "type": "function", "function": function})
@@ -173,7 +184,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
 
 def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
     tools = []
-    for number, tool in enumerate(given):
+    for number, tool in enumerate(map(present, given)):
         if tool.get("type", "custom") != "custom":
             ignored.append(f"tools[{number}].type={str(tool['type'])[:40]}")
             continue
@@ -185,8 +196,7 @@ def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
 
 
 def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
-    kind = given.get("type")
-    found: dict[str, Any] = {}
+    kind, found = given.get("type"), dict[str, Any]()
     if kind == "tool":
         found["tool_choice"] = {"type": "function", "name": given.get("name")}
     elif kind in ("auto", "any", "none"):
@@ -211,7 +221,7 @@ class _Answer:
         self.call = call
         self.turn = Turn(call, chat_fields(call))
         self.blocks: list[dict[str, Any]] = []
-        self.arguments = ""
+        self.called, self.arguments = Event("call", ""), ""
         self.is_open = False
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -277,14 +287,18 @@ class _Answer:
 
     def _take(self, piece: Event) -> Iterator[dict[str, Any]]:
         kind, text = piece.kind, piece.text
-        if kind == "call_end":
-            yield from self._close()
-        elif kind == "call":
-            identity = self.turn.call_id(piece, "toolu_")
-            yield from self._open({"type": "tool_use", "id": identity, "name": text, "input": {}})
+        if kind == "call":
+            self.called, self.arguments = piece, ""
         elif kind == "arguments":
             self.arguments += text
-            yield self._delta({"type": "input_json_delta", "partial_json": text})
+        elif kind == "call_end" and not text:
+            # A block is whole once it is sent: its input cannot be taken back.
+            identity = self.turn.call_id(self.called, "toolu_")
+            block = {"type": "tool_use", "id": identity, "name": self.called.text, "input": {}}
+            yield from self._open(block)
+            block["input"] = json.loads(self.arguments)
+            yield self._delta({"type": "input_json_delta", "partial_json": self.arguments})
+            yield from self._close()
         else:
             name = "thinking" if kind == "reasoning" else "text"
             if not (self.is_open and self.blocks[-1]["type"] == name):
@@ -307,11 +321,4 @@ class _Answer:
         if not self.is_open:
             return
         self.is_open = False
-        block = self.blocks[-1]
-        if block["type"] == "tool_use":
-            try:
-                block["input"] = json.loads(self.arguments)
-            except (ValueError, RecursionError):  # max_tokens cut it
-                block["input"] = {}
-            self.arguments = ""
         yield {"kind": "content_block_stop", "index": len(self.blocks) - 1}

@@ -1,7 +1,8 @@
 """`Reader`: one sample's tokens as content, reasoning and tool calls, while they arrive.
 
 It is the sample's decoder, so stop strings are looked for in the content only. Every token costs
-the same, however long the answer is. What does not parse as a call is content, as it was written.
+the same, however long the answer is. What is no call is content, as it was written; one whose
+arguments turn out not to parse while they are streamed says so at its end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rooflax.server.arguments import (
     Call,
     StringEnd,
     calls_of,
+    is_object,
     may_be_call,
     notation_calls,
     tagged_calls,
@@ -44,7 +46,8 @@ class Event(NamedTuple):
     """A piece of an answer.
 
     Attributes:
-        text: of a call its name; of its end "".
+        text: of a call its name; of its end "", or where its arguments do not parse, the whole
+            call as the model wrote it.
         at: of content: characters of the whole answer before it.
         id: of a call, where the model has written one.
     """
@@ -102,6 +105,8 @@ class Reader:
         self.certain = 0
         """Characters of the whole answer of which nothing can change any more."""
         self.num_calls = self.num_reasoning_tokens = self.num_failed = 0
+        self._unclosed: list[str] | None = None
+        """What stands behind the mark of reasoning that the prompt has opened."""
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
         if self._is_harmony and tail:
             self._header = ""
@@ -109,6 +114,7 @@ class Reader:
             opened, closed = tail.rfind(self._reasoning.open), tail.rfind(self._reasoning.close)
             if opened > closed:
                 self._enter("reasoning")
+                self._unclosed = []
 
     def _texts(self) -> tuple[str, ...]:
         if self._is_harmony:
@@ -167,12 +173,20 @@ class Reader:
         self._read(text, is_last=False)
         return self._content(number)
 
-    def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+    def flush(self, *, is_cut: bool) -> str:
+        """What was held back, at the end of the answer.
+
+        Reasoning that the prompt has opened and the model has not closed is the answer: it is read
+        once more, for text and calls.
+        """
         number = len(self._events)
         self._read(self._decoder.flush(), is_last=True)
+        if self._unclosed and not is_cut:
+            text, self._unclosed, self._at, self._space = "".join(self._unclosed), None, 0, ""
+            self._enter("content")
+            self._read_again(text, is_last=True)
         if self._region == "call":
-            self._end_call(is_cut=self._calls is None or self._calls.close is not None)
+            self._end_call(is_cut=is_cut)
         if self._region == "content" and not self._gaps:
             self._say(self._space, self._space_at)
         self._space = ""
@@ -223,7 +237,10 @@ class Reader:
             self._take(text[:begun])
         else:
             self._turn(doubt.mark)
-        for at in range(begun, len(text), _AGAIN):
+        self._read_again(text[begun:], is_last=is_last)
+
+    def _read_again(self, text: str, *, is_last: bool) -> None:
+        for at in range(0, len(text), _AGAIN):
             self._read(text[at : at + _AGAIN], is_last=False)
         if is_last:
             self._read("", is_last=True)
@@ -271,7 +288,7 @@ class Reader:
             return
         if self._reasoning is not None and mark in (self._reasoning.open, self._reasoning.close):
             self._at += len(mark)
-            self._space = ""
+            self._space, self._unclosed = "", None
             self._enter("reasoning" if mark == self._reasoning.open else "content")
             return
         assert self._calls is not None
@@ -281,7 +298,7 @@ class Reader:
                 self._take(mark)
             elif is_end:
                 self._at += len(mark)
-            self._end_call(is_cut=False)
+            self._end_call(is_closed=is_end)
             if is_end:
                 return
         if mark in self._calls.skipped:
@@ -308,6 +325,8 @@ class Reader:
             if self._call.is_none:
                 self._end_call(is_cut=True)
             return
+        if self._unclosed is not None:
+            self._unclosed.append(text)
         if self._trims:
             text = text.lstrip("\n") if self._region == "content" else text.lstrip()
             at = self._at - len(text)
@@ -332,16 +351,24 @@ class Reader:
         self._say(before, before_at)
         self._say(text, at)
 
-    def _end_call(self, *, is_cut: bool) -> None:
-        """Closes a call, or says it as content where it is none."""
+    def _end_call(self, *, is_cut: bool = False, is_closed: bool = False) -> None:
+        """Ends a call, or says it as content where it is none.
+
+        Args:
+            is_cut: more was to come.
+            is_closed: by its mark.
+        """
         call, self._call = self._call, None
         self._region = "content"
         self._trims = not self._has_content
         if call is None:
             return
-        events, num_complete, raw = call.end(is_cut, self._schemas)
+        events, raw = call.end(is_cut, is_closed, self._schemas)
         self._events += events
-        self.num_calls += num_complete
+        num_ended = sum(each.kind == "call_end" for each in events)
+        num_failed = sum(each.kind == "call_end" and bool(each.text) for each in events)
+        self.num_calls += num_ended - num_failed
+        self.num_failed += num_failed and not is_cut
         if raw is None:
             if self._has_content:
                 self._gaps.append(Event("content", call.before, call.at))
@@ -366,7 +393,7 @@ class Reader:
                 self._trims = False
         elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
             if self._region == "call":
-                self._end_call(is_cut=False)
+                self._end_call()
             self._space = ""
             self._region, self._header = "content", ""
         else:
@@ -403,6 +430,7 @@ class _OpenCall:
         self._num_before = len(self._parts)
         self._name, self._seeks = name, calls.style in ("json", "named")
         self.stream: ArgumentStream | None = None
+        self._arguments: list[str] = []
 
     @property
     def is_certain(self) -> bool:
@@ -415,8 +443,8 @@ class _OpenCall:
 
     def push(self, text: str) -> list[Event]:
         found: list[Event] = []
+        self._parts.append(text)
         if self.stream is None:
-            self._parts.append(text)
             if not self._seeks:
                 return []
             body = self._body
@@ -430,6 +458,7 @@ class _OpenCall:
             found.append(Event("call", name, id=identity))
         piece = self.stream.push(text)
         if piece:
+            self._arguments.append(piece)
             found.append(Event("arguments", piece))
         return found
 
@@ -449,25 +478,37 @@ class _OpenCall:
         return None if head is None else (*head, "")
 
     def end(
-        self, is_cut: bool, schemas: Mapping[str, object]
-    ) -> tuple[list[Event], int, str | None]:
-        """Its last events, how many calls are complete, and the raw text if it is no call."""
+        self, is_cut: bool, is_closed: bool, schemas: Mapping[str, object]
+    ) -> tuple[list[Event], str | None]:
+        """Its last events, and the raw text if it is no call."""
+        close = self.close if is_closed and self.close and not self.has_close else ""
+        raw = "".join(self._parts) + close
         if self.stream is not None:
-            return [Event("call_end", "")], int(self.stream.is_complete), None
-        found: list[Call] = []
-        if not is_cut and self._name is not None:  # of harmony, without a body
-            found = [Call(self._name, "{}")]
-        elif not is_cut and self._calls.tags is not None:
-            found = tagged_calls(self._body, self._calls, schemas)
-        elif not is_cut and self._calls.notation is not None:
-            found = notation_calls(self._body, self._calls)
-        elif not is_cut:
-            found = calls_of(self._body)
+            events: list[Event] = []
+            if not self._arguments and not is_cut:
+                self._arguments.append("{}")
+                events.append(Event("arguments", "{}"))
+            parses = is_object("".join(self._arguments))
+            return [*events, Event("call_end", "" if parses else raw)], None
+        found = [] if is_cut else self._whole(schemas)
         if not found:
-            close = "" if is_cut or self.has_close else self.close or ""
-            return [], 0, "".join(self._parts) + close
+            return [], raw
         events = []
         for name, arguments, identity in found:
             events += [Event("call", name, id=identity), Event("arguments", arguments)]
             events.append(Event("call_end", ""))
-        return events, len(found), None
+        return events, None
+
+    def _whole(self, schemas: Mapping[str, object]) -> list[Call]:
+        """The calls of a body that was not streamed."""
+        calls, body = self._calls, self._body
+        if self._name is not None:  # of harmony, without a body
+            return [Call(self._name, "{}")]
+        if calls.tags is not None:
+            return tagged_calls(body, calls, schemas)
+        if calls.notation is not None:
+            return notation_calls(body, calls)
+        name = body.strip().removeprefix(calls.name_open).strip()
+        if calls.style == "named" and name in schemas:
+            return [Call(name, "{}")]
+        return calls_of(body, schemas if self._is_bare else None)

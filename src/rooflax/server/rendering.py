@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rooflax.loading.chat_template import names as template_names
+from rooflax.loading.messages import repaired
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
 from rooflax.server.formats import Format
@@ -54,7 +54,8 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     """The prompt of a conversation.
 
     Args:
-        found: the honoured fields of a request, those of tables.RENDERING and of tools.
+        found: the honoured fields of a request, those of tables.RENDERING and of tools; `places`
+            says where the messages stand in another API's body.
 
     Raises:
         RooflaxError: the messages, tools or variables cannot be, or the template rejects them.
@@ -62,9 +63,9 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
     names = await service.in_thread(template_names, template)
-    keeps_developer = "developer" in names.texts
-    messages = plain_messages(found["messages"], keeps_developer=keeps_developer)
-    service.check_size(sum(len(message.get("content", "")) for message in messages))
+    places = found.get("places") or [f"messages[{n}]" for n in range(len(found["messages"]))]
+    messages = repaired(_checked(found["messages"], places), template, places)
+    service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
     if format is not None and format.calls is not None:
         fit_call_ids(messages, format.calls.id_length)
@@ -77,14 +78,7 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
             code="unsupported_value",
             param="continue_final_message",
         )
-    how = {"tools": list(choice.tools) or None, "chat_template_kwargs": variables}
-    try:
-        ids = await service.encode_chat(messages, **how)
-    except ApiError:
-        merged = _merged_systems(messages)
-        if len(merged) == len(messages):
-            raise
-        ids = await service.encode_chat(merged, **how)  # a template that wants one
+    ids = await service.encode_chat(messages, choice.tools, variables)
     if answer:
         ids += await service.in_thread(llm.tokenizer.encode_plain, answer)
     reasoning = format and format.reasoning
@@ -169,13 +163,8 @@ def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> s
     return last["content"]
 
 
-def plain_messages(
-    given: Sequence[Mapping[str, Any]], *, keeps_developer: bool
-) -> list[dict[str, Any]]:
-    """Messages as templates take them: content is text, arguments are objects.
-
-    Args:
-        keeps_developer: the template tells this role from "system".
+def _checked(given: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages with their content as text.
 
     Raises:
         ApiError: with the place.
@@ -183,23 +172,16 @@ def plain_messages(
     if not given:
         raise ApiError("messages is empty; give at least one.", param="messages")
     messages, call_ids = [], set[str]()
-    for number, message in enumerate(given):
-        where = f"messages[{number}]"
+    for message, where in zip(given, places, strict=True):
         role = message["role"]
         one_of(f"{where}.role", role, ROLES)
         _check_fields(message, role, where)
         plain = dict(message)
-        if role == "developer" and not keeps_developer:
-            plain["role"] = "system"
         if "content" in message:
             plain["content"] = text_of(message["content"], f"{where}.content")
-        elif role != "assistant":
+        elif role not in ("assistant", "tool"):
             raise ApiError(f"{where}.content is missing.", param=f"{where}.content")
-        elif "tool_calls" not in message:
-            plain["content"] = ""
-        if "tool_calls" in message:
-            plain["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-            call_ids |= {call["id"] for call in message["tool_calls"]}
+        call_ids |= {call["id"] for call in message.get("tool_calls", ())}
         answered = message.get("tool_call_id")
         if answered is not None and answered not in call_ids:
             raise ApiError(
@@ -208,17 +190,6 @@ def plain_messages(
             )
         messages.append(plain)
     return messages
-
-
-def _merged_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of the system that follow each other as one."""
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        if merged and message["role"] == merged[-1]["role"] == "system":
-            merged[-1]["content"] += f"\n\n{message['content']}"
-        else:
-            merged.append(dict(message))
-    return merged
 
 
 _OF_ROLE = {
@@ -233,18 +204,6 @@ def _check_fields(message: Mapping[str, Any], role: str, where: str) -> None:
             raise ApiError(
                 f"{where}.{name} is for messages of the role {owner}.", param=f"{where}.{name}"
             )
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call for templates, which want its arguments as an object."""
-    function = dict(call["function"])
-    try:
-        read = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        read = None
-    if isinstance(read, dict):
-        function["arguments"] = read
-    return {"id": call["id"], "type": "function", "function": function}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooflax.fields.declaration import RESPONSES as RESPONSES_API
+from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
 from rooflax.server.call import Call
 from rooflax.server.errors import ApiError
-from rooflax.server.fields import convert
+from rooflax.server.fields import convert, present
 from rooflax.server.reader import Event
-from rooflax.server.rendering import render, tells_effort, text_of
+from rooflax.server.rendering import ROLES, render, tells_effort, text_of
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
@@ -54,10 +55,7 @@ def chat_fields(call: Call) -> dict[str, Any]:
     found = renamed(given, RESPONSES_API)
     if "parallel_tool_calls" in given:
         found["parallel_tool_calls"] = given["parallel_tool_calls"]
-    system, messages = _conversation(given, call.ignored)
-    if system:
-        messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
-    found["messages"] = messages
+    found["messages"], found["places"] = _conversation(given, call.ignored)
     found["tools"] = function_tools(given.get("tools", ()), call.ignored)
     choice = given.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -100,7 +98,7 @@ def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
         ApiError: a function cannot be.
     """
     tools = []
-    for number, tool in enumerate(given):
+    for number, tool in enumerate(map(present, given)):
         kind = tool.get("type", "function")
         if kind == "namespace":
             prefix = str(tool.get("name", ""))
@@ -118,36 +116,40 @@ def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
 
 def _conversation(
     given: Mapping[str, Any], ignored: list[str]
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """System texts, and the other messages."""
-    system = [given["instructions"]] if given.get("instructions") else []
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of a chat, and their places in the request."""
     items = given.get("input", [])
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    if given.get("instructions"):
+        messages.append({"role": "system", "content": given["instructions"]})
+        places.append("instructions")
     reasoning = ""
-    for number, item in enumerate(items):
+    for number, item in enumerate(map(present, items)):
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
             role, text = item.get("role"), text_of(_content(item, where), f"{where}.content")
-            if role in ("system", "developer"):
-                system.append(text)
-            elif role == "assistant":
-                _assistant(messages, reasoning)["content"] = text
+            if role == "assistant":
+                turn = _assistant(messages, reasoning)
+                turn["content"] = turn.get("content", "") + text
                 reasoning = ""
-            elif role == "user":
-                messages.append({"role": "user", "content": text})
+            elif role in ROLES and role != "tool":
+                messages.append({"role": role, "content": text})
             else:
                 raise ApiError(f"{where}.role is {role!r:.40}.", param=f"{where}.role")
         elif kind in ("function_call", "custom_tool_call"):
-            arguments = item.get("arguments", item.get("input", ""))
+            arguments: Any = {"input": item.get("input", "")}
+            if kind == "function_call":
+                arguments = call_arguments(item.get("arguments"), f"{where}.arguments")
             call = {
                 "id": convert(item.get("call_id"), str, f"{where}.call_id"),
                 "type": "function",
                 "function": {
                     "name": convert(item.get("name"), str, f"{where}.name"),
-                    "arguments": convert(arguments, str, f"{where}.arguments"),
+                    "arguments": arguments,
                 },
             }
             _assistant(messages, reasoning).setdefault("tool_calls", []).append(call)
@@ -159,7 +161,7 @@ def _conversation(
         elif kind == "reasoning":
             name = "content" if item.get("content") else "summary"
             parts = convert(item.get(name) or [], list[dict[str, Any]], f"{where}.{name}")
-            reasoning += "".join(str(part.get("text", "")) for part in parts)
+            reasoning += "".join(str(part.get("text") or "") for part in parts)
         elif kind in _SKIPPED:
             ignored.append(f"{where}.type={kind}")
         else:
@@ -169,9 +171,10 @@ def _conversation(
                 code="unsupported_value",
                 param=f"{where}.type",
             )
-    if not messages and not system:
+        places += [where] * (len(messages) - len(places))
+    if not messages:
         raise ApiError("input is empty; send at least one message.", param="input")
-    return system, messages
+    return messages, places
 
 
 def _content(item: Mapping[str, Any], where: str, name: str = "content") -> Any:
@@ -280,7 +283,8 @@ class _Answer:
                     is_cut = piece.finish_reason == "length"
                     events += self._close("incomplete" if is_cut else "completed")
                     why = {"reason": "max_output_tokens"} if is_cut else None
-                    status = "incomplete" if is_cut else "completed"
+                    is_whole = all(item["status"] == "completed" for item in self.output)
+                    status = "completed" if is_whole and not is_cut else "incomplete"
                     finished = self.response(status, incomplete_details=why)
                 yield events, finished
 
@@ -293,7 +297,7 @@ class _Answer:
                  "name": text, "arguments": "", "status": "in_progress"}
             )  # fmt: skip
         elif kind == "call_end":
-            yield from self._close("completed")
+            yield from self._close("incomplete" if text else "completed")
         elif kind == "arguments":
             item = self.output[-1]
             item["arguments"] += text

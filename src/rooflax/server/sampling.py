@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,19 @@ def form_field(found: Mapping[str, Any]) -> str:
     return "structured_outputs" if "structured_outputs" in found else "response_format"
 
 
+class Place:
+    """A place in a text whose tokens may be parts of characters."""
+
+    def __init__(self, at: int = 0):
+        self._at, self._utf8 = at, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def go_on(self, spelled: bytes) -> int:
+        """Where a token begins; of a part of a character where that does."""
+        begun = self._at
+        self._at += len(self._utf8.decode(spelled))
+        return begun
+
+
 class Spelling:
     """What single tokens spell, for log-probabilities."""
 
@@ -143,26 +157,21 @@ class Spelling:
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(spelled)}
 
     def completion(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], place: Place
     ) -> dict[str, Any]:
         """As completions write them.
 
         Args:
             logprobs: None for a prompt's first token, which has none.
-            offset: of the first token in the text.
+            place: of the first token in the text; it moves to behind the last one.
         """
-        texts = [self.text(token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self.text(token) for token in tokens],
             "token_logprobs": [one and max(one.logprob, LOWEST) for one in logprobs],
             "top_logprobs": [
                 one and self._best(token, one) for token, one in zip(tokens, logprobs, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [place.go_on(self.spelled(token)) for token in tokens],
         }
 
     def _best(self, token: int, found: TokenLogprobs) -> dict[str, float]:

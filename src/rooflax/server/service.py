@@ -15,18 +15,21 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rooflax import structured
 from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
+from rooflax.loading.messages import encode
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import Format, format_of
 from rooflax.server.formats.response_template import Unreadable, read_response_template
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
+from rooflax.structured import MAX_COMPILING
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
@@ -37,6 +40,8 @@ RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
 """Prompt tokens of all open requests, in contexts beyond those that run."""
 TEXT_THREADS, MAX_TEXTS = 4, 256
+MAX_FAULTS = 256
+"""Schemas of tools of which it is kept whether they can be forced."""
 
 
 class Service:
@@ -59,6 +64,8 @@ class Service:
         self._open_by_owner, self._tokens_by_owner = Counter[str](), Counter[str]()
         self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
+        self._faults: dict[str, str] = {}
+        self._num_trials, self._trials = 0, ThreadPoolExecutor(1, "rooflax-trial")
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
 
     def is_loaded(self, engine: AsyncLLM) -> None:
@@ -257,6 +264,29 @@ class Service:
         finally:
             self._num_texts -= 1
 
+    async def faults(self, grammars: Sequence[str]) -> list[str]:
+        """Why each Lark grammar cannot be compiled; "" where it can.
+
+        Raises:
+            ApiError: 429, too many wait to be tried.
+            RequestError: llguidance is missing.
+        """
+        new = [text for text in grammars if text not in self._faults]
+        if new:
+            if self._num_trials >= MAX_COMPILING:
+                raise self.queue_full(f"{self._num_trials} sets of tools wait to be tried")
+            self._num_trials += 1
+            try:
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._trials, structured.faults, new)
+            finally:
+                self._num_trials -= 1
+            self._faults |= zip(new, found, strict=True)
+        known = [self._faults[text] for text in grammars]
+        while len(self._faults) > MAX_FAULTS:
+            del self._faults[next(iter(self._faults))]
+        return known
+
     def check_size(self, num_characters: int) -> None:
         """
         Raises:
@@ -282,8 +312,16 @@ class Service:
         encode = self.ready().llm.tokenizer.encode
         return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
-        """Token ids of a conversation, by the model's chat template.
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of repaired messages, by the model's chat template.
+
+        Args:
+            variables: further ones of the template.
 
         Raises:
             RooflaxError: there is no template, or it rejects the messages.
@@ -295,8 +333,9 @@ class Service:
                 "/v1/completions.",
                 param="messages",
             )
+        how = {**variables, "tools": list(tools) or None}
         try:
-            return await self.in_thread(llm.encode_chat, messages, **how)
+            return await self.in_thread(partial(encode, llm.tokenizer, messages, **how))
         except RequestError as error:
             raise ApiError(str(error), param="messages") from None
 

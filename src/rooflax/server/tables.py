@@ -144,7 +144,8 @@ COMPLETIONS = Table(
 
 CALL_FUNCTION = Table(
     Field("name", str, "of the function", required=True),
-    Field("arguments", str, "JSON of an object", required=True),
+    Field("arguments", str | JsonObject, "an object, or its JSON; nothing is no arguments"),
+    label("parsed_arguments"),
 )
 TOOL_CALL = Table(
     Field("id", str, "of the call", required=True),
@@ -162,6 +163,8 @@ MESSAGE = Table(
     Field("reasoning", str, "as reasoning_content"),
     Field("thinking", str, "as reasoning_content"),
     label("refusal"),
+    label("annotations"),
+    label("parsed"),
     rejected("function_call", "use tool_calls"),
     rejected("audio", "the model reads text only"),
 )

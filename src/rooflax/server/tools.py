@@ -7,12 +7,13 @@ import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import Format
-from rooflax.server.grammars import Thinks, call_grammar
+from rooflax.server.grammars import Thinks, Unforceable, call_alone, call_grammar
 from rooflax.server.tables import MAX_TOOLS
 
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -45,16 +46,54 @@ class ToolChoice:
         }
 
     @property
-    def _strict(self) -> set[str]:
-        """The functions of which the arguments must be valid."""
+    def _functions(self) -> dict[str, Mapping[str, Any]]:
+        """Those that may be called by a forced answer."""
         functions = [tool["function"] for tool in self.tools]
-        return {each["name"] for each in functions if self.is_forced or each.get("strict")}
+        return {each["name"]: each for each in functions if self.name in (None, each["name"])}
+
+    def trials(self, special: Mapping[str, int]) -> dict[str, str]:
+        """By function, the grammar by which is tried whether its schema can be forced."""
+        found = {}
+        for name, function in self._functions.items():
+            if self.is_forced or function.get("strict"):
+                with suppress(Unforceable):
+                    schema = function.get("parameters", {})
+                    found[name] = call_alone(self.format, name, schema, special) or ""
+        return {name: grammar for name, grammar in found.items() if grammar}
+
+    def _schema(
+        self, function: Mapping[str, Any], special: Mapping[str, int], faults: Mapping[str, str]
+    ) -> Any:
+        """The parameters by which a call is forced; None is any object.
+
+        Raises:
+            ApiError: the function is strict, and they cannot be forced.
+        """
+        name, schema = function["name"], function.get("parameters", {})
+        if not (self.is_forced or function.get("strict")):
+            return None
+        why = faults.get(name)
+        try:
+            call_alone(self.format, name, schema, special)
+        except Unforceable as error:
+            why = str(error)
+        if not why:
+            return schema
+        if function.get("strict"):
+            raise ApiError(
+                f"The function {name!r} is strict, and its schema cannot be forced ({why}); change "
+                f"that, or leave strict out.",
+                code="invalid_schema",
+                param="tools",
+            )
+        return None
 
     def grammar(
         self,
         special: Mapping[str, int],
         thinks: Thinks,
         form: Mapping[str, Any] | None = None,
+        faults: Mapping[str, str] | None = None,
     ) -> str | None:
         """The Lark grammar of the answer; None where it is free.
 
@@ -62,20 +101,20 @@ class ToolChoice:
             special: ids of the tokenizer's special tokens.
             thinks: whether reasoning comes first.
             form: of an answer without calls.
+            faults: by function, what is wrong with its trial.
 
         Raises:
-            ApiError: the format has none, or not for such schemas.
+            ApiError: the format has none, or not for the schema of a strict function.
         """
-        if not self.tools or not (self._strict or form or not self.is_parallel):
+        is_strict = any(tool["function"].get("strict") for tool in self.tools)
+        if not self.tools or not (self.is_forced or is_strict or form or not self.is_parallel):
             return None
         assert self.format is not None
-        named = {self.name} if self.name else set(self.schemas)
         found = call_grammar(
             self.format,
             {
-                name: schema if name in self._strict else None
-                for name, schema in self.schemas.items()
-                if name in named
+                name: self._schema(function, special, faults or {})
+                for name, function in self._functions.items()
             },
             special,
             is_forced=self.is_forced,

@@ -110,7 +110,7 @@ class Turn:
             params = sampling_params(
                 self.found,
                 call.seed,
-                self._grammars(prompt, thinks),
+                await self._grammars(prompt, thinks),
                 max_tokens=max_tokens,
                 logprobs=self._logprobs,
             )
@@ -169,9 +169,12 @@ class Turn:
         del waiting[: len(found)], reader.spans[: len(found)]
         return [part for part in found if part is not None]
 
-    def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
-        special = self.call.service.special
-        calls = prompt.choice.grammar(special, thinks, self._form)
+    async def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
+        service, choice = self.call.service, prompt.choice
+        special, trials = service.special, choice.trials(service.special)
+        found = await service.faults(list(trials.values()))
+        faults = dict(zip(trials, found, strict=True))
+        calls = choice.grammar(special, thinks, self._form, faults)
         if calls is not None:
             return {"grammar": calls}
         return behind_reasoning(self._form, prompt.format, special, thinks=thinks)

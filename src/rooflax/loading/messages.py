@@ -1,0 +1,187 @@
+"""Conversations as clients store them, as chat templates take them: one repair below every API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.chat_template import encode_chat, names
+from rooflax.loading.tokenizer import Tokenizer
+
+_SYSTEMS = ("system", "developer")
+_CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
+"""In templates that tell calls by it, as DeepSeek-R1's does; others write None, or fail."""
+
+
+def call_arguments(given: Any, where: str) -> dict[str, Any]:
+    """The arguments of an earlier call, as the object that templates read.
+
+    None and blank text are no arguments; JSON within JSON is read too, as some models write it.
+
+    Raises:
+        RequestError: they are not the JSON of an object; `where` is the error's `param`.
+    """
+    found = given
+    try:
+        for _ in range(2):
+            if isinstance(found, str):
+                found = json.loads(found) if found.strip() else None
+    except (ValueError, RecursionError):
+        found = ""
+    if found is None:
+        return {}
+    if isinstance(found, Mapping):
+        return dict(found)
+    raise RequestError(
+        f"{where} is {given!r:.60}, which is not the JSON of an object; correct it, or leave the "
+        f"call and its result out.",
+        param=where,
+    )
+
+
+def repaired(
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None,
+    places: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Messages as chat templates take them.
+
+    None is absence at every level, arguments of calls are objects, results of tools stand behind
+    their calls and in their order, and a developer is the system where the template knows none.
+
+    Args:
+        template: that the messages are for.
+        places: of the messages as errors name them; without it `messages[0]` and so on.
+
+    Raises:
+        RequestError: arguments of a call do not parse.
+    """
+    keeps_developer = "developer" in names(template).texts
+    asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
+    found: list[Any] = []
+    for number, message in enumerate(messages or ()):
+        if not isinstance(message, Mapping):
+            found.append(message)  # the template's matter
+            continue
+        plain = _present(message)
+        if plain.get("role") == "developer" and not keeps_developer:
+            plain["role"] = "system"
+        calls, where = plain.pop("tool_calls", None), f"messages[{number}]"
+        if calls:
+            where = f"{places[number] if places else where}.tool_calls"
+            plain["tool_calls"] = [_call(each, f"{where}[{n}]") for n, each in enumerate(calls)]
+        if plain.get("role") in ("assistant", "tool"):
+            plain.setdefault("content", "")
+        if calls and not plain["content"] and asks_for_none:
+            plain["content"] = None
+        found.append(plain)
+    return _with_results_in_order(found)
+
+
+def _present(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _call(given: Any, where: str) -> Any:
+    if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
+        return given
+    function = _present(given["function"])
+    function["arguments"] = call_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return _present(given) | {"function": function}
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _with_results_in_order(messages: list[Any]) -> list[Any]:
+    """The same with the results of each answer's calls right behind it, in the calls' order."""
+    found: list[Any] = []
+    behind: list[Any] = []
+    order: dict[Any, int] = {}
+    for message in (*messages, None):
+        if message is not None and _role(message) != "assistant":
+            behind.append(message)
+            continue
+        if order:
+            results = [each for each in behind if _role(each) == "tool"]
+            results.sort(key=lambda each: order.get(each.get("tool_call_id"), len(order)))
+            behind = results + [each for each in behind if _role(each) != "tool"]
+        found += behind
+        behind, order = [], {}
+        if message is not None:
+            found.append(message)
+            for number, call in enumerate(message.get("tool_calls", ())):
+                order.setdefault(call.get("id") if isinstance(call, Mapping) else None, number)
+    return found
+
+
+def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
+    """Token ids of repaired messages.
+
+    Where the template rejects them, or leaves a system message out, the system's messages
+    become one at the beginning, and neighbours of one role become one; arguments of calls become
+    JSON, for templates that want text.
+
+    Args:
+        how: as for `encode_chat`.
+
+    Raises:
+        RequestError, CheckpointError: as `encode_chat`.
+    """
+    strict = _strict(messages)
+    try:
+        found = encode_chat(tokenizer, messages, **how)
+    except RequestError:
+        for others in (strict, _with_text(messages), _with_text(strict)):
+            if others != messages:
+                with suppress(RequestError):
+                    return encode_chat(tokenizer, others, **how)
+        raise
+    systems = [number for number, each in enumerate(messages) if _role(each) in _SYSTEMS]
+    for hidden in ({*systems} - {0}, {*systems[:-1]}):
+        blank = [{**m, "content": ""} if n in hidden else m for n, m in enumerate(messages)]
+        with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
+            if hidden and encode_chat(tokenizer, blank, **how) == found:
+                return encode_chat(tokenizer, strict, **how)
+    return found
+
+
+def _with_text(messages: Sequence[Any]) -> list[Any]:
+    """The same with arguments of calls as JSON."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return [
+        {**each, "tool_calls": list(map(written, each["tool_calls"]))}
+        if isinstance(each, Mapping) and "tool_calls" in each
+        else each
+        for each in messages
+    ]
+
+
+def _strict(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """As the strictest templates want them: one system message first, then roles that alternate."""
+    systems = [each for each in messages if _role(each) in _SYSTEMS]
+    found: list[dict[str, Any]] = []
+    for each in (*systems, *(each for each in messages if _role(each) not in _SYSTEMS)):
+        if not isinstance(each, Mapping):
+            return messages
+        last = found[-1] if found else {}
+        is_text = isinstance(last.get("content"), str) and isinstance(each.get("content"), str)
+        is_system = _role(last) in _SYSTEMS and _role(each) in _SYSTEMS
+        is_same = _role(last) == _role(each) != "tool" and "tool_calls" not in {**last, **each}
+        if is_text and (is_system or is_same):
+            last["content"] = "\n\n".join(filter(None, (last["content"], each["content"])))
+        else:
+            found.append(dict(each))
+    return found

@@ -26,7 +26,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test nightly lint sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test real nightly lint sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -45,8 +45,13 @@ unit: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(PYTEST)
 
+# Facts of published models, with the flags that users have.
+real: $(VENV)/.installed-test
+	$(BIN)/python -m tests.real.fetch
+	XLA_FLAGS= $(BIN)/python -m pytest -n 0 -m real tests/real
+
 nightly: lint sanitize
-	XLA_FLAGS= $(BIN)/python -m pytest -m "slow or not slow"
+	XLA_FLAGS= $(BIN)/python -m pytest -m "not real"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

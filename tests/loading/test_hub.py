@@ -82,6 +82,75 @@ def test_neither_folder_nor_id(model, download, tmp_path, monkeypatch):
     assert not download.calls
 
 
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder with installed packages, none of which may run."""
+    folder = tmp_path / "site"
+    ran = tmp_path / "ran"
+
+    def install(name, *files, module=None, recorded=True):
+        package = folder / (module or name.replace("-", "_"))
+        package.mkdir(parents=True)
+        names = ["__init__.py", *files]
+        for file in names:
+            (package / file).parent.mkdir(exist_ok=True)
+            (package / file).write_text(f"open({str(ran)!r}, 'w')")
+        if recorded:
+            info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            (info / "RECORD").write_text("".join(f"{package.name}/{file},,\n" for file in names))
+        return package
+
+    monkeypatch.syspath_prepend(str(folder))
+    yield install
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["a_model", "a-model", "A.Model"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_installed_package_that_ships_one_gguf_file(site, download, name, recorded):
+    package = site("a-model", "data/m.gguf", "notes.txt", recorded=recorded)
+    if name == "A.Model" and not recorded:
+        return  # only pip's records tell that this is its name
+    assert hub.resolve(f"package:{name}") == package / "data" / "m.gguf"
+    assert "a_model" not in sys.modules
+    assert not download.calls
+
+
+def test_a_package_whose_module_has_another_name(site):
+    package = site("the-model", "m.gguf", module="other")
+    for name in ("the-model", "the_model", "other"):
+        assert hub.resolve(f"package:{name}") == package / "m.gguf"
+
+
+def test_packages_that_are_no_model(site, download, tmp_path, monkeypatch):
+    site("several", "b.gguf", "a.gguf")
+    site("none", "weights.bin")
+    site("removed", "m.gguf").joinpath("m.gguf").unlink()
+    for name, reason in {
+        "several": r"ships 2 GGUF files \(a.gguf, b.gguf\); give the path of one of those in \S+$",
+        "none": r"package none ships no GGUF file; .*\.$",
+        "removed": r"package removed ships no GGUF file",
+        "absent": r"no package absent is installed .*; check the name, or install it with pip\.$",
+        "": r"'' is not the name",
+        "../site/several": r"is not the name of a Python package\.$",
+        "a/b": r"is not the name",
+        "a" * 5000: r"^.{,100} is not the name",
+    }.items():
+        with pytest.raises(CheckpointError, match=reason):
+            hub.resolve(f"package:{name}")
+    package = site("one", "m.gguf")
+    with pytest.raises(CheckpointError, match=r"a revision .* is for hub ids"):
+        hub.resolve("package:one", revision="main")
+    monkeypatch.chdir(package.parent)
+    for here in ("", ".", str(package.parent)):
+        monkeypatch.setattr(sys, "path", [here])
+        with pytest.raises(CheckpointError, match="no package one is installed"):
+            hub.resolve("package:one")
+    assert not download.calls
+
+
 def test_existing_folder_wins_over_a_hub_id(tmp_path, monkeypatch, download):
     (tmp_path / "some" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

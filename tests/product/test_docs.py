@@ -69,7 +69,7 @@ WRITTEN = [page for page in PAGES if page not in GENERATED]
 LONG = ("bench", "train", "verify")
 """Verbs that take long: the default run only parses their commands."""
 NAMED = re.compile(
-    r"^(rooflax-(?:chat|python)-5m|preset:[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\]|<\w+>)$"
+    r"^(rooflax-(?:chat|python)-5m|(?:preset|package):[\w.-]+|[\w.-]+/[\w./-]+|\S+\.gguf|[A-Z]+|\[MODEL\]|<\w+>)$"
 )
 
 

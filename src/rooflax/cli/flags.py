@@ -38,7 +38,8 @@ def add_model(parser: Parser, default: str = "the embedded model") -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"checkpoint folder, .gguf file, hub id or preset:NAME; default: {default}",
+        help=f"checkpoint folder, .gguf file, hub id, package:NAME or preset:NAME; default: "
+        f"{default}",
     )
     for name in ("revision", "offline", "ignore_config_keys"):
         add_field(parser, SETTINGS[name])

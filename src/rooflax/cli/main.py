@@ -143,9 +143,9 @@ def overview() -> str:
         "",
         *(f"  {verb:<12}{verb_module(verb).SUMMARY}" for verb in VERBS),
         "",
-        "MODEL is a checkpoint folder, a .gguf file, a hub id (owner/name), preset:NAME",
-        "(a known architecture with random weights), or is left out: then the embedded",
-        "model.",
+        "MODEL is a checkpoint folder, a .gguf file, a hub id (owner/name), package:NAME",
+        "(an installed Python package that ships a .gguf file), preset:NAME (a known",
+        "architecture with random weights), or is left out: then the embedded model.",
         "",
         "rooflax help VERB lists a verb's flags; rooflax version prints the version.",
     ]

@@ -1,4 +1,5 @@
-"""Where a model is: a local folder, a GGUF file, or a download from the Hugging Face hub.
+"""Where a model is: a local folder, a GGUF file, an installed package's, or a download from the
+Hugging Face hub.
 
 Downloads root-level safetensors, JSON and tokenizer files, or the GGUF files of one quantization
 (`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders. It does not open
@@ -20,6 +21,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import model_files
+from rooflax.loading.packages import PREFIX, package_file
 
 ALLOW_PATTERNS = (
     "*.safetensors",
@@ -43,8 +45,8 @@ def resolve(
     """The local folder (or GGUF file) of a model, downloaded into the hub's cache if need be.
 
     Args:
-        model: an existing folder or .gguf file, or a hub id (`owner/name`), of GGUF files with the
-            quantization or the file's name (`owner/name:Q4_K_M`).
+        model: an existing folder or .gguf file, "package:NAME", or a hub id (`owner/name`), of GGUF
+            files with the quantization or the file's name (`owner/name:Q4_K_M`).
         revision: branch, tag or commit of a hub id.
         offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
         progress: show progress bars, on stderr and only on a terminal.
@@ -56,7 +58,8 @@ def resolve(
     """
     if not model:
         raise CheckpointError("no model was named: give a folder or a hub id (owner/name)")
-    path = Path(os.path.expanduser(model))
+    packaged = model.startswith(PREFIX)
+    path = package_file(model) if packaged else Path(os.path.expanduser(model))
     # os.path.exists, unlike Path.exists, is false for names that no file can have.
     if os.path.exists(path):
         if revision is not None:

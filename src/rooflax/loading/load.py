@@ -47,8 +47,8 @@ def load(
     """A model with its weights on the device.
 
     Args:
-        model: folder, GGUF file, hub id, "preset:NAME", None for the embedded default, or a
-            ModelInfo.
+        model: folder, GGUF file, hub id, "package:NAME", "preset:NAME", None for the embedded
+            default, or a ModelInfo.
         dtype: of activations and weights, "float32" or "bfloat16"; None is as for `LLM`, and keeps
             bfloat16 and quantised weights as they are.
         quantize: format of the matmuls' weights ("int8", "int4", see ops.weights.formats).

@@ -1,7 +1,7 @@
 """What is known of a model before its weights are read: where it lies, its config, its tokenizer.
 
-A name is a checkpoint folder, a GGUF file, a hub id, "preset:NAME", or nothing: the embedded
-default.
+A name is a checkpoint folder, a GGUF file, a hub id, "package:NAME" (an installed package that
+ships a GGUF file), "preset:NAME", or nothing: the embedded default.
 """
 
 from __future__ import annotations

@@ -1,0 +1,186 @@
+"""What published models answer, beside transformers and llama.cpp on the same files."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import zipfile
+from functools import cache
+
+import numpy as np
+import pytest
+
+from rooflax import LLM
+from rooflax.errors import UnsupportedModelError
+from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.loading.save import save
+from tests.real.fetch import MINILM
+from tests.real.figures import AT_ONCE, FILE, sums
+from tests.real.texts import NUM_WINDOWS, WINDOW, lines, windows
+
+pytestmark = pytest.mark.real
+
+FIGURES = json.loads(FILE.read_text())
+FACTS = {
+    "SmolLM2-135M-Instruct.Q4_1": ("The capital of France is", " Paris"),
+    "gemma-3-270m-Q4_K_M": ("Paris is the capital of", " France"),
+}
+PROMPTS = (
+    "The capital of France is", "Once upon a time", "def fibonacci(n):\n", "The sun rises in the",
+    "import numpy as np\n", "Water boils at", "She opened the door and", "1, 2, 3, 4,",
+    "In 1969, the first man", "Dear Sir or Madam,", "The recipe needs two eggs and", "人人生而自由",
+    "La capitale de l'Italie est", "Der schnelle braune Fuchs", "<html>\n<head>", "To be, or not",
+    "SELECT name FROM", "The three primary colours are", "Q: What is a prime?\nA:", "My book is",
+)  # fmt: skip
+NEW_TOKENS = 24
+TIE = 1e-4
+SAME_LOSS = 1e-4
+NUM_ORACLE_WINDOWS, NUM_FORMAT_WINDOWS = 4, 2
+OWN_FORMAT = 1e-3
+"""Of perplexity: how far the file's own format may be from the file's weights in float32."""
+LIMITS = {
+    "SmolLM2-135M-Instruct.Q4_1": {
+        "int8": 1.015, "w8a8-g32": 1.003, "fp8": 1.03, "int4": 1.09, "w4a16": 1.09,
+        "int4+head=int8": 1.07, "mxfp4": 1.35,
+    },
+    "gemma-3-270m-Q4_K_M": {"int8": 1.02, "int4": 1.2},
+}  # fmt: skip
+"""Of nats per token, as a share of float32's: what each format of ours may cost."""
+
+
+def test_a_fact(real, note):
+    prompt, wanted = FACTS[real.name]
+    (answer,) = real.llm.generate(prompt, max_tokens=4, temperature=0)
+    assert answer.text.startswith(wanted)
+    note(real, repr(prompt), repr(answer.text))
+
+
+def test_chat_by_the_models_own_template(smollm2, note):
+    question = [{"role": "user", "content": "What is the capital of Italy? Answer in one word."}]
+    prompt = smollm2.llm.decode(smollm2.llm.encode_chat(question), skip_special_tokens=False)
+    assert prompt.endswith(
+        "<|im_start|>user\nWhat is the capital of Italy? Answer in one word.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    (answer,) = smollm2.llm.chat(question, max_tokens=32, temperature=0)
+    assert "Rome" in answer.text
+    assert answer.finish_reason == "stop"
+    note(smollm2, "chat: the capital of Italy", repr(answer.text))
+
+
+def test_tokens_are_llama_cpps_and_stream_as_the_text(real, note):
+    tokenizer, text = real.llm.tokenizer, lines()
+    ids = [tokenizer.encode(line) for line in text]
+    places = range(0, len(text), AT_ONCE)
+    differ = [
+        f"lines {at} to {at + AT_ONCE - 1}"
+        for at, mine, theirs in zip(places, sums(ids), FIGURES[real.name]["sums"], strict=True)
+        if mine != theirs
+    ]
+    assert not differ
+    for line, tokens in zip(text, ids, strict=True):
+        decoder = IncrementalDecoder(tokenizer)
+        assert "".join(map(decoder.push, tokens)) + decoder.flush() == line
+    note(real, f"tokens of {len(text)} lines, streamed", f"{sum(map(len, ids)):,}, as llama.cpp")
+
+
+def test_float32_is_transformers(real, note):
+    pytest.importorskip("transformers")
+    from tests.real.oracle import Oracle, nats
+
+    oracle = Oracle(real.path)
+    prompts = [real.exact.encode(prompt) for prompt in PROMPTS]
+    ours = real.exact.generate(prompts, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    num_ties = 0
+    for prompt, completion in zip(prompts, ours, strict=True):
+        tokens = list(completion.tokens)
+        logits = oracle.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+        for row, token in zip(logits, tokens, strict=True):
+            if row.argmax() != token:
+                assert row.max() - row[token] <= TIE, (completion.text, token)
+                num_ties += 1
+                break
+    some = windows(real.exact.tokenizer)[:NUM_ORACLE_WINDOWS]
+    mine, theirs = loss(real.exact, some), np.mean([nats(oracle.logits(ids), ids) for ids in some])
+    assert abs(mine - theirs) <= SAME_LOSS
+    note(real, "greedy tokens, float32", f"as transformers, {num_ties} ties")
+    note(real, "loss, float32 less transformers", f"{mine - theirs:+.1e} of {theirs:.4f}")
+
+
+def loss(llm: LLM, some: list[list[int]]) -> float:
+    """Nats per token of windows of equal lengths, but for their first tokens."""
+    return -float(np.mean([scores.mean(dtype=np.float64) for scores in llm.score(some)]))
+
+
+def test_perplexity_in_the_files_own_format(real, note):
+    """Beside transformers' in float32 and llama.cpp's, of the same windows."""
+    own, exact, theirs = (
+        own_loss(real),
+        *(FIGURES[real.name][by] for by in ("float32", "llama.cpp")),
+    )
+    note(
+        real, f"perplexity of {NUM_WINDOWS * (WINDOW - 1):,} tokens",
+        f"{math.exp(own):.3f} as {real.llm.format}, {math.exp(exact):.3f} in float32, "
+        f"llama.cpp {math.exp(theirs):.3f}",
+    )  # fmt: skip
+    assert abs(math.exp(own - exact) - 1) < abs(math.exp(theirs - exact) - 1)
+
+
+def test_the_files_own_format_keeps_the_perplexity(real, request):
+    if real.name.startswith("SmolLM2"):
+        why = "Q4_1 becomes int8 in groups of 32, which moves the perplexity by 0.17%"
+        request.applymarker(pytest.mark.xfail(reason=why))
+    assert abs(math.exp(own_loss(real) - FIGURES[real.name]["float32"]) - 1) <= OWN_FORMAT
+
+
+@cache
+def own_loss(real) -> float:
+    text = windows(real.llm.tokenizer)
+    assert sum(len(ids) - 1 for ids in text) >= 20_000
+    return loss(real.llm, text)
+
+
+def test_bits_per_byte_of_each_format(real, note):
+    some = windows(real.llm.tokenizer)[:NUM_FORMAT_WINDOWS]
+    num_bytes = np.mean([len(real.llm.decode(ids[1:]).encode()) / (len(ids) - 1) for ids in some])
+    exact = loss(real.exact, some)
+    costs = {}
+    for name in LIMITS[real.name]:
+        found = loss(LLM(real.path, quantize=name), some)
+        costs[name] = found / exact
+        bits = found / math.log(2) / num_bytes
+        note(real, f"bits per byte, {name}", f"{bits:.4f}, {100 * (costs[name] - 1):+.2f}%")
+    assert not {name for name, limit in LIMITS[real.name].items() if costs[name] > limit}
+
+
+def test_saved_and_opened_again(real, tmp_path):
+    prompt = real.llm.encode("All human beings are born free and equal in dignity and rights.")
+    save(real.llm.model, tmp_path / "saved", dtype="float32", files_from=real.path)
+    again = LLM(tmp_path / "saved")
+    assert np.array_equal(again.logits(prompt), real.llm.logits(prompt))
+    assert [again.encode(line) for line in lines()[:100]] == [
+        real.llm.encode(line) for line in lines()[:100]
+    ]
+
+
+def test_load_time_and_memory(real, note):
+    command = [sys.executable, "-m", "tests.real.cost", str(real.path)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    cost = json.loads(ran.stdout)
+    size = real.path.stat().st_size
+    megabytes = {name: f"{cost[name] / 1e6:.0f}" for name in ("weights", "peak")}
+    note(
+        real, "load, weights, peak memory",
+        f"{cost['load_s']:.1f} s, {megabytes['weights']} MB, {megabytes['peak']} MB",
+    )  # fmt: skip
+    assert cost["load_s"] < 60
+    assert cost["peak"] < 4 * size + 10**9
+
+
+def test_encoders_are_rejected_by_a_sentence(tmp_path):
+    with zipfile.ZipFile(MINILM.path) as archive:
+        archive.extractall(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"^model_type 'bert' is not .*models\.md\.$"):
+        LLM(tmp_path)

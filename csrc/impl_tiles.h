@@ -276,12 +276,13 @@ void GroupsByTiles(const PackedArgs& a) {
 constexpr int64_t kInt8From = 5, kGroupsFrom = 33;
 
 void BytesByTiles(const PackedArgs& a) {
-  if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return Bytes(a);
+  const bool block = TraitsOf(a.code).bits != 0;
+  if (block || a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return Bytes(a);
   switch (a.code) {
     case Code::kInt8: return Int8ByTiles(a);
     case Code::kInt8Groups: return GroupsByTiles<Int8Codes>(a);
     case Code::kInt4: return GroupsByTiles<Int4Codes>(a);
     case Code::kMxfp4: return GroupsByTiles<Mxfp4Codes>(a);
-    case Code::kFp8: return;
+    default: return;
   }
 }

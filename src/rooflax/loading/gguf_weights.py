@@ -21,12 +21,10 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import (
-    FORMATS,
-    ROUNDED,
     codes_and_scales,
     dequantize,
+    format_for,
     is_plain,
-    rounded_codes,
 )
 from rooflax.loading.gguf_changes import (
     KEEP,
@@ -176,7 +174,7 @@ class GGUFWeights:
             known = all(n in self.entries and self._keeps(slot, n) for n in slot.hf_names)
             found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
             kinds.setdefault(slot.key, set()).update(found)
-        formats = {key: format for key, found in kinds.items() if (format := _format(found))}
+        formats = {key: format for key, found in kinds.items() if (format := format_for(found))}
         return {slot.name: formats[slot.key] for slot in matmuls if slot.key in formats}
 
     def _keeps(self, slot: Slot, name: str) -> bool:
@@ -193,13 +191,13 @@ class GGUFWeights:
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...] in our order of outputs."""
-        read = rounded_codes if self.formats[slot.name] == ROUNDED else codes_and_scales
+        format = self.formats[slot.name]
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
         if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
-            found = [read(kind, blocks[experts]) for kind, blocks in parts]
+            found = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
             codes, scales = zip(*found, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
-        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
+        codes, scales = zip(*(codes_and_scales(*part, format) for part in parts), strict=True)
         if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
             codes = tuple(code[:, inputs] for code in codes)
             scales = tuple(scale[:, inputs[::GROUP] // GROUP] for scale in scales)
@@ -233,14 +231,6 @@ def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
     if isinstance(layout, HeadPart) and len(entry.stored) > 1:
         return (entry.stored[layout.kind],)
     return entry.stored
-
-
-def _format(kinds: set[str]) -> str | None:
-    """The format for tensors of these types; None where one of them is plain."""
-    if any(is_plain(kind) for kind in kinds):
-        return None
-    formats = {FORMATS.get(kind, ROUNDED) for kind in kinds}
-    return formats.pop() if len(formats) == 1 else ROUNDED
 
 
 PERMUTED = (

@@ -20,9 +20,12 @@ TARGETS = (
     "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv",
     "rooflax_norm",
 )  # fmt: skip
-LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
+LAYOUTS = (
+    "matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0", "q5_1", "q2_k",
+    "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+)  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 12
+KERNELS_VERSION = 13
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")

@@ -1,6 +1,6 @@
 """Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
-from rooflax.ops.weights import formats
+from rooflax.ops.weights import blocks, formats
 from rooflax.ops.weights.operand import (
     Composite,
     Dense,
@@ -39,6 +39,7 @@ __all__ = [
     "as_operand",
     "at",
     "class_of",
+    "blocks",
     "formats",
     "in_place",
     "int8_codes",

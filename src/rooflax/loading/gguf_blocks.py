@@ -38,15 +38,18 @@ CHUNK_BLOCKS = 1 << 13
 """Blocks that are turned into numbers at a time, so that intermediates stay small."""
 
 
-def format_for(kinds: Set[str]) -> str | None:
+def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
     """The weight format for tensors of these types; None where one of them is plain.
 
     Types that one format holds keep their numbers, and a single type is kept where kernels read it.
+
+    Args:
+        moved: groups of 32 do not stay in the blocks that they are in.
     """
     if any(is_plain(kind) for kind in kinds):
         return None
-    formats = _READERS if accelerator.platform() == "cpu" else _EVERYWHERE
-    for table in (formats, _EVERYWHERE):
+    kept = accelerator.platform() == "cpu" and not moved
+    for table in (_READERS if kept else _EVERYWHERE, _EVERYWHERE):
         found = {table.get(kind, ROUNDED) for kind in kinds}
         if len(found) == 1:
             return found.pop()

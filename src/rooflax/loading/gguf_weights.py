@@ -21,6 +21,7 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import (
+    VALUES,
     codes_and_scales,
     dequantize,
     format_for,
@@ -52,6 +53,7 @@ from rooflax.nn.latent import LatentAttention
 from rooflax.nn.recurrent import GatedDelta
 from rooflax.nn.storage import is_matmul, matmul_shape
 from rooflax.nn.weights import HeadPart, Slot
+from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
@@ -165,24 +167,38 @@ class GGUFWeights:
     def formats(self) -> dict[str, str]:
         """The format of each matmul's weight, by slot, whose tensors are all blocks.
 
-        A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
-        layers of a model are alike, because they may be stacked.
+        A type that is one of our formats stays what it is; others, and mixtures within a weight,
+        are rounded. On CPU layers may differ, but for experts; elsewhere they are alike, because
+        they may be stacked.
         """
+        differ = accelerator.platform() == "cpu"
         kinds: dict[str, set[str]] = {}
         matmuls = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
         for slot in matmuls:
-            known = all(n in self.entries and self._keeps(slot, n) for n in slot.hf_names)
-            found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
-            kinds.setdefault(slot.key, set()).update(found)
-        formats = {key: format for key, found in kinds.items() if (format := format_for(found))}
-        return {slot.name: formats[slot.key] for slot in matmuls if slot.key in formats}
+            kinds.setdefault(slot.key, set()).update(self._kinds(slot))
+        formats = {}
+        for slot in matmuls:
+            alike = slot.line.num_stacked or not differ or any(map(is_plain, kinds[slot.key]))
+            own = kinds[slot.key] if alike else self._kinds(slot)
+            if format := format_for(own, moved=self._moves_parts(slot)):
+                formats[slot.name] = format
+        return formats
 
-    def _keeps(self, slot: Slot, name: str) -> bool:
-        """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
-        if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
-            return False  # both kinds of rows are one tensor, and one of them is transposed
-        order = self._change(name).inputs()
-        return order is None or moves_groups(order, GROUP)
+    def _kinds(self, slot: Slot) -> set[str]:
+        """The types of a weight's tensors; plain where blocks do not stay whole in our order."""
+        for name in slot.hf_names:
+            order = self._change(name).inputs()
+            if name not in self.entries or not (order is None or moves_groups(order, GROUP)):
+                return {"F32"}
+            if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
+                return {"F32"}  # both kinds of rows are one tensor, and one of them is transposed
+        return {self.file.info(name).dtype for name in self._parts(slot)}
+
+    def _moves_parts(self, slot: Slot) -> bool:
+        """Whether parts of blocks are moved to other inputs."""
+        orders = [self._change(name).inputs() for name in slot.hf_names]
+        most = max(VALUES[self.file.info(name).dtype] for name in self._parts(slot))
+        return not all(order is None or moves_groups(order, most) for order in orders)
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the file's own codes, its outputs in our order."""

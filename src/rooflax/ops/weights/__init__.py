@@ -1,6 +1,7 @@
 """Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import blocks, formats
+from rooflax.ops.weights.mixed_stack import MixedStack
 from rooflax.ops.weights.operand import (
     Composite,
     Dense,
@@ -31,6 +32,7 @@ __all__ = [
     "CODES",
     "Composite",
     "Dense",
+    "MixedStack",
     "Quantized",
     "StackMember",
     "StoredOperand",

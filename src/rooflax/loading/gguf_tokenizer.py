@@ -344,10 +344,12 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     control = set(vocabulary.of(CONTROL, UNKNOWN))
-    for i in sorted(control | set(vocabulary.of(USER_DEFINED))):
-        text, special = vocabulary.tokens[i], i in control
-        add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(text, special=special, normalized=False)])
+    found = {i: vocabulary.tokens[i] for i in sorted(control | set(vocabulary.of(USER_DEFINED)))}
+    # All at once: each call builds the search for added tokens anew.
+    backend.add_tokens(
+        [AddedToken(text, special=i in control, normalized=False) for i, text in found.items()]
+    )
+    for i, text in found.items():
         if backend.token_to_id(text) != i:
             raise vocabulary.bad(f"cannot give the token {text[:40]!r} its id, {i}")
 

@@ -14,7 +14,7 @@
 // Scales of a group, as BlockScales says. A float16 of each lane:
 ROOFLAX_INLINE F16 LowHalf(I16 words) {
 #if defined(__AVX512F__)
-  return As<F16>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(As<__m512i>(words))));
+  return As<F16>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(LowHalves(As<U16>(words)))));
 #else
   Half lane[kLanes];
   const H16 low = LowHalves(As<U16>(words));
@@ -179,110 +179,141 @@ void WithBlockType(Code code, Use use) {
   }
 }
 
+// The products of a part of a group with a row, whole numbers, of codes as unsigned bytes; where a sum of
+// unsigned bytes does not fit, of signed ones, which nothing is to be taken from.
 template <typename Type>
-struct QuadTile {
+struct PartOfGroup {
   using Codes = typename Type::Codes;
-  static constexpr int64_t kParts = Type::kParts, kQuads = Type::kQuads;
-  static int64_t PanelBytes(int64_t stride) { return stride / kGroup * Type::kBytes; }
+  static constexpr int64_t kQuads = Type::kQuads;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static constexpr bool kSigned = !Codes::kFitsTwice;
+#else
+  static constexpr bool kSigned = false;
+#endif
+  I16 codes[kQuads];
 
-  static constexpr int64_t Panels(int64_t rows) {
-    return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
+  ROOFLAX_INLINE PartOfGroup(const uint8_t* w, int64_t part) {
+    ROOFLAX_WHOLE
+    for (int64_t q = 0; q < kQuads; ++q) {
+      codes[q] = Codes::Unsigned(w, part * kQuads + q);
+      if constexpr (kSigned) codes[q] = As<I16>(As<U16>(codes[q]) ^ 0x80808080u);
+    }
   }
 
-  // The products of a part of a group with M rows, whole numbers: of codes as unsigned bytes.
-  template <int64_t M>
-  ROOFLAX_INLINE static void Dots(const int8_t* x, const uint8_t* w, int64_t part, I16 (&sums)[M]) {
+  // x: of this part; start: StartTimes times its sum.
+  ROOFLAX_INLINE I16 Dot(const int8_t* x, int32_t start) const {
+    I16 sum = Codes::kZero != 0 && !kSigned ? I16{} + start : I16{};
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    constexpr int64_t kTogether = !Codes::kFitsTwice ? 1 : Codes::kBits == 6 ? 2 : 4;
+    if constexpr (kSigned) {
+      ROOFLAX_WHOLE
+      for (int64_t q = 0; q < kQuads; ++q) sum = DotRow(sum, BroadcastBytes(x + q * 4), codes[q]);
+      return sum;
+    }
+    constexpr int64_t kTogether = Codes::kBits == 6 ? 2 : 4;  // whose products add up in 16 bits
     ROOFLAX_WHOLE
     for (int64_t quad = 0; quad < kQuads; quad += kTogether) {
-      I16 pairs[M];
+      I16 pairs{};
       ROOFLAX_WHOLE
-      for (auto& pair : pairs) pair = I16{};
-      ROOFLAX_WHOLE
-      for (int64_t i = 0; i < kTogether; ++i) {
-        const int64_t q = part * kQuads + quad + i;
-        const I16 codes = Codes::Unsigned(w, q);
-        ROOFLAX_WHOLE
-        for (int64_t m = 0; m < M; ++m) {
-          const I16 value = BroadcastBytes(x + m * kGroup + q * 4);
-          if constexpr (Codes::kFitsTwice) {
-            pairs[m] = AddPairs(pairs[m], codes, value);
-            KeepInRegister(pairs[m]);
-          } else {  // codes 128 too large: signed ones, whose products fit
-            sums[m] = DotRow(sums[m], value, As<I16>(As<U16>(codes) ^ 0x80808080u));
-          }
-        }
+      for (int64_t q = quad; q < quad + kTogether; ++q) {
+        pairs = AddPairs(pairs, codes[q], BroadcastBytes(x + q * 4));
       }
-      ROOFLAX_WHOLE
-      for (int64_t m = 0; m < M && Codes::kFitsTwice; ++m) sums[m] = AddBoth(sums[m], pairs[m]);
+      sum = AddBoth(sum, pairs);
     }
 #else
-    I16 codes[kQuads];
     ROOFLAX_WHOLE
-    for (int64_t q = 0; q < kQuads; ++q) codes[q] = Codes::Unsigned(w, part * kQuads + q);
-    ROOFLAX_WHOLE
-    for (int64_t m = 0; m < M; ++m) {
-      ROOFLAX_WHOLE
-      for (int64_t q = 0; q < kQuads; ++q) {
-        sums[m] = Dot4(sums[m], codes[q], BroadcastBytes(x + m * kGroup + (part * kQuads + q) * 4));
-      }
-    }
+    for (int64_t q = 0; q < kQuads; ++q) sum = Dot4(sum, codes[q], BroadcastBytes(x + q * 4));
 #endif
-  }
-
-  // Where codes are multiplied as signed numbers, nothing is to be taken away.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  static constexpr bool kStarts = Codes::kZero != 0 && Codes::kFitsTwice;
-#else
-  static constexpr bool kStarts = Codes::kZero != 0;
-#endif
-
-  template <int64_t M, int64_t P, typename Fetch>
-  static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Fetch fetch) {
-    const int64_t groups = a.stride / kGroup, panel_bytes = PanelBytes(a.stride);
-    const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
-    const float* x_scale = a.x_scale + row * groups;
-    const int32_t* x_start = a.x_start + row * groups * kParts;
-    F16 totals[P][M];
-    ROOFLAX_WHOLE
-    for (auto& line : totals) {
-      ROOFLAX_WHOLE
-      for (auto& total : line) total = F16{};
-    }
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t ahead = fetch.template Ahead<P>(g * Type::kBytes, panel_bytes, apart);
-      ROOFLAX_WHOLE
-      for (int64_t p = 0; p < P; ++p) {
-        const uint8_t* w = a.w + (panel + p * apart) * panel_bytes + g * Type::kBytes;
-        Prefetch(w + ahead, Codes::kBits);
-        const Factors<kParts> factors = Type::Scales::Of(a, panel + p * apart, g);
-        ROOFLAX_WHOLE
-        for (int64_t part = 0; part < kParts; ++part) {
-          const int32_t* start = x_start + (g * kParts + part) * M;
-          I16 sums[M];
-          ROOFLAX_WHOLE
-          for (int64_t m = 0; m < M; ++m) sums[m] = kStarts ? I16{} + start[m] : I16{};
-          Dots<M>(x + g * M * kGroup, w, part, sums);
-          ROOFLAX_WHOLE
-          for (int64_t m = 0; m < M; ++m) {
-            const float own = x_scale[g * M + m];
-            totals[p][m] += ToFloat(sums[m]) * (factors.scale[part] * own);
-            if constexpr (Type::Scales::kHasMinimum) {
-              totals[p][m] -= factors.minimum[part] * (own * static_cast<float>(start[m]));
-            }
-            if constexpr (kRegisters >= 32 && P * M > 8) KeepInMemory(totals[p][m]);
-          }
-        }
-      }
-    }
-    ROOFLAX_WHOLE
-    for (int64_t p = 0; p < P; ++p) {
-      ROOFLAX_WHOLE
-      for (int64_t m = 0; m < M; ++m) FinishPanel(a.out, row + m, panel + p * apart, totals[p][m]);
-    }
+    return sum;
   }
 };
+
+// Rows of a tile, and what they are scaled by, from a group on.
+struct GroupRows {
+  const int8_t* x;
+  const float* scale;
+  const int32_t* start;
+};
+
+// Adds a group's products with M rows to their totals.
+template <typename Type>
+ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
+                             int64_t count, F16* totals) {
+  constexpr int64_t kParts = Type::kParts, kPartBytes = kGroup / kParts;
+  const Factors<kParts> factors = Type::Scales::Of(a, panel, g);
+  ROOFLAX_WHOLE
+  for (int64_t part = 0; part < kParts; ++part) {
+    const PartOfGroup<Type> weights(w, part);
+    for (int64_t m = 0; m < count; ++m) {
+      const float own = rows.scale[m];
+      const int32_t start = rows.start[part * count + m];
+      const I16 sum = weights.Dot(rows.x + m * kGroup + part * kPartBytes, start);
+      F16 total = totals[m] + ToFloat(sum) * (factors.scale[part] * own);
+      if constexpr (Type::Scales::kHasMinimum) total -= factors.minimum[part] * (own * static_cast<float>(start));
+      totals[m] = total;
+    }
+  }
+}
+
+// One row times P panels, which are read at once.
+template <typename Type, int64_t P>
+void RowOfBlocks(const PackedArgs& a, int64_t panel, int64_t apart) {
+  const int64_t groups = a.stride / kGroup, panel_bytes = groups * Type::kBytes;
+  const int64_t ahead = kFarApart ? kStreamAhead : 4096;
+  F16 totals[P];
+  ROOFLAX_WHOLE
+  for (auto& total : totals) total = F16{};
+  for (int64_t g = 0; g < groups; ++g) {
+    const GroupRows rows{static_cast<const int8_t*>(a.x) + g * kGroup, a.x_scale + g, a.x_start + g * Type::kParts};
+    ROOFLAX_WHOLE
+    for (int64_t p = 0; p < P; ++p) {
+      const uint8_t* w = a.w + (panel + p * apart) * panel_bytes + g * Type::kBytes;
+      Prefetch(w + ahead, Type::Codes::kBits);
+      AddGroup<Type>(a, w, panel + p * apart, g, rows, 1, totals + p);
+    }
+  }
+  ROOFLAX_WHOLE
+  for (int64_t p = 0; p < P; ++p) FinishPanel(a.out, 0, panel + p * apart, totals[p]);
+}
+
+// A tile of rows times a panel.
+template <typename Type>
+void TileOfBlocks(const PackedArgs& a, int64_t row, int64_t count, int64_t panel, bool fetches) {
+  const int64_t groups = a.stride / kGroup;
+  const uint8_t* w = a.w + panel * groups * Type::kBytes;
+  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+  const float* scale = a.x_scale + row * groups;
+  const int32_t* start = a.x_start + row * groups * Type::kParts;
+  F16 totals[kTileRows] = {};
+  for (int64_t g = 0; g < groups; ++g, w += Type::kBytes) {
+    if (fetches) Prefetch(w + 4096, Type::Codes::kBits);
+    const int64_t first = g * count;
+    AddGroup<Type>(a, w, panel, g, {x + first * kGroup, scale + first, start + first * Type::kParts}, count, totals);
+  }
+  for (int64_t m = 0; m < count; ++m) FinishPanel(a.out, row + m, panel, totals[m]);
+}
+
+// Any number of rows: a few panels stay in the cache while all rows meet them.
+template <typename Type>
+void BlocksTimesBytes(const PackedArgs& a) {
+  if (a.rows == 1) {
+    constexpr int64_t kAtOnce = kFarApart ? kStreams : 2;
+    const int64_t turns = (a.end - a.begin) / kAtOnce, next = kFarApart ? 1 : kAtOnce;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      RowOfBlocks<Type, kAtOnce>(a, a.begin + turn * next, kFarApart ? turns : 1);
+    }
+    for (int64_t panel = a.begin + turns * kAtOnce; panel < a.end; ++panel) RowOfBlocks<Type, 1>(a, panel, 1);
+    return;
+  }
+  constexpr int64_t kPanels = 2;
+  for (int64_t begin = a.begin; begin < a.end; begin += kPanels) {
+    for (int64_t row = 0, count; row < a.rows; row += count) {
+      count = TileRows(a.rows - row, kTileRows);
+      for (int64_t panel = begin; panel < std::min(begin + kPanels, a.end); ++panel) {
+        TileOfBlocks<Type>(a, row, count, panel, row == 0);
+      }
+    }
+  }
+}
 
 // A group's weights in float32, for `WideTile`.
 template <typename Type>
@@ -306,6 +337,14 @@ struct BlockWide {
   }
 };
 
+// Activations in float32: sums in the order of k, whatever the number of rows.
+template <typename Type>
+void BlocksTimesFloats(const PackedArgs& a) {
+  using Wide = BlockWide<Type>;
+  if (a.rows > 1) return WideMany<Wide>(a);
+  for (int64_t panel = a.begin; panel < a.end; ++panel) WideTile<Wide>::template Run<1, 1>(a, 0, panel, 1, Further{});
+}
+
 // ---- Every code ----
 
 void Bytes(const PackedArgs& a) {
@@ -314,7 +353,7 @@ void Bytes(const PackedArgs& a) {
     case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
     case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
     case Code::kMxfp4: return AllRows<GroupTile<Mxfp4Group>>(a);
-    default: return WithBlockType(a.code, [&](auto type) { AllRows<QuadTile<decltype(type)>>(a); });
+    default: return WithBlockType(a.code, [&](auto type) { BlocksTimesBytes<decltype(type)>(a); });
   }
 }
 
@@ -325,6 +364,6 @@ void Packed(const PackedArgs& a) {
     case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
     case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
     case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
-    default: return WithBlockType(a.code, [&](auto type) { PackedCode<BlockWide<decltype(type)>>(a); });
+    default: return WithBlockType(a.code, [&](auto type) { BlocksTimesFloats<decltype(type)>(a); });
   }
 }

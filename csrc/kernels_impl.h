@@ -44,7 +44,8 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 #if defined(ROOFLAX_TILES)
 #define ROOFLAX_TILED_FROM {kInt8From, kNever, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
-                            kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever}
+                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
+                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom}
 constexpr auto kBytes = BytesByTiles;
 constexpr auto kMatmul = MatmulByTiles, kMatmulPart = MatmulPartByTiles, kAddParts = AddPartsOfTiles;
 constexpr auto kUnembed = UnembedByTiles;

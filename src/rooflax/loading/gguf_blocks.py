@@ -31,7 +31,9 @@ _EVERYWHERE = {
 }
 
 ROUNDED = "w8a16-g32"
-"""The weight format of block types that no kernel reads here."""
+"""The weight format of block types that no kernel reads, off the CPU."""
+ROUNDED_ON_CPU = "w8a8-g32"
+"""The same there, where activations are rounded beside the other block types as well."""
 
 VALUES = {kind.name: kind.values for kind in TYPES.values()}
 CHUNK_BLOCKS = 1 << 13
@@ -48,12 +50,13 @@ def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
     """
     if any(is_plain(kind) for kind in kinds):
         return None
-    kept = accelerator.platform() == "cpu" and not moved
-    for table in (_READERS if kept else _EVERYWHERE, _EVERYWHERE):
-        found = {table.get(kind, ROUNDED) for kind in kinds}
+    on_cpu = accelerator.platform() == "cpu"
+    rounded = ROUNDED_ON_CPU if on_cpu else ROUNDED
+    for table in (_READERS if on_cpu and not moved else _EVERYWHERE, _EVERYWHERE):
+        found = {table.get(kind, rounded) for kind in kinds}
         if len(found) == 1:
             return found.pop()
-    return ROUNDED
+    return rounded
 
 
 def codes_and_scales(

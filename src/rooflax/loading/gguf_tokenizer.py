@@ -336,9 +336,12 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     found = []
     for i in sorted(pieces, key=lambda i: (-scores[i], i)):
         piece = vocabulary.tokens[i]
-        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        ways = [(left, right) for left, right in cuts if left in ids and right in ids]
-        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]]))
+        ways = [
+            (left, right)
+            for at in range(1, len(piece))
+            if (left := piece[:at]) in ids and (right := piece[at:]) in ids
+        ]
+        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]])) if ways[1:] else ways
     return found
 
 

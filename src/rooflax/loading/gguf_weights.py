@@ -56,7 +56,7 @@ from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.weights import Quantized, pack
+from rooflax.ops.weights import Quantized, class_of, pack, pack_blocks
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,24 @@ class GGUFWeights:
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the file's own codes, its outputs in our order."""
-        shapes = matmul_shape(slot, self.config)
-        return pack(self.formats[slot.name], *self.codes(slot), *shapes, put)
+        format, shapes = self.formats[slot.name], matmul_shape(slot, self.config)
+        kept, kinds = class_of(format).blocks.keys(), self._kinds(slot)
+        if len(kinds) == 1 and (rows := self._rows(slot)) is not None:
+            found = pack_blocks(format, *kinds, rows, *shapes, put) if kinds <= kept else None
+            if found is not None:
+                return found
+        return pack(format, *self.codes(slot), *shapes, put)
+
+    def _rows(self, slot: Slot) -> np.ndarray | None:
+        """Where each output's blocks lie in the mapped file, [*experts, out].
+
+        None where the inputs are in another order here.
+        """
+        if self._change(slot.hf_names[0]).inputs() is not None:
+            return None
+        blocks = [self.file.read(name) for name in self._parts(slot)]
+        rows = np.concatenate([_addresses(one) for one in blocks], axis=-1)
+        return rows if slot.line.num_stacked else rows[self._order(slot)]
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...] in our order of outputs."""
@@ -239,6 +255,15 @@ class GGUFWeights:
             change = self.entries[name].change
             numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
         return output_order(slot, self.config, numbers)
+
+
+def _addresses(blocks: np.ndarray) -> np.ndarray:
+    """Of rows [*experts, rows, blocks, bytes], each of which lies together."""
+    assert blocks.strides[-1] == 1 and blocks.strides[-2] == blocks.shape[-1]
+    found = np.uint64(blocks.ctypes.data)
+    for count, stride in zip(blocks.shape[:-2], blocks.strides[:-2], strict=True):
+        found = np.asarray(found)[..., None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)
+    return np.asarray(found)
 
 
 def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:

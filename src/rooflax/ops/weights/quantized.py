@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import accelerator
+from rooflax.ops import accelerator, native
 from rooflax.ops.dot import dot_general
 from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format
 from rooflax.ops.host_arrays import aligned_zeros
@@ -398,6 +398,37 @@ def _packed(
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
+    return placed(arrays, format, in_shape, out_shape, put)
+
+
+def pack_blocks(
+    format: str,
+    kind: str,
+    rows: np.ndarray,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    put: Put = jax.device_put,
+) -> Quantized | None:
+    """Rows of a GGUF file's blocks by the native library, as `pack` makes it of their codes.
+
+    Args:
+        kind: the type of the blocks, one of the format's.
+        rows: uint64 [*stack, out], the address of each output's blocks, which stay where they are.
+
+    Returns:
+        None where the library was not built, or does not know the type in this format.
+    """
+    cls, inner, outer = class_of(format), math.prod(in_shape), math.prod(out_shape)
+    pack_rows = native.block_packer()
+    if pack_rows is None or (cls.code, kind) == ("int8-g32", "Q5_0"):
+        return None
+    wanted = cls.like(inner, outer, rows.shape[:-1])
+    arrays = [aligned_zeros(array.shape, array.dtype) for array in wanted]
+    count = rows.size // outer
+    values, scales = (array.reshape(-1).view(np.uint8).reshape(count, -1) for array in arrays[:2])
+    for own, value, scale in zip(rows.reshape(-1, outer), values, scales, strict=True):
+        if not pack_rows(kind, own, inner // GROUP, value, scale):
+            return None
     return placed(arrays, format, in_shape, out_shape, put)
 
 

@@ -184,7 +184,7 @@ struct Int8Tile {
 // ---- Codes with a scale per group of 32 ----
 //
 // A group of a code lies in lines of 64 bytes, each a quad of sixteen outputs, or two in the halves of
-// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, CodeOffset too large. Of
+// its bytes, `kLines` apart. `Unsigned` gives one of them as unsigned bytes, -StartTimes too large. Of
 // codes of four bits, the products with int8 over `kTogether` of these parts of a group add up in 16 bits.
 // Sixteen outputs' scales take `kScaleBytes`.
 
@@ -367,16 +367,6 @@ struct GroupTile {
   }
 };
 
-void Bytes(const PackedArgs& a) {
-  switch (a.code) {
-    case Code::kInt8: return AllRows<Int8Tile>(a);
-    case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
-    case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
-    case Code::kMxfp4: return AllRows<GroupTile<Mxfp4Group>>(a);
-    case Code::kFp8: return;
-  }
-}
-
 // ---- Float32 times widened weights ----
 //
 // A code gives a group's weights as 32 vectors of sixteen outputs, k after k. Where the scale is the
@@ -534,14 +524,4 @@ template <typename Wide>
 void PackedCode(const PackedArgs& a) {
   if (a.rows <= kPanelRows) return FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end, Further{});
   WideMany<Wide>(a);
-}
-
-void Packed(const PackedArgs& a) {
-  switch (a.code) {
-    case Code::kInt8: return PackedCode<ByteWide<Int8Byte>>(a);
-    case Code::kFp8: return PackedCode<ByteWide<Fp8Byte>>(a);
-    case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
-    case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
-    case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
-  }
 }

@@ -189,7 +189,9 @@ ROOFLAX_INLINE I16 Rounded(F16 x, float inverse) {
     Store(q, LowBytes(low));
     Store(q + kLanes, LowBytes(high));
     a.scale[g * a.rows] = largest / 127.0f;
-    a.start[g * a.rows] = SumWhole(low + high) * a.times;
+    int32_t* start = a.start + g * a.parts * a.rows;
+    start[0] = SumWhole(a.parts == 1 ? low + high : low) * a.times;
+    if (a.parts == 2) start[a.rows] = SumWhole(high) * a.times;
   }
 }
 

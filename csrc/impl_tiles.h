@@ -119,31 +119,63 @@ void Int8ByTiles(const PackedArgs& a) {
   }
 }
 
-// ---- Codes with a scale per group of 32 ----
+// ---- Codes with scales per group of 32 ----
+//
+// A code gives a group's weights of a panel as signed bytes in the eight lines of a tile, half of them for
+// each of two parts with scales of their own.
 
-// A group's weights of a panel, as signed bytes in the eight lines of a tile.
 struct Int8Codes {
-  using Group = Int8Group;
-  static constexpr bool kInPlace = true;
+  static constexpr bool kInPlace = true, kHasMinimum = false;
+  static constexpr int64_t kParts = 1, kBytes = 512;
+  static Factors<1> Of(const PackedArgs& a, int64_t panel, int64_t g) {
+    return {{Int8Group::Scale(a.w_scale, panel * (a.stride / kGroup) + g)}, {F16{}}};
+  }
+  static void Unpack(const uint8_t*, uint8_t*) {}
 };
 
-struct Int4Codes {
-  using Group = Int4Group;
-  static constexpr bool kInPlace = false;
-  static I16 Signed(U16 codes, int64_t part) {
-    alignas(16) static constexpr int8_t kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1,
-                                                      0,  1,  2,  3,  4,  5,  6,  7};
-    return LookUp(reinterpret_cast<const uint8_t*>(kTable), Int4Group::Unsigned(codes, part));
+// Codes of four bits by a table of what they are.
+template <typename Group>
+struct NibbleCodes {
+  static constexpr bool kInPlace = false, kHasMinimum = false;
+  static constexpr int64_t kParts = 1, kBytes = 256;
+  static const uint8_t* Values();
+  static Factors<1> Of(const PackedArgs& a, int64_t panel, int64_t g) {
+    return {{Group::Scale(a.w_scale, panel * (a.stride / kGroup) + g)}, {F16{}}};
+  }
+  static void Unpack(const uint8_t* from, uint8_t* to) {
+    for (int64_t line = 0; line < 4; ++line) {
+      const U16 codes = Load<U16>(from + line * 64);
+      Store(to + line * 64, LookUp(Values(), Int4Group::Unsigned(codes, 0)));
+      Store(to + 256 + line * 64, LookUp(Values(), Int4Group::Unsigned(codes, 1)));
+    }
   }
 };
 
-struct Mxfp4Codes {
-  using Group = Mxfp4Group;
-  static constexpr bool kInPlace = false;
-  static I16 Signed(U16 codes, int64_t part) {  // twice the value
-    alignas(16) static constexpr int8_t kTable[16] = {0, 1,  2,  3,  4,  6,  8,  12,
-                                                      0, -1, -2, -3, -4, -6, -8, -12};
-    return LookUp(reinterpret_cast<const uint8_t*>(kTable), Int4Group::Unsigned(codes, part));
+template <>
+inline const uint8_t* NibbleCodes<Int4Group>::Values() {
+  alignas(16) static constexpr int8_t kTable[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  return reinterpret_cast<const uint8_t*>(kTable);
+}
+
+template <>
+inline const uint8_t* NibbleCodes<Mxfp4Group>::Values() {  // doubled, as its scale is halved
+  alignas(16) static constexpr int8_t kTable[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                    0, -1, -2, -3, -4, -6, -8, -12};
+  return reinterpret_cast<const uint8_t*>(kTable);
+}
+
+template <typename Type>
+struct BlockCodes {
+  static constexpr bool kInPlace = false, kHasMinimum = Type::Scales::kHasMinimum;
+  static constexpr int64_t kParts = Type::kParts, kBytes = Type::kBytes;
+  static Factors<kParts> Of(const PackedArgs& a, int64_t panel, int64_t g) { return Type::Scales::Of(a, panel, g); }
+  static void Unpack(const uint8_t* from, uint8_t* to) {
+    constexpr uint32_t kOnes = 0x01010101u, kTop = 0x80808080u;
+    constexpr auto kZero = static_cast<uint32_t>(Type::Codes::kZero);
+    for (int64_t q = 0; q < 8; ++q) {  // code - kZero in each byte; codes below 128 leave nothing to borrow
+      const U16 codes = As<U16>(Type::Codes::Unsigned(from, q));
+      Store(to + q * 64, kZero == 128 ? codes ^ kTop : ((codes | kTop) - kZero * kOnes) ^ kTop);
+    }
   }
 };
 
@@ -152,22 +184,18 @@ constexpr int64_t kGroupLines = 512;  // bytes of a group's lines
 // All groups of a panel as lines.
 template <typename Codes>
 void UnpackPanel(const uint8_t* from, int64_t groups, uint8_t* to) {
-  for (int64_t g = 0; g < groups; ++g, from += 256, to += kGroupLines) {
-    for (int64_t line = 0; line < 4; ++line) {
-      const U16 codes = Load<U16>(from + line * 64);
-      __builtin_prefetch(from + line * 64 + 4096);
-      Store(to + line * 64, Codes::Signed(codes, 0));
-      Store(to + 256 + line * 64, Codes::Signed(codes, 1));
-    }
+  for (int64_t g = 0; g < groups; ++g, from += Codes::kBytes, to += kGroupLines) {
+    Prefetch(from + 4096, Codes::kBytes / 64);
+    Codes::Unpack(from, to);
   }
 }
 
-// Groups that are summed one after the other, each by tiles of its own: what comes next need not wait.
+// Parts that are summed one after the other, each by tiles of its own: what comes next need not wait.
 constexpr int64_t kTurns = 4;
-typedef int32_t GroupSums[kTurns][kTileHeight][kPanel];
+typedef int32_t PartSums[kTurns][kTileHeight][kPanel];
 
 template <int kTurn>
-ROOFLAX_INLINE void SumGroup(const int8_t* x, const uint8_t* lines, GroupSums& sums) {
+ROOFLAX_INLINE void SumPart(const int8_t* x, const uint8_t* lines, PartSums& sums) {
   constexpr int kOwnRows = kRows + kTurn % 2, kOwnWeights = kWeights + kTurn % 2;
   LoadTile<kOwnRows>(x, kGroup);
   LoadTile<kOwnWeights>(lines, 64);
@@ -176,34 +204,52 @@ ROOFLAX_INLINE void SumGroup(const int8_t* x, const uint8_t* lines, GroupSums& s
   StoreTile<kSums + kTurn>(sums[kTurn][0], 64);
 }
 
+// What a tile of rows is scaled by, sixteen numbers for each group, and for each part what is multiplied
+// by its minimum.
+struct RowFactors {
+  const float* scale;  // [groups, 16]
+  const float* sum;  // [groups * parts, 16]
+};
+
 // A tile of `count` rows, at most M, times a panel.
 template <int64_t M, typename Codes>
-void GroupsOfTile(const PackedArgs& a, int64_t row, int64_t count, const float* x_scale, int64_t panel,
+void GroupsOfTile(const PackedArgs& a, int64_t row, int64_t count, RowFactors rows, int64_t panel,
                   const uint8_t* lines) {
-  const int64_t groups = a.stride / kGroup;
+  constexpr int64_t kParts = Codes::kParts, kPartBytes = kGroup / kParts, kPartLines = kGroupLines / kParts;
+  const int64_t parts = a.stride / kGroup * kParts;
   const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
   F16 totals[M];
   _Pragma("GCC unroll 16")
   for (int64_t m = 0; m < M; ++m) totals[m] = F16{};
-  alignas(64) GroupSums sums[2];  // those that are scaled, and those that are summed meanwhile
-  const auto sum = [&](int64_t g, GroupSums& to) {
-    const auto at = [&](int64_t turn) { return x + (g + turn) * count * kGroup; };
-    const uint8_t* from = lines + g * kGroupLines;
-    if (g < groups) SumGroup<0>(at(0), from, to);
-    if (g + 1 < groups) SumGroup<1>(at(1), from + kGroupLines, to);
-    if (g + 2 < groups) SumGroup<2>(at(2), from + 2 * kGroupLines, to);
-    if (g + 3 < groups) SumGroup<3>(at(3), from + 3 * kGroupLines, to);
+  alignas(64) PartSums sums[2];  // those that are scaled, and those that are summed meanwhile
+  const auto sum = [&](int64_t part, PartSums& to) {
+    const auto at = [&](int64_t turn) {
+      const int64_t own = part + turn;
+      return x + own / kParts * count * kGroup + own % kParts * kPartBytes;
+    };
+    const uint8_t* from = lines + part * kPartLines;
+    if (part < parts) SumPart<0>(at(0), from, to);
+    if (part + 1 < parts) SumPart<1>(at(1), from + kPartLines, to);
+    if (part + 2 < parts) SumPart<2>(at(2), from + 2 * kPartLines, to);
+    if (part + 3 < parts) SumPart<3>(at(3), from + 3 * kPartLines, to);
   };
   if (count < M) std::memset(sums, 0, sizeof(sums));
   sum(0, sums[0]);
-  for (int64_t first = 0; first < groups; first += kTurns) {
+  for (int64_t first = 0; first < parts; first += kTurns) {
     const auto& of = sums[first / kTurns % 2];
     sum(first + kTurns, sums[(first / kTurns + 1) % 2]);
-    for (int64_t g = first; g < std::min(groups, first + kTurns); ++g) {
-      const F16 scale = Codes::Group::Scale(a.w_scale, panel * groups + g);
-      _Pragma("GCC unroll 16")
-      for (int64_t m = 0; m < M; ++m) {
-        totals[m] += ToFloat(Load<I16>(of[g - first][m])) * (scale * x_scale[g * kTileHeight + m]);
+    for (int64_t part = first; part < std::min(parts, first + kTurns); part += kParts) {
+      const int64_t g = part / kParts;
+      const Factors<kParts> factors = Codes::Of(a, panel, g);
+      for (int64_t i = 0; i < kParts; ++i) {
+        _Pragma("GCC unroll 16")
+        for (int64_t m = 0; m < M; ++m) {
+          const F16 found = ToFloat(Load<I16>(of[part - first + i][m]));
+          totals[m] += found * (factors.scale[i] * rows.scale[g * kTileHeight + m]);
+          if constexpr (Codes::kHasMinimum) {
+            totals[m] -= factors.minimum[i] * rows.sum[(part + i) * kTileHeight + m];
+          }
+        }
       }
     }
   }
@@ -213,36 +259,45 @@ void GroupsOfTile(const PackedArgs& a, int64_t row, int64_t count, const float* 
   for (int64_t m = 0; m < count; ++m) FinishPanel(a.out, row + m, panel, done[m]);
 }
 
-// Scales of each tile of rows, sixteen for each group: [tiles, groups, 16].
-inline void SpreadScales(const PackedArgs& a, std::vector<float>& to) {
-  const int64_t groups = a.stride / kGroup, tiles = (a.rows + kTileHeight - 1) / kTileHeight;
-  to.assign(static_cast<size_t>(tiles * groups * kTileHeight), 0.0f);
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t row = tile * kTileHeight, count = std::min(kTileHeight, a.rows - row);
-    const float* from = a.x_scale + row * groups;
-    float* out = to.data() + row * groups;
-    for (int64_t g = 0; g < groups; ++g) {
-      std::copy(from + g * count, from + (g + 1) * count, out + g * kTileHeight);
+// Numbers of each tile of rows, as [groups, parts, rows of the tile], spread to sixteen rows.
+template <typename Number>
+void Spread(const PackedArgs& a, int64_t parts, const Number& of, std::vector<float>& to) {
+  const int64_t each = a.stride / kGroup * parts, tiles = (a.rows + kTileHeight - 1) / kTileHeight;
+  to.assign(static_cast<size_t>(tiles * each * kTileHeight), 0.0f);
+  for (int64_t row = 0; row < a.rows; row += kTileHeight) {
+    const int64_t count = std::min(kTileHeight, a.rows - row);
+    float* out = to.data() + row * each;
+    for (int64_t i = 0; i < each; ++i) {
+      for (int64_t m = 0; m < count; ++m) out[i * kTileHeight + m] = of(row, count, i, m);
     }
   }
 }
 
-inline TileShapes GroupShapes(int64_t rows) {
+inline TileShapes GroupShapes(int64_t rows, int64_t parts) {
   TileShapes shapes;
   for (int i = 0; i < kTurns; ++i) shapes.Set(kSums + i, rows, 64);
   for (int i = 0; i < 2; ++i) {
-    shapes.Set(kRows + i, rows, kGroup);
-    shapes.Set(kWeights + i, kGroup / 4, 64);
+    shapes.Set(kRows + i, rows, kGroup / parts);
+    shapes.Set(kWeights + i, kGroup / 4 / parts, 64);
   }
   return shapes;
 }
 
 template <typename Codes>
 void GroupsByTiles(const PackedArgs& a) {
-  static thread_local std::vector<float> scales;
+  static thread_local std::vector<float> scales, sums;
   static thread_local Lines unpacked;
-  const int64_t groups = a.stride / kGroup, panel_bytes = GroupTile<typename Codes::Group>::PanelBytes(a.stride);
-  SpreadScales(a, scales);
+  constexpr int64_t kParts = Codes::kParts;
+  const int64_t groups = a.stride / kGroup, panel_bytes = groups * Codes::kBytes;
+  Spread(a, 1, [&](int64_t row, int64_t count, int64_t g, int64_t m) {
+    return a.x_scale[row * groups + g * count + m];
+  }, scales);
+  if constexpr (Codes::kHasMinimum) {
+    Spread(a, kParts, [&](int64_t row, int64_t count, int64_t part, int64_t m) {
+      const float own = a.x_scale[row * groups + part / kParts * count + m];
+      return own * static_cast<float>(a.x_start[(row * groups * kParts) + part * count + m]);
+    }, sums);
+  }
   const int64_t near = std::max<int64_t>(1, kNearBytes / std::max<int64_t>(1, groups * kGroupLines));
   auto* lines = reinterpret_cast<uint8_t*>(
       Codes::kInPlace ? nullptr : unpacked.Of(near * groups * kGroupLines / 4));
@@ -257,14 +312,15 @@ void GroupsByTiles(const PackedArgs& a) {
     const uint8_t* from = Codes::kInPlace ? a.w + begin * panel_bytes : lines;
     for (int64_t row = 0; row < a.rows; row += kTileHeight) {
       const int64_t count = std::min(kTileHeight, a.rows - row);
-      const ConfiguredTiles configured(GroupShapes(count));
+      const ConfiguredTiles configured(GroupShapes(count, kParts));
       for (int64_t panel = begin; panel < end; ++panel) {
         const uint8_t* own = from + (panel - begin) * groups * kGroupLines;
-        const float* own_scales = scales.data() + row * groups;
+        const RowFactors factors{scales.data() + row * groups,
+                                 Codes::kHasMinimum ? sums.data() + row * groups * kParts : nullptr};
         if (count <= 8) {
-          GroupsOfTile<8, Codes>(a, row, count, own_scales, panel, own);
+          GroupsOfTile<8, Codes>(a, row, count, factors, panel, own);
         } else {
-          GroupsOfTile<16, Codes>(a, row, count, own_scales, panel, own);
+          GroupsOfTile<16, Codes>(a, row, count, factors, panel, own);
         }
       }
     }
@@ -279,9 +335,10 @@ void BytesByTiles(const PackedArgs& a) {
   if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return Bytes(a);
   switch (a.code) {
     case Code::kInt8: return Int8ByTiles(a);
-    case Code::kInt8Groups: return GroupsByTiles<Int8Codes>(a);
-    case Code::kInt4: return GroupsByTiles<Int4Codes>(a);
-    case Code::kMxfp4: return GroupsByTiles<Mxfp4Codes>(a);
     case Code::kFp8: return;
+    case Code::kInt8Groups: return GroupsByTiles<Int8Codes>(a);
+    case Code::kInt4: return GroupsByTiles<NibbleCodes<Int4Group>>(a);
+    case Code::kMxfp4: return GroupsByTiles<NibbleCodes<Mxfp4Group>>(a);
+    default: return WithBlockType(a.code, [&](auto type) { GroupsByTiles<BlockCodes<decltype(type)>>(a); });
   }
 }

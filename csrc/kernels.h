@@ -115,9 +115,10 @@ struct QuantizeGroupsArgs {
   const float* x;  // [inner]
   int8_t* q;  // [inner / 32, rows, 32], at this row
   float* scale;  // [inner / 32, rows], at this row
-  int32_t* start;  // as scale: sum of q, times `times`
+  int32_t* start;  // [inner / 32, parts, rows]: sums of q over each part of a group, times `times`
   int64_t inner, rows;  // rows of the tile
   int32_t times;
+  int64_t parts;  // 1 or 2
 };
 
 // How packed weights are coded: 16 outputs side by side, four inputs of one in a lane of 32 bits.
@@ -127,12 +128,55 @@ struct QuantizeGroupsArgs {
 //   kInt4        [panels, groups, 4, 16, 4]: k = 4 s + j in the low half of a byte, 16 + 4 s + j in
 //                the high one; value - 8, a float16 scale per output and group
 //   kMxfp4       as kInt4; e2m1, a scale 2^(e - 127) per output and group
-enum class Code { kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+//   the others   ggml's block types, [panels, groups, bits, 16, 4]: see impl_blocks.h and BlockScales
+enum class Code {
+  kInt8, kFp8, kInt8Groups, kInt4, kMxfp4,
+  kQ4_1, kQ5_0, kQ5_1, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs
+};
+constexpr int kCodes = 15;
 
-// What codes in groups are too large by where they are multiplied as unsigned bytes; MXFP4's are
-// doubled, and so whole.
-constexpr int32_t CodeOffset(Code code) {
-  return code == Code::kInt4 ? 8 : code == Code::kMxfp4 ? 12 : 128;
+// Scales of ggml's block types, for 16 outputs:
+//   kHalf   float16 [panels, groups, 16]
+//   kPair   words of 32 bits [panels, groups, 16]: a float16 scale, and a float16 that is added above it
+//   kSuper  words [panels, supers, 1 + groups of a super / 2, 16]: a float16 for scales and one for
+//           minimums above it, then of two groups each two bytes that these are multiplied by
+enum class BlockScales { kHalf, kPair, kSuper };
+
+// What is known of a block type without its kernels.
+struct BlockTraits {
+  int64_t bits;  // of a code; 0 of what is no block type
+  BlockScales scales;
+  int64_t parts;  // of a group, that have scales of their own
+};
+constexpr BlockTraits TraitsOf(Code code) {
+  switch (code) {
+    case Code::kQ4_1: return {4, BlockScales::kPair, 1};
+    case Code::kQ5_0: return {5, BlockScales::kHalf, 1};
+    case Code::kQ5_1: return {5, BlockScales::kPair, 1};
+    case Code::kQ2K: return {2, BlockScales::kSuper, 2};
+    case Code::kQ3K: return {3, BlockScales::kSuper, 2};
+    case Code::kQ4K: return {4, BlockScales::kSuper, 1};
+    case Code::kQ5K: return {5, BlockScales::kSuper, 1};
+    case Code::kQ6K: return {6, BlockScales::kSuper, 2};
+    case Code::kIq4Nl: return {4, BlockScales::kHalf, 1};
+    case Code::kIq4Xs: return {4, BlockScales::kSuper, 1};
+    default: return {0, BlockScales::kHalf, 1};
+  }
+}
+
+// What the sum of a row over (a part of) a group is multiplied by where its products begin: codes in
+// groups are multiplied as unsigned bytes, which are so much too large; MXFP4's are doubled, and so whole.
+// With minimums it is the sum itself that is wanted.
+constexpr int32_t StartTimes(Code code) {
+  switch (code) {
+    case Code::kInt4: return -8;
+    case Code::kMxfp4: return -12;
+    case Code::kQ3K: return -4;
+    case Code::kQ5_0: return -16;
+    case Code::kQ6K: return -32;
+    case Code::kQ4_1: case Code::kQ5_1: case Code::kQ2K: case Code::kQ4K: case Code::kQ5K: return 1;
+    default: return -128;
+  }
 }
 
 // sum over k of x[m, k] * w[k, n], for the outputs of panels [begin, end).
@@ -144,9 +188,11 @@ struct PackedArgs {
   const void* x;  // [rows, stride]: float32; for kInt8 in bytes what `quantize_row` wrote
                   // groups in bytes: int8, of each tile [groups, rows of the tile, 32]
   const float* x_scale;  // in bytes: [rows] for kInt8, else of each tile [groups, rows of the tile]
-  const int32_t* x_start;  // in bytes, groups, as x_scale: sums of x times -CodeOffset
+  const int32_t* x_start;  // in bytes, groups, of each tile [groups, parts, rows of the tile]: sums of x
+                           // times StartTimes
   Output out;
   int64_t rows, stride, inner, begin, end;  // inner inputs of stride are real
+  int64_t super_groups;  // of kSuper: groups that share its float16s
 };
 
 // One query: what it is, where its output goes, and the slots of its table that it sees.
@@ -210,7 +256,7 @@ struct DeltaArgs {
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
-  int64_t tiled_from[5];  // rows of a run from which it is multiplied by tiles of AMX, by their Code
+  int64_t tiled_from[kCodes];  // rows of a run from which it is multiplied by tiles of AMX, by their Code
   int32_t row_offset;  // what `quantize_row` adds to a byte
   int64_t short_row;  // bytes; rows of w below it are short for `matmul` and `matmul_part`
   void (*split)(const SplitArgs&);  // where matmuls with bfloat16 take terms, else null

@@ -31,6 +31,7 @@ namespace {
 #include "impl_matmul.h"
 #include "impl_table.h"
 #include "impl_packed.h"
+#include "impl_blocks.h"
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 #if defined(ROOFLAX_TILES)
 #include "impl_tiles.h"
@@ -42,13 +43,16 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 }  // namespace
 
 #if defined(ROOFLAX_TILES)
-#define ROOFLAX_TILED_FROM {kInt8From, kNever, kGroupsFrom, kGroupsFrom, kGroupsFrom}
+#define ROOFLAX_TILED_FROM {kInt8From, kNever, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
+                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
+                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom}
 constexpr auto kBytes = BytesByTiles;
 constexpr auto kMatmul = MatmulByTiles, kMatmulPart = MatmulPartByTiles, kAddParts = AddPartsOfTiles;
 constexpr auto kUnembed = UnembedByTiles;
 constexpr void (*kSplit)(const SplitArgs&) = SplitTerms;
 #else
-#define ROOFLAX_TILED_FROM {kNever, kNever, kNever, kNever, kNever}
+#define ROOFLAX_TILED_FROM {kNever, kNever, kNever, kNever, kNever, \
+                            kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever}
 constexpr auto kBytes = Bytes;
 constexpr auto kMatmul = Matmul, kMatmulPart = MatmulPart, kAddParts = AddParts, kUnembed = Unembed;
 constexpr void (*kSplit)(const SplitArgs&) = nullptr;

@@ -21,12 +21,18 @@
 namespace rooflax {
 namespace {
 
+// The two of plain weights, then every Code.
 enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+constexpr int64_t kCodesFrom = 2;
 // By the names of ops/formats.py.
 constexpr std::pair<const char*, Layout> kLayouts[] = {
     {"matrix", Layout::kMatrix}, {"table", Layout::kTable}, {"int8", Layout::kInt8},
     {"fp8", Layout::kFp8}, {"int8-g32", Layout::kInt8Groups}, {"int4", Layout::kInt4},
     {"mxfp4", Layout::kMxfp4}};
+constexpr std::pair<const char*, Code> kBlockTypes[] = {
+    {"q4_1", Code::kQ4_1}, {"q5_0", Code::kQ5_0}, {"q5_1", Code::kQ5_1}, {"q2_k", Code::kQ2K},
+    {"q3_k", Code::kQ3K}, {"q4_k", Code::kQ4K}, {"q5_k", Code::kQ5K}, {"q6_k", Code::kQ6K},
+    {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}};
 
 struct Inputs {
   F32 x;
@@ -49,22 +55,48 @@ struct Matmul {
   int64_t units, unit, least;  // what is split: columns or panels, in pieces of `unit`
   int64_t stack, w_bytes, scale_bytes;  // of one member of the stack
   int64_t norms;                        // members of w to one of the norm
+  BlockTraits block;  // of packed weights
+  int64_t super_groups = 1;  // see PackedArgs
 
   int64_t Parts() const { return num_terms > 0 ? NumTermParts(inner) : NumParts(inner); }
   bool IsPacked() const { return layout != Layout::kMatrix && layout != Layout::kTable; }
   bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
 };
 
-Code CodeOf(Layout layout) { return static_cast<Code>(static_cast<int64_t>(layout) - 2); }
+Code CodeOf(Layout layout) { return static_cast<Code>(static_cast<int64_t>(layout) - kCodesFrom); }
 
 bool Fits(bool condition, const char*& why, const char* reason) {
   if (!condition && why == nullptr) why = reason;
   return condition;
 }
 
+// Scales of groups, and what they are shared by.
+void SetGroupScales(const Inputs& in, int64_t panels, Matmul& p, const char*& why) {
+  const auto type = in.w_scale.element_type();
+  const auto count = static_cast<int64_t>(in.w_scale.element_count());
+  const bool block = p.block.bits != 0;
+  if (!block || p.block.scales != BlockScales::kSuper) {
+    const bool pairs = block && p.block.scales == BlockScales::kPair;
+    Fits(count == panels * kPanel * p.groups * p.stack, why, "number of scales");
+    Fits(type == (pairs ? ffi::DataType::U32 : p.layout == Layout::kMxfp4 ? ffi::DataType::U8 : ffi::DataType::F16),
+         why, "type of scales");
+    return;
+  }
+  // [panels, supers, lines, 16], of which a line is the supers' own.
+  const auto dims = in.w_scale.dimensions();
+  if (!Fits(Rank(in.w_scale) >= 4, why, "rank of scales")) return;
+  const int64_t lines = dims[dims.size() - 2], supers = dims[dims.size() - 3];
+  if (!Fits(lines >= 2 && supers > 0 && p.groups % supers == 0, why, "shape of scales")) return;
+  p.super_groups = p.groups / supers;
+  Fits(lines == 1 + (p.super_groups + 1) / 2 && dims[dims.size() - 1] == kPanel, why, "shape of scales");
+  Fits(count == panels * supers * lines * kPanel * p.stack, why, "number of scales");
+  Fits(type == ffi::DataType::U32, why, "type of scales");
+}
+
 // Sizes of the packed layouts.
 void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const auto dims = in.w.dimensions();
+  p.block = TraitsOf(CodeOf(p.layout));
   const bool nibbles = p.layout == Layout::kInt4 || p.layout == Layout::kMxfp4;
   const int64_t rank = axis + (p.IsPerOutput() ? 4 : 5);
   if (!Fits(Rank(in.w) == rank, why, "rank of w")) return;
@@ -75,19 +107,20 @@ void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   p.groups = p.stride / kGroup;
   p.units = panels;
   p.unit = p.least = p.IsPerOutput() ? 8 : 4;
+  const int64_t lines = p.block.bits != 0 ? p.block.bits : nibbles ? 4 : 8;
   Fits(dims[rank - 1] == 4 && dims[rank - 2] == kPanel, why, "shape of w");
-  Fits(p.IsPerOutput() || dims[axis + 2] == (nibbles ? 4 : 8), why, "shape of w");
+  Fits(p.IsPerOutput() || dims[axis + 2] == lines, why, "shape of w");
   Fits((p.outer + kPanel - 1) / kPanel == panels, why, "outputs of w");
   Fits(p.IsPerOutput() ? p.inner <= p.stride && p.stride - p.inner < 4 : p.inner == p.stride, why,
        "inputs of w");
   const auto type = in.w.element_type();
   Fits(type == ffi::DataType::S8 || type == ffi::DataType::U8, why, "type of w");
-  const auto scale_type = in.w_scale.element_type();
-  const int64_t scales = panels * kPanel * (p.IsPerOutput() ? 1 : p.groups) * p.stack;
-  Fits(static_cast<int64_t>(in.w_scale.element_count()) == scales, why, "number of scales");
-  Fits(scale_type == (p.IsPerOutput() ? ffi::DataType::F32
-                      : p.layout == Layout::kMxfp4 ? ffi::DataType::U8 : ffi::DataType::F16),
-       why, "type of scales");
+  if (p.IsPerOutput()) {
+    Fits(static_cast<int64_t>(in.w_scale.element_count()) == panels * kPanel * p.stack, why, "number of scales");
+    Fits(in.w_scale.element_type() == ffi::DataType::F32, why, "type of scales");
+  } else {
+    SetGroupScales(in, panels, p, why);
+  }
   const int64_t sums = p.layout == Layout::kInt8 ? panels * kPanel * p.stack : 0;
   Fits(static_cast<int64_t>(in.w_sum.element_count()) == sums, why, "number of sums");
   Fits(!(p.bytes && p.layout == Layout::kFp8), why, "fp8 with activations in bytes");
@@ -270,8 +303,9 @@ void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int
   } else {
     const int64_t tile = out.tile_begin[i], row = i - tile, first = tile * p.groups + row;
     auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + tile * p.stride + row * kGroup;
-    kernels.quantize_groups({x, q, out.scale.data() + first, out.start.data() + first, p.inner,
-                             out.tile_end[i] - tile, -CodeOffset(CodeOf(p.layout))});
+    int32_t* start = out.start.data() + tile * p.groups * p.block.parts + row;
+    kernels.quantize_groups({x, q, out.scale.data() + first, start, p.inner, out.tile_end[i] - tile,
+                             StartTimes(CodeOf(p.layout)), p.block.parts});
   }
 }
 
@@ -364,12 +398,13 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   args.begin = begin;
   args.end = end;
   args.x = wide;
+  args.super_groups = p.super_groups;
   if (!p.bytes) return kernels.packed(args);
   const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
   args.x = rows.bytes.data() +
            (p.layout == Layout::kInt8 ? BytesAt(p, run.begin) : run.begin * p.stride);
   args.x_scale = rows.scale.data() + run.begin * scales;
-  args.x_start = rows.start.data() + (rows.start.empty() ? 0 : run.begin * scales);
+  args.x_start = rows.start.data() + (rows.start.empty() ? 0 : run.begin * scales * p.block.parts);
   kernels.bytes(args);
 }
 
@@ -441,7 +476,7 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y)
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
   rows.bytes.resize(p.bytes ? size(p.rows * RowBytes(p.stride)) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
-  rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups) : 0);
+  rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups * p.block.parts) : 0);
   if (p.bytes || p.num_terms > 0) SetTiles(runs, p, rows);
   if (moved) sorted.resize(size(p.rows * p.outer));
   float* to = moved ? sorted.data() : y;
@@ -482,7 +517,7 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
                 F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Buffer<ffi::S32> num_rows,
                 ffi::Result<F32> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
                 int64_t gated, float eps, float alpha, float limit) {
-  if (layout < 0 || layout > static_cast<int64_t>(Layout::kMxfp4) || before < 0 ||
+  if (layout < 0 || layout >= kCodesFrom + kCodes || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
     return Reject("matmul: attributes");
   }
@@ -527,6 +562,9 @@ extern "C" __attribute__((visibility("default"))) const char* rooflax_layouts() 
     std::string all;
     for (const auto& [name, layout] : rooflax::kLayouts) {
       all += std::string(name) + "=" + std::to_string(static_cast<int64_t>(layout)) + " ";
+    }
+    for (const auto& [name, code] : rooflax::kBlockTypes) {
+      all += std::string(name) + "=" + std::to_string(rooflax::kCodesFrom + static_cast<int64_t>(code)) + " ";
     }
     return all;
   }();

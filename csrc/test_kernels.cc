@@ -232,7 +232,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
       group_at.insert(group_at.end(), {first, tile_rows});
       kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[first * kGroup]),
                                &x_scale[first], &x_start[first], inner, tile_rows,
-                               -rooflax::CodeOffset(code)});
+                               rooflax::StartTimes(code), 1});
     } else {
       std::vector<uint8_t> own(static_cast<size_t>(rooflax::RowBytes(stride)));
       kernels.quantize_row({x.data() + row * inner, own.data(), &x_scale[row], inner, stride});

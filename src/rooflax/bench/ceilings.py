@@ -21,14 +21,17 @@ from rooflax.bench.timing import best_of, timed
 from rooflax.nn.device_memory import free_bytes
 from rooflax.ops import native
 from rooflax.ops.dot import FLOAT32
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.formats import KNOWN
+from rooflax.ops.weights import CODES as CLASSES
+from rooflax.ops.weights import Quantized
+from rooflax.ops.weights.blocks import Block
 
 SMALLEST_BUFFER, LARGEST_BUFFER = 1 << 20, 1 << 29
 READ_BYTES = 1 << 29
 """Bytes that one reading of a CPU's bandwidth reads, in as many passes as that takes."""
 MULTIPLY_OPERATIONS = 5e7
 """Per thread and reading of a CPU."""
-CODES = frozenset(format.code for format in FORMATS.values() if format.quantizes_activations)
+CODES = frozenset(format.code for format in KNOWN.values() if format.quantizes_activations)
 """Matmuls with int8 activations; how fast they can be is the code's."""
 CPU_MATRIX, DEVICE_MATRIX = 1024, 8192
 DEVICE_BUFFER, DEVICE_TURNS = 8 << 30, 8
@@ -107,7 +110,14 @@ def _read_native(library: ctypes.CDLL, buffer: np.ndarray, multiplied: str) -> C
 
 
 def multiply_rate(library: ctypes.CDLL, multiplied: str, threads: int) -> float:
-    """Operations per second in registers, in the fastest way that is exact."""
+    """Operations per second in registers, in the fastest way that is exact.
+
+    Products of a block type add up as int4's where its codes have at most four bits, else as those
+    of int8 in groups.
+    """
+    if issubclass(kind := CLASSES.get(multiplied, Quantized), Block):
+        linear = kind.bits <= 4 and not multiplied.startswith("iq")
+        multiplied = "int4" if linear else "int8-g32"
     return library.rooflax_multiply_rate(multiplied.encode(), threads, MULTIPLY_OPERATIONS)
 
 

@@ -1,12 +1,8 @@
-"""ggml's blocks as numbers: integer codes with scales where a type has them, float32 for all.
+"""ggml's blocks as numbers: integer codes with scales, float32 of all.
 
-    Q8_0   w = q * d,                    q int8, d float16, 32 values a block
-    Q4_0   w = (q - 8) * d,              q in 0..15, d float16; byte j holds values j and 16 + j
-    Q5_0   w = (q - 16) * d,             as Q4_0, the fifth bits apart; q - 16 is an int8 here
-    MXFP4  w = E2M1[q] * 2^(e - 127),    q in 0..15, e a byte; byte j holds values j and 16 + j
-
-The classes of `ops.weights.formats` read these. Other types have scales within scales: the gguf
-package turns them into float32, and where codes are wanted, these are rounded to int8 in the same
+The classes of `ops.weights.formats` and `ops.weights.blocks` read them. On CPU a type stays what it
+is in the file. Elsewhere kernels have few of them (Q8_0, Q4_0, MXFP4; Q5_0's codes less 16 are
+int8); the others are turned into float32, and where codes are wanted, these are rounded to int8 in
 groups of 32.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
@@ -14,32 +10,68 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-q
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from rooflax.loading.gguf import PLAIN, TYPES
+from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
 from rooflax.ops.weights import CODES, class_of
+from rooflax.ops.weights.blocks import Block
 from rooflax.ops.weights.formats import Int8Groups
 
-FORMATS = {kind: name for cls in CODES.values() for kind, name in cls.blocks.items()}
-"""The weight format that holds a block type's numbers exactly (ops.formats)."""
+_READERS = {kind: name for cls in CODES.values() for kind, name in cls.blocks.items()}
+"""For each block type a format that holds its numbers exactly; `blocks` come last, and are taken."""
+_EVERYWHERE = {
+    kind: name
+    for cls in CODES.values()
+    if not issubclass(cls, Block)
+    for kind, name in cls.blocks.items()
+}
 
 ROUNDED = "w8a16-g32"
-"""The weight format of every other block type."""
+"""The weight format of block types that no kernel reads, off the CPU."""
+ROUNDED_ON_CPU = "w8a8-g32"
+"""The same there, where activations are rounded beside the other block types as well."""
 
 VALUES = {kind.name: kind.values for kind in TYPES.values()}
 CHUNK_BLOCKS = 1 << 13
 """Blocks that are turned into numbers at a time, so that intermediates stay small."""
 
 
-def codes_and_scales(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [..., values] as the type stores them, and scales [..., blocks].
+def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
+    """The weight format for tensors of these types; None where one of them is plain.
+
+    Types that one format holds keep their numbers, and a single type is kept where kernels read it.
 
     Args:
-        kind: one of `FORMATS`.
+        moved: groups of 32 do not stay in the blocks that they are in.
+    """
+    if any(is_plain(kind) for kind in kinds):
+        return None
+    on_cpu = accelerator.platform() == "cpu"
+    rounded = ROUNDED_ON_CPU if on_cpu else ROUNDED
+    for table in (_READERS if on_cpu and not moved else _EVERYWHERE, _EVERYWHERE):
+        found = {table.get(kind, rounded) for kind in kinds}
+        if len(found) == 1:
+            return found.pop()
+    return rounded
+
+
+def codes_and_scales(
+    kind: str, blocks: np.ndarray, format: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [..., values] and scales [..., groups] of a format.
+
+    Args:
+        kind: a block type; what the format does not hold is rounded to `ROUNDED`.
         blocks: uint8 [..., blocks, bytes of a block].
     """
-    codes, scales = class_of(FORMATS[kind]).from_blocks(kind, blocks)
+    reader = class_of(format)
+    if kind not in reader.blocks:
+        return rounded_codes(kind, blocks)
+    codes, scales = reader.from_blocks(kind, blocks)
     return codes.reshape(*codes.shape[:-2], -1), scales
 
 
@@ -60,14 +92,13 @@ def dequantize(kind: str, blocks: np.ndarray) -> np.ndarray:
 
 def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
     """[blocks, values] of [blocks, bytes]."""
-    if kind not in FORMATS:
-        from gguf import GGMLQuantizationType, quants
-
-        with np.errstate(all="ignore"):
-            return quants.dequantize(blocks, GGMLQuantizationType[kind])
     with np.errstate(all="ignore"):
-        kept = class_of(FORMATS[kind])
-        return kept.scaled(*kept.from_blocks(kind, blocks))
+        if kind not in _READERS:
+            from gguf import GGMLQuantizationType, quants
+
+            return quants.dequantize(blocks, GGMLQuantizationType[kind])
+        reader = class_of(_READERS[kind])
+        return reader.scaled(*reader.from_blocks(kind, blocks[:, None])).reshape(len(blocks), -1)
 
 
 def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,8 +107,6 @@ def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
     Args:
         blocks: uint8 [..., blocks, bytes of a block].
     """
-    if FORMATS.get(kind) == "w8a8-g32":
-        return codes_and_scales(kind, blocks)
     rows = blocks.reshape(-1, *blocks.shape[-2:])
     inner = rows.shape[1] * VALUES[kind]
     codes = np.empty((len(rows), inner), np.int8)

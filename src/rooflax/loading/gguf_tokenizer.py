@@ -336,18 +336,23 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     found = []
     for i in sorted(pieces, key=lambda i: (-scores[i], i)):
         piece = vocabulary.tokens[i]
-        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        ways = [(left, right) for left, right in cuts if left in ids and right in ids]
-        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]]))
+        ways = [
+            (left, right)
+            for at in range(1, len(piece))
+            if (left := piece[:at]) in ids and (right := piece[at:]) in ids
+        ]
+        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]])) if ways[1:] else ways
     return found
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     control = set(vocabulary.of(CONTROL, UNKNOWN))
-    for i in sorted(control | set(vocabulary.of(USER_DEFINED))):
-        text, special = vocabulary.tokens[i], i in control
-        add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(text, special=special, normalized=False)])
+    found = {i: vocabulary.tokens[i] for i in sorted(control | set(vocabulary.of(USER_DEFINED)))}
+    # All at once: each call builds the search for added tokens anew.
+    backend.add_tokens(
+        [AddedToken(text, special=i in control, normalized=False) for i, text in found.items()]
+    )
+    for i, text in found.items():
         if backend.token_to_id(text) != i:
             raise vocabulary.bad(f"cannot give the token {text[:40]!r} its id, {i}")
 

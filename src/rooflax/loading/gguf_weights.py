@@ -21,12 +21,11 @@ import numpy as np
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import (
-    FORMATS,
-    ROUNDED,
+    VALUES,
     codes_and_scales,
     dequantize,
+    format_for,
     is_plain,
-    rounded_codes,
 )
 from rooflax.loading.gguf_changes import (
     KEEP,
@@ -54,9 +53,10 @@ from rooflax.nn.latent import LatentAttention
 from rooflax.nn.recurrent import GatedDelta
 from rooflax.nn.storage import is_matmul, matmul_shape
 from rooflax.nn.weights import HeadPart, Slot
+from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.weights import Quantized, pack
+from rooflax.ops.weights import Quantized, class_of, pack, pack_blocks
 
 
 @dataclass(frozen=True)
@@ -167,39 +167,69 @@ class GGUFWeights:
     def formats(self) -> dict[str, str]:
         """The format of each matmul's weight, by slot, whose tensors are all blocks.
 
-        A type that is one of our formats stays what it is; others, and mixtures, are rounded. The
-        layers of a model are alike, because they may be stacked.
+        A type that is one of our formats stays what it is; others, and mixtures within a weight,
+        are rounded. On CPU layers may differ, but for experts; elsewhere they are alike, because
+        they may be stacked.
         """
+        differ = accelerator.platform() == "cpu"
         kinds: dict[str, set[str]] = {}
         matmuls = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
         for slot in matmuls:
-            known = all(n in self.entries and self._keeps(slot, n) for n in slot.hf_names)
-            found = [self.file.info(n).dtype for n in self._parts(slot)] if known else ["F32"]
-            kinds.setdefault(slot.key, set()).update(found)
-        formats = {key: format for key, found in kinds.items() if (format := _format(found))}
-        return {slot.name: formats[slot.key] for slot in matmuls if slot.key in formats}
+            kinds.setdefault(slot.key, set()).update(self._kinds(slot))
+        formats = {}
+        for slot in matmuls:
+            alike = slot.line.num_stacked or not differ or any(map(is_plain, kinds[slot.key]))
+            own = kinds[slot.key] if alike else self._kinds(slot)
+            if format := format_for(own, moved=self._moves_parts(slot)):
+                formats[slot.name] = format
+        return formats
 
-    def _keeps(self, slot: Slot, name: str) -> bool:
-        """Whether a tensor's blocks are whole in the checkpoint's order of columns."""
-        if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
-            return False  # both kinds of rows are one tensor, and one of them is transposed
-        order = self._change(name).inputs()
-        return order is None or moves_groups(order, GROUP)
+    def _kinds(self, slot: Slot) -> set[str]:
+        """The types of a weight's tensors; plain where blocks do not stay whole in our order."""
+        for name in slot.hf_names:
+            order = self._change(name).inputs()
+            if name not in self.entries or not (order is None or moves_groups(order, GROUP)):
+                return {"F32"}
+            if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
+                return {"F32"}  # both kinds of rows are one tensor, and one of them is transposed
+        return {self.file.info(name).dtype for name in self._parts(slot)}
+
+    def _moves_parts(self, slot: Slot) -> bool:
+        """Whether parts of blocks are moved to other inputs."""
+        orders = [self._change(name).inputs() for name in slot.hf_names]
+        most = max(VALUES[self.file.info(name).dtype] for name in self._parts(slot))
+        return not all(order is None or moves_groups(order, most) for order in orders)
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the file's own codes, its outputs in our order."""
-        shapes = matmul_shape(slot, self.config)
-        return pack(self.formats[slot.name], *self.codes(slot), *shapes, put)
+        format, shapes = self.formats[slot.name], matmul_shape(slot, self.config)
+        kept, kinds = class_of(format).blocks.keys(), self._kinds(slot)
+        if len(kinds) == 1 and (rows := self._rows(slot)) is not None:
+            found = pack_blocks(format, *kinds, rows, *shapes, put) if kinds <= kept else None
+            if found is not None:
+                return found
+        return pack(format, *self.codes(slot), *shapes, put)
+
+    def _rows(self, slot: Slot) -> np.ndarray | None:
+        """Where each output's blocks lie in the mapped file, [*experts, out].
+
+        None where the inputs are in another order here.
+        """
+        if self._change(slot.hf_names[0]).inputs() is not None:
+            return None
+        blocks = [self.file.read(name) for name in self._parts(slot)]
+        rows = np.concatenate([_addresses(one) for one in blocks], axis=-1)
+        return rows if slot.line.num_stacked else rows[self._order(slot)]
 
     def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales [*experts, out, ...] in our order of outputs."""
-        read = rounded_codes if self.formats[slot.name] == ROUNDED else codes_and_scales
+        format = self.formats[slot.name]
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
         if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
-            found = [read(kind, blocks[experts]) for kind, blocks in parts]
+            found = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
             codes, scales = zip(*found, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
-        codes, scales = zip(*(read(kind, blocks) for kind, blocks in parts), strict=True)
+        codes, scales = zip(*(codes_and_scales(*part, format) for part in parts), strict=True)
         if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
             codes = tuple(code[:, inputs] for code in codes)
             scales = tuple(scale[:, inputs[::GROUP] // GROUP] for scale in scales)
@@ -227,20 +257,21 @@ class GGUFWeights:
         return output_order(slot, self.config, numbers)
 
 
+def _addresses(blocks: np.ndarray) -> np.ndarray:
+    """Of rows [*experts, rows, blocks, bytes], each of which lies together."""
+    assert blocks.strides[-1] == 1 and blocks.strides[-2] == blocks.shape[-1]
+    found = np.uint64(blocks.ctypes.data)
+    for count, stride in zip(blocks.shape[:-2], blocks.strides[:-2], strict=True):
+        found = np.asarray(found)[..., None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)
+    return np.asarray(found)
+
+
 def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
     """The stored tensors of a checkpoint's that a weight is made of."""
     layout = slot.line.layout
     if isinstance(layout, HeadPart) and len(entry.stored) > 1:
         return (entry.stored[layout.kind],)
     return entry.stored
-
-
-def _format(kinds: set[str]) -> str | None:
-    """The format for tensors of these types; None where one of them is plain."""
-    if any(is_plain(kind) for kind in kinds):
-        return None
-    formats = {FORMATS.get(kind, ROUNDED) for kind in kinds}
-    return formats.pop() if len(formats) == 1 else ROUNDED
 
 
 PERMUTED = (

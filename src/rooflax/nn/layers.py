@@ -29,7 +29,7 @@ from rooflax.ops.attention import (
 )
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
-from rooflax.ops.weights import StackMember, at, taken
+from rooflax.ops.weights import MixedStack, StackMember, at, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -362,9 +362,16 @@ def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:
 def unstack_layers(weights: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `stack_layers`."""
     stacked = weights["stacked_layers"]
-    repeats = jax.tree.leaves(stacked)[0].shape[0]
+
+    def is_mixed(leaf: Any) -> bool:
+        return isinstance(leaf, MixedStack)
+
+    def member(leaf: Any, repeat: int) -> Any:
+        return leaf.member(repeat) if is_mixed(leaf) else leaf[repeat]
+
+    repeats = jax.tree.leaves(stacked, is_leaf=is_mixed)[0].shape[0]
     layers = tuple(
-        jax.tree.map(lambda array, repeat=repeat: array[repeat], group)
+        jax.tree.map(partial(member, repeat=repeat), group, is_leaf=is_mixed)
         for repeat in range(repeats)
         for group in stacked
     )

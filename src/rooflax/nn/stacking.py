@@ -17,6 +17,10 @@ import numpy as np
 from rooflax.nn.weights import Slot
 from rooflax.ops import accelerator
 from rooflax.ops.host_arrays import aligned_empty
+from rooflax.ops.weights import MixedStack
+
+
+_ARRAY = jax.tree.structure(0)
 
 
 class Stacks:
@@ -41,7 +45,7 @@ class Stacks:
         assert self.on_host
         stack, row = self._of(slot)
         with self._lock:
-            return stack.rows([(shape, dtype)])[0][row]
+            return stack.rows(_ARRAY, [(shape, dtype)])[0][row]
 
     def filled(self, arrays: Iterable[tuple[Slot, Any]]) -> dict[str, Any]:
         """The pytree of these weights on the device, with "stacked_layers".
@@ -75,29 +79,50 @@ class Stacks:
 
 
 class _HostStack:
-    """Rows in host memory that a CPU device takes over without a copy."""
+    """Rows in host memory that a CPU device takes over without a copy.
+
+    Layers whose leaves are alike share arrays with a row for each; a stack whose layers are not
+    becomes a `MixedStack`.
+    """
 
     def __init__(self, count: int):
-        self._count, self._arrays = count, None
+        self._kinds: dict[Any, list[np.ndarray]] = {}
+        self._of: list[Any] = [None] * count
 
-    def rows(self, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
-        """The stacks of parts of these shapes and dtypes."""
-        if self._arrays is None:
-            self._arrays = [aligned_empty((self._count, *shape), dtype) for shape, dtype in parts]
-        found = [(array.shape[1:], array.dtype) for array in self._arrays]
-        assert found == [(tuple(shape), dtype) for shape, dtype in parts]
-        return self._arrays
+    def rows(self, tree: Any, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+        """The stacks of leaves of this structure, with parts of these shapes and dtypes."""
+        kind = tree, tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in parts)
+        if kind not in self._kinds:
+            shapes = [((len(self._of), *shape), dtype) for shape, dtype in parts]
+            self._kinds[kind] = [aligned_empty(*each) for each in shapes]
+        return self._kinds[kind]
 
     def add(self, row: int, leaf: Any) -> None:
-        parts, self._tree = jax.tree.flatten(leaf)
-        for stack, part in zip(self.rows([(p.shape, p.dtype) for p in parts]), parts, strict=True):
+        parts, tree = jax.tree.flatten(leaf)
+        stacks = self.rows(tree, [(part.shape, part.dtype) for part in parts])
+        self._of[row] = next(kind for kind, found in self._kinds.items() if found is stacks)
+        for stack, part in zip(stacks, parts, strict=True):
             own, given = stack[row], np.asarray(part)
             if own.ctypes.data != given.ctypes.data:
                 own[...] = given
 
     def done(self) -> Any:
-        assert self._arrays is not None
-        return jax.tree.unflatten(self._tree, [jax.device_put(array) for array in self._arrays])
+        stacks, of, row = [], np.zeros(len(self._of), np.int32), np.zeros(len(self._of), np.int32)
+        for number, (kind, arrays) in enumerate(self._kinds.items()):
+            rows = [i for i, own in enumerate(self._of) if own is kind]
+            of[rows], row[rows] = number, range(len(rows))
+            if len(rows) < len(self._of):
+                arrays = [_rows_of(array, rows) for array in arrays]
+            stacks.append(jax.tree.unflatten(kind[0], [jax.device_put(a) for a in arrays]))
+        if len(stacks) == 1:
+            return stacks[0]
+        return MixedStack(tuple(stacks), jax.device_put(of), jax.device_put(row))
+
+
+def _rows_of(array: np.ndarray, rows: list[int]) -> np.ndarray:
+    out = aligned_empty((len(rows), *array.shape[1:]), array.dtype)
+    np.take(array, rows, axis=0, out=out)
+    return out
 
 
 class _DeviceStack:

@@ -6,13 +6,16 @@ Absent where it could not be built; `status` says why.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import numpy as np
 
 LIBRARY = "librooflax_native.so"
 TARGETS = (
@@ -20,9 +23,12 @@ TARGETS = (
     "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv",
     "rooflax_norm",
 )  # fmt: skip
-LAYOUTS = ("matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4")
+LAYOUTS = (
+    "matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0", "q5_1", "q2_k",
+    "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+)  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 12
+KERNELS_VERSION = 13
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
@@ -129,6 +135,34 @@ def _ffi_version() -> int | None:
     if found[0] is None or found[1] is None:
         return None
     return int(found[0].group(1)) * 1000 + int(found[1].group(1))
+
+
+def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], bool] | None:
+    """Packs a matrix of GGUF blocks: (type, rows' addresses, groups of 32, values, scales) -> known.
+
+    Threads of its own do it, as many as the process may use; None without the library.
+    """
+    library = load()
+    if library is None or not hasattr(library, "rooflax_pack_blocks"):
+        return None
+    function = library.rooflax_pack_blocks
+    function.restype = ctypes.c_bool
+    function.argtypes = [
+        ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+        ctypes.c_void_p, ctypes.c_int,
+    ]  # fmt: skip
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+    def pack(
+        kind: str, rows: np.ndarray, groups: int, values: np.ndarray, scales: np.ndarray
+    ) -> bool:
+        own = np.ascontiguousarray(rows, np.uint64)
+        return function(
+            kind.encode(), own.ctypes.data, len(own), groups, values.ctypes.data,
+            scales.ctypes.data, threads,
+        )  # fmt: skip
+
+    return pack
 
 
 def instruction_set() -> str:

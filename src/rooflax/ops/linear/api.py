@@ -102,10 +102,8 @@ def matmul(
     """`linear` of rows, in `dtype`; None is x's."""
     dtype = x.dtype if dtype is None else dtype
     if isinstance(w, Composite):
-        return w.matmul(
-            x, bias, prologue=prologue, residual=residual, num_rows=num_rows, dtype=dtype,
-            implementation=implementation,
-        )  # fmt: skip
+        how = {"prologue": prologue, "residual": residual, "num_rows": num_rows, "dtype": dtype}
+        return w.branch(lambda one: matmul(one, x, bias, implementation=implementation, **how))
     stack, index = w.in_stack()
     args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
     return LINEAR(implementation, args)
@@ -161,7 +159,8 @@ def take(
 ) -> Float[Array, "n in"]:
     """The weights of single outputs: `lookup` of a list."""
     if isinstance(w, Composite):
-        return w.take(ids, num_rows=num_rows, implementation=implementation)
+        how = {"num_rows": num_rows, "implementation": implementation}
+        return w.branch(lambda one: take(one, ids, **how))
     one = cast(StoredOperand, taken(w))
     if (rows := one.plain_rows) is None:
         return one.take(ids)

@@ -1,6 +1,7 @@
 """Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
-from rooflax.ops.weights import formats
+from rooflax.ops.weights import blocks, formats
+from rooflax.ops.weights.mixed_stack import MixedStack
 from rooflax.ops.weights.operand import (
     Composite,
     Dense,
@@ -21,6 +22,7 @@ from rooflax.ops.weights.quantized import (
     class_of,
     int8_codes,
     pack,
+    pack_blocks,
     packed_bytes,
     packed_format,
     placed,
@@ -31,6 +33,7 @@ __all__ = [
     "CODES",
     "Composite",
     "Dense",
+    "MixedStack",
     "Quantized",
     "StackMember",
     "StoredOperand",
@@ -39,10 +42,12 @@ __all__ = [
     "as_operand",
     "at",
     "class_of",
+    "blocks",
     "formats",
     "in_place",
     "int8_codes",
     "pack",
+    "pack_blocks",
     "packed_bytes",
     "packed_format",
     "packing_of",

@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.ops.formats import GROUP
-from rooflax.ops.weights.quantized import Encoded, Quantized
+from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, split_blocks
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
@@ -81,11 +81,11 @@ class Int8Groups(Quantized):
     @staticmethod
     def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Q5_0: laid out as Q4_0, with the fifth bits apart."""
-        scales, body = _split(blocks, "<f2")
+        scales, body = split_blocks(blocks, "<f2")
         if kind == "Q8_0":
             return body.view(np.int8), scales
         fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
-        return (_nibbles(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16), scales
+        return (both_halves(body[..., 4:]) | fifth << 4).view(np.int8) - np.int8(16), scales
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -108,8 +108,8 @@ class Int4(Quantized):
 
     @staticmethod
     def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = _split(blocks, "<f2")
-        return _nibbles(body), scales
+        scales, body = split_blocks(blocks, "<f2")
+        return both_halves(body), scales
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -133,8 +133,8 @@ class Mxfp4(Quantized):
 
     @staticmethod
     def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = _split(blocks, "u1")
-        return _nibbles(body), scales
+        scales, body = split_blocks(blocks, "u1")
+        return both_halves(body), scales
 
     @classmethod
     def are_finite(cls, scales: np.ndarray) -> np.ndarray:
@@ -165,18 +165,6 @@ class Mxfp4(Quantized):
 def _looked_up(table: np.ndarray, index: Any) -> Any:
     on_host = isinstance(index, np.ndarray)
     return (table if on_host else jnp.asarray(table))[index.astype(jnp.int32)]
-
-
-def _split(blocks: np.ndarray, scale: str) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks that begin with a scale as their scales, and what is behind these."""
-    size = np.dtype(scale).itemsize
-    scales = np.ascontiguousarray(blocks[..., :size]).view(scale)[..., 0]
-    return scales, blocks[..., size:]
-
-
-def _nibbles(body: np.ndarray) -> np.ndarray:
-    """16 bytes, the first half of the codes in their low halves."""
-    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:

@@ -79,13 +79,14 @@ class Operand:
 
 
 class Composite(Operand):
-    """An operand made of operands, as an adapter is.
+    """An operand made of operands, of which one is meant.
 
-    Its `matmul` and `take` have the arguments of those of `ops.linear.api`, which call them.
+    `ops.linear.api` asks it for what it does of that one.
     """
 
-    matmul: Callable[..., Array]
-    take: Callable[..., Array]
+    def branch(self, run: Callable[[Operand], Array]) -> Array:
+        """`run` of the operand that is meant."""
+        raise NotImplementedError
 
 
 class StoredOperand(Operand):

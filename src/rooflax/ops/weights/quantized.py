@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops import accelerator
+from rooflax.ops import accelerator, native
 from rooflax.ops.dot import dot_general
 from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format
 from rooflax.ops.host_arrays import aligned_zeros
@@ -81,6 +81,8 @@ class Quantized(StoredOperand):
     blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "code"):  # what several formats have in common
+            return
         static = ["format", "in_shape", "out_shape", "packing"]
         jax.tree_util.register_dataclass(cls, list(ARRAYS), static)
         CODES[cls.code] = cls
@@ -165,6 +167,23 @@ class Quantized(StoredOperand):
             jax.ShapeDtypeStruct(sums, np.int32),
         )
 
+    @classmethod
+    def pack_codes(cls, codes: np.ndarray) -> np.ndarray:
+        """Codes [n, in] of whole panels as [n / 16, ..., 16, 4]."""
+        if not cls.grouped:
+            codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
+            return codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+        groups = codes.reshape(len(codes), -1, GROUP)
+        if cls.nibbles:
+            groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
+        quads = groups.shape[2] // 4
+        return groups.reshape(-1, PANEL, groups.shape[1], quads, 4).transpose(0, 2, 3, 1, 4)
+
+    @classmethod
+    def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
+        """Scales [panels, 16] or [panels, groups, 16] as they are stored."""
+        return scales
+
     # As a weight
 
     @property
@@ -231,7 +250,7 @@ class Quantized(StoredOperand):
         if not self.grouped:
             q = values.swapaxes(-3, -2)
             return q.reshape(*lead, values.shape[-4] * PANEL, -1), self.scales
-        groups = _namespace(values).moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
+        groups = namespace(values).moveaxis(values, -2, -4)  # [panels, 16, groups, quads, 4]
         q = groups.reshape(*lead, groups.shape[-5] * PANEL, groups.shape[-3], -1)
         scales = self.scales.swapaxes(-1, -2).reshape(*q.shape[:-1])
         return self._halves(q), scales
@@ -246,7 +265,7 @@ class Quantized(StoredOperand):
 
     def _halves(self, q: jax.Array, axis: int = -1) -> jax.Array:
         """Both halves of each byte, where codes have four bits."""
-        return _namespace(q).concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
+        return namespace(q).concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
 
     def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
         ids = jnp.clip(ids, 0, self.outer - 1)
@@ -272,7 +291,8 @@ class Quantized(StoredOperand):
         return codes[..., : self.outer, : self.inner], scales[outputs]
 
 
-def _namespace(array: Any) -> Any:
+def namespace(array: Any) -> Any:
+    """The module whose functions take an array: NumPy's on the host."""
     return np if isinstance(array, np.ndarray) else jnp
 
 
@@ -370,14 +390,45 @@ def _packed(
         padding = -len(codes) % PANEL
         codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=kind.zero)
         end = at + len(codes) // PANEL
-        values[at:end] = _pack_codes(kind, codes).reshape(end - at, -1)
+        values[at:end] = kind.pack_codes(codes).reshape(end - at, -1)
         scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
         by_panel = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
-        scales[at:end] = by_panel.reshape(end - at, -1)
+        scales[at:end] = kind.pack_scales(by_panel).reshape(end - at, -1)
         if kind.has_sums:
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
     assert at == panels
+    return placed(arrays, format, in_shape, out_shape, put)
+
+
+def pack_blocks(
+    format: str,
+    kind: str,
+    rows: np.ndarray,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    put: Put = jax.device_put,
+) -> Quantized | None:
+    """Rows of a GGUF file's blocks by the native library, as `pack` makes it of their codes.
+
+    Args:
+        kind: the type of the blocks, one of the format's.
+        rows: uint64 [*stack, out], the address of each output's blocks, which stay where they are.
+
+    Returns:
+        None where the library was not built, or does not know the type in this format.
+    """
+    cls, inner, outer = class_of(format), math.prod(in_shape), math.prod(out_shape)
+    pack_rows = native.block_packer()
+    if pack_rows is None or (cls.code, kind) == ("int8-g32", "Q5_0"):
+        return None
+    wanted = cls.like(inner, outer, rows.shape[:-1])
+    arrays = [aligned_zeros(array.shape, array.dtype) for array in wanted]
+    count = rows.size // outer
+    values, scales = (array.reshape(-1).view(np.uint8).reshape(count, -1) for array in arrays[:2])
+    for own, value, scale in zip(rows.reshape(-1, outer), values, scales, strict=True):
+        if not pack_rows(kind, own, inner // GROUP, value, scale):
+            return None
     return placed(arrays, format, in_shape, out_shape, put)
 
 
@@ -398,16 +449,16 @@ def placed(
     return jax.tree.map(put, as_matrix(w) if accelerator.platform() == "tpu" else w)
 
 
-def _pack_codes(kind: type[Quantized], codes: np.ndarray) -> np.ndarray:
-    """Codes [n, in] of whole panels as [n / 16, ..., 16, 4]."""
-    if not kind.grouped:
-        codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
-        return codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
-    groups = codes.reshape(len(codes), -1, GROUP)
-    if kind.nibbles:
-        groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
-    quads = groups.shape[2] // 4
-    return groups.reshape(-1, PANEL, groups.shape[1], quads, 4).transpose(0, 2, 3, 1, 4)
+def split_blocks(blocks: np.ndarray, scale: str) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks that begin with a scale as their scales, and what is behind these."""
+    size = np.dtype(scale).itemsize
+    scales = np.ascontiguousarray(blocks[..., :size]).view(scale)[..., 0]
+    return scales, blocks[..., size:]
+
+
+def both_halves(body: np.ndarray) -> np.ndarray:
+    """16 bytes, the first half of the codes in their low halves."""
+    return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
 def packed_format(leaf: Any) -> str | None:

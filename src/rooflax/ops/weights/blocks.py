@@ -25,7 +25,6 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-p
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -185,8 +184,8 @@ class Block(Quantized):
         return self.weighted(codes[:, 0], factors).reshape(*ids.shape, self.inner)
 
     def unpacked(self) -> tuple[np.ndarray, np.ndarray]:
-        host = replace(self, values=np.asarray(self.values), scales=np.asarray(self.scales))
-        codes, scales = self.unpack_codes(host.values), self.unpack_scales(host.scales)
+        codes = self.unpack_codes(np.asarray(self.values))
+        scales = self.unpack_scales(np.asarray(self.scales))
         scales = scales.swapaxes(-1, -2)  # [..., panels, 16, groups]
         return tuple(
             array.reshape(*self.stack, -1, last)[..., : self.outer, :]

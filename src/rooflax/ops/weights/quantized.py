@@ -97,8 +97,8 @@ class Quantized(StoredOperand):
         """Outputs [n, in] in float32 as codes [n, in], scales [n] or [n, in / 32], largest."""
         raise NotImplementedError
 
-    @staticmethod
-    def decoded(codes: Any) -> Any:
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
         """What codes stand for before they are scaled, in float32."""
         return codes.astype(jnp.float32)
 
@@ -122,8 +122,8 @@ class Quantized(StoredOperand):
         """Which scales make numbers of codes."""
         return np.isfinite(scales)
 
-    @staticmethod
-    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes [..., blocks, 32] and scales [..., blocks] of one of `blocks`.
 
         Args:

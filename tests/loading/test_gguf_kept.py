@@ -9,7 +9,7 @@ import pytest
 from rooflax import LLM, ExecutionOptions, SamplingParams, load
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.gguf_blocks import ROUNDED, codes_and_scales, dequantize, rounded_codes
+from rooflax.loading.gguf_blocks import ROUNDED_ON_CPU, codes_and_scales, dequantize, rounded_codes
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import make_plan
 from rooflax.ops.weights import packed_format
@@ -47,7 +47,7 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
         matrix = np.asarray(leaf.numbers())
         found = matrix.T if floats.shape == leaf.shape[::-1] else matrix
         wanted = np.asarray(floats)
-        if leaf.format != ROUNDED:
+        if name != "llama_k" or leaf.format != ROUNDED_ON_CPU:
             np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
         else:  # half a step of int8, of the group's largest
             assert np.abs(found.reshape(wanted.shape) - wanted).max() <= np.abs(wanted).max() / 220

@@ -191,11 +191,92 @@ float Value(Code code, const std::vector<uint8_t>& w, int64_t quads, int64_t k, 
   return nibble & 8 ? -values[nibble & 7] : values[nibble];
 }
 
+constexpr Code kBlockTypes[] = {Code::kQ4_1, Code::kQ5_0, Code::kQ5_1, Code::kQ2K, Code::kQ3K,
+                                Code::kQ4K, Code::kQ5K, Code::kQ6K, Code::kIq4Nl, Code::kIq4Xs};
+
+// A weight is scaled - minimum.
+struct Number {
+  float scaled, minimum;
+};
+
+// A float16 that is normal.
+float FromHalf(uint32_t bits) {
+  const float size = std::ldexp(static_cast<float>(1024 + (bits & 1023)), static_cast<int>(bits >> 10 & 31) - 25);
+  return bits & 0x8000 ? -size : size;
+}
+
+// Scales of a block type, as kernels.h says: random ones.
+struct Scales {
+  int64_t groups, super_groups = 1;
+  std::vector<uint32_t> words;
+  std::vector<uint16_t> halves;
+
+  Scales(Code code, int64_t panels, int64_t groups) : groups(groups) {
+    const auto kind = rooflax::TraitsOf(code).scales;
+    std::mt19937 engine(3);
+    const auto half = [&] { return 0x3000 | (engine() & 0x83ff); };  // 1/8 to 1/4, of both signs
+    int64_t count = panels * groups, lines = 1;
+    if (kind == rooflax::BlockScales::kSuper) {
+      for (super_groups = 8; groups % super_groups != 0;) super_groups /= 2;
+      lines = 1 + super_groups / 2;
+      count = panels * (groups / super_groups) * lines;
+    }
+    for (int64_t i = 0; i < count * kPanel; ++i) {
+      const bool own = i / kPanel % lines != 0;
+      words.push_back(static_cast<uint32_t>(own ? engine() : half() | half() << 16));
+      halves.push_back(static_cast<uint16_t>(half()));
+    }
+  }
+
+  const void* Data(Code code) const {
+    const bool half = rooflax::TraitsOf(code).scales == rooflax::BlockScales::kHalf;
+    return half ? static_cast<const void*>(halves.data()) : words.data();
+  }
+};
+
+Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scales, int64_t k, int64_t n) {
+  const auto traits = rooflax::TraitsOf(code);
+  const int64_t panel = n / kPanel, lane = n % kPanel, g = k / kGroup, quad = k % kGroup / 4;
+  const int64_t part = k % kGroup / (kGroup / traits.parts), block = panel * scales.groups + g;
+  const auto byte = [&](int64_t line) {
+    return int{w[static_cast<size_t>(((block * traits.bits + line) * kPanel + lane) * 4 + k % 4)]};
+  };
+  const auto two = [&](int64_t line) { return byte(line + quad / 4) >> (2 * (quad % 4)) & 3; };
+  int q = traits.bits < 4 ? two(0) : quad < 4 ? byte(quad) & 15 : byte(quad - 4) >> 4;
+  if (traits.bits == 3) q |= (byte(2) >> quad & 1) << 2;
+  if (traits.bits == 5) q |= (byte(4) >> quad & 1) << 4;
+  if (traits.bits == 6) q |= two(4) << 4;
+  static const int values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  if (code == Code::kIq4Nl || code == Code::kIq4Xs) q = values[q];
+  if (code == Code::kQ5_0) q -= 16;
+  if (code == Code::kQ3K) q -= 4;
+  if (code == Code::kQ6K) q -= 32;
+  const auto at = static_cast<size_t>(block * kPanel + lane);
+  if (traits.scales == rooflax::BlockScales::kHalf) return {FromHalf(scales.halves[at]) * static_cast<float>(q), 0};
+  if (traits.scales == rooflax::BlockScales::kPair) {
+    return {FromHalf(scales.words[at]) * static_cast<float>(q), -FromHalf(scales.words[at] >> 16)};
+  }
+  const int64_t supers = scales.groups / scales.super_groups, i = g % scales.super_groups;
+  const int64_t first = (panel * supers + g / scales.super_groups) * (1 + scales.super_groups / 2);
+  const uint32_t shared = scales.words[static_cast<size_t>(first * kPanel + lane)];
+  const uint32_t own = scales.words[static_cast<size_t>((first + 1 + i / 2) * kPanel + lane)] >> (i % 2 * 16);
+  const float d = FromHalf(shared) * static_cast<float>(q), e = FromHalf(shared >> 16);
+  const auto of_part = static_cast<uint8_t>(part == 0 ? own : own >> 8);
+  switch (code) {
+    case Code::kQ4K: case Code::kQ5K:
+      return {d * static_cast<float>(own & 255), e * static_cast<float>(own >> 8 & 255)};
+    case Code::kQ2K: return {d * static_cast<float>(of_part & 15), e * static_cast<float>(of_part >> 4)};
+    default: return {d * static_cast<float>(static_cast<int8_t>(of_part)), 0};
+  }
+}
+
 void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes) {
   const bool grouped = code != Code::kInt8 && code != Code::kFp8;
   const int64_t panels = (outer + kPanel - 1) / kPanel, quads = (inner + 3) / 4, stride = quads * 4;
   const int64_t groups = grouped ? inner / kGroup : 1;
-  const int64_t per_panel = stride * kPanel / (code == Code::kInt4 || code == Code::kMxfp4 ? 2 : 1);
+  const auto block = rooflax::TraitsOf(code);
+  const int64_t bits = block.bits != 0 ? block.bits : code == Code::kInt4 || code == Code::kMxfp4 ? 4 : 8;
+  const int64_t per_panel = stride * kPanel * bits / 8;
   const auto x = Random(rows * inner, 1);
   std::mt19937 engine(2);
   std::vector<uint8_t> w(static_cast<size_t>(panels * per_panel));
@@ -213,9 +294,17 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
       }
     }
   }
+  const Scales of_blocks(code, panels, groups);
+  std::vector<Number> numbers;  // [outer, inner]
+  for (int64_t n = 0; n < outer; ++n) {
+    for (int64_t k = 0; k < inner; ++k) {
+      numbers.push_back(block.bits != 0 ? BlockNumber(code, w, of_blocks, k, n)
+                                        : Number{Value(code, w, quads, k, n) * 0.25f, 0});
+    }
+  }
   std::vector<uint8_t> q(static_cast<size_t>(rows * rooflax::RowBytes(stride)));
   std::vector<float> x_scale(static_cast<size_t>(rows * groups)), y(static_cast<size_t>(rows * outer));
-  std::vector<int32_t> x_start(x_scale.size());
+  std::vector<int32_t> x_start(x_scale.size() * static_cast<size_t>(block.parts));
   const auto& kernels = rooflax::ChosenKernels();
   const int64_t most = rooflax::MostRows(kernels, code, rows);
   const bool tiled = code == Code::kInt8 && rooflax::IsTiled(kernels, code, rows);
@@ -231,8 +320,8 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
       const int64_t first = tile * groups + row - tile;
       group_at.insert(group_at.end(), {first, tile_rows});
       kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[first * kGroup]),
-                               &x_scale[first], &x_start[first], inner, tile_rows,
-                               rooflax::StartTimes(code), 1});
+                               &x_scale[first], &x_start[tile * groups * block.parts + row - tile], inner,
+                               tile_rows, rooflax::StartTimes(code), block.parts});
     } else {
       std::vector<uint8_t> own(static_cast<size_t>(rooflax::RowBytes(stride)));
       kernels.quantize_row({x.data() + row * inner, own.data(), &x_scale[row], inner, stride});
@@ -248,7 +337,9 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   args.code = code;
   args.w = w.data();
   args.w_scale = code == Code::kMxfp4 ? static_cast<const void*>(exponents.data())
+                 : block.bits != 0 ? of_blocks.Data(code)
                  : grouped ? halves.data() : static_cast<const void*>(scales.data());
+  args.super_groups = of_blocks.super_groups;
   args.w_sum = sums.data();
   args.x = bytes ? static_cast<const void*>(q.data()) : x.data();
   args.x_scale = x_scale.data();
@@ -275,8 +366,9 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
           const auto byte = static_cast<uint8_t>(quantized[m * stride + k] - kernels.row_offset);
           input = static_cast<double>(static_cast<int8_t>(byte)) * x_scale[m];
         }
-        wanted += input * Value(code, w, quads, k, n) * 0.25;
-        size += std::fabs(input * Value(code, w, quads, k, n) * 0.25);
+        const Number number = numbers[static_cast<size_t>(n * inner + k)];
+        wanted += input * number.scaled - input * number.minimum;
+        size += std::fabs(input) * (std::fabs(number.scaled) + std::fabs(number.minimum));
       }
       Check("packed " + std::to_string(static_cast<int>(code)), y[m * outer + n],
             static_cast<float>(wanted), static_cast<float>(1e-5 * size + 1e-5));
@@ -554,6 +646,7 @@ int main() {
         TestPacked(Code::kInt8Groups, rows, 96, packed, bytes);
         TestPacked(Code::kInt4, rows, 96, packed, bytes);
         TestPacked(Code::kMxfp4, rows, 96, packed, bytes);
+        for (Code code : kBlockTypes) TestPacked(code, rows, 128, packed, bytes);
       }
       TestPacked(Code::kFp8, rows, 67, 75, false);
       if (rows == 7) {  // tiles of 16, the last not whole
@@ -561,12 +654,16 @@ int main() {
         for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {
           TestPacked(code, 45, 192, 75, true);
         }
+        for (Code code : kBlockTypes) {
+          for (int64_t inner : {192, 512}) TestPacked(code, 45, inner, 75, true);
+        }
       }
       if (rows != 30) continue;
       for (Code code : {Code::kInt8, Code::kFp8}) TestPacked(code, rows, 531, 75, false);
       for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {
         TestPacked(code, rows, 544, 330, false);
       }
+      for (Code code : kBlockTypes) TestPacked(code, rows, 576, 330, false);
     }
     for (int kind = 1; kind <= 7; ++kind) {
       for (bool gated : {false, true}) TestBefore(static_cast<rooflax::Before>(kind), gated, 37);

@@ -6,6 +6,7 @@ tokenizer are kept beside the GGUF files. tests/make_gguf_fixtures.py makes all 
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,99 @@ def write_family(folder: Path, name: str, tokenizer: str = "gpt-2", **changes: A
     goldens.write_checkpoint(folder, FAMILIES[name][0], reference)
     tokenizer_cases.write(folder, tokenizer)
     return folder
+
+
+HALVES = {
+    "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where the float16s of a block lie, by the types that have a format of their own on CPU."""
+
+
+def random_blocks(
+    kind: str, rows: int, inner: int, halves: Any = None, seed: int = 0
+) -> np.ndarray:
+    """Blocks [rows, blocks, bytes] of random codes; no float16 of theirs is infinite or NaN.
+
+    Args:
+        kind: one of `HALVES`.
+        inner: at least so many inputs in a row; blocks are whole.
+        halves: float16s to draw from in place of normally distributed ones.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng((seed, list(HALVES).index(kind)))
+    blocks = rng.integers(0, 256, (rows, -(-inner // values), nbytes)).astype(np.uint8)
+    for begin in HALVES[kind]:
+        size = blocks.shape[:2]
+        numbers = rng.normal(size=size) if halves is None else rng.choice(halves, size)
+        blocks[..., begin : begin + 2] = numbers.astype("<f2")[..., None].view(np.uint8)
+    return blocks
+
+
+def _attention(qkv: str, v: str, o: str) -> dict[str, str]:
+    return {"attn_q": qkv, "attn_k": qkv, "attn_v": v, "attn_output": o}
+
+
+def _mlp(gate_up: str, down: str) -> dict[str, str]:
+    return {"ffn_gate": gate_up, "ffn_up": gate_up, "ffn_down": down}
+
+
+MIXED_LAYERS = (
+    _attention("Q4_K", "Q4_K", "Q5_0") | _mlp("Q5_K", "Q4_1"),
+    _attention("Q4_K", "Q4_K", "Q5_1") | _mlp("Q5_K", "IQ4_NL"),
+    _attention("Q4_K", "Q6_K", "Q5_0") | _mlp("Q3_K", "Q8_0"),
+    _attention("IQ4_XS", "IQ4_XS", "Q5_0") | _mlp("Q2_K", "Q4_0"),
+)
+"""Types of a file's tensors by layer: every one, layers that differ, and one weight's tensors."""
+MIXED_WIDTH = 128
+"""Of its MLPs."""
+
+
+def write_mixed(
+    path: Path, layers: tuple[dict[str, str], ...] = MIXED_LAYERS, embed: str = "Q6_K"
+) -> Path:
+    """A file of `llama_k`'s model with these layers, of random blocks."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+
+    source = GGUFReader(gguf("llama_k", "q4_k_m"))
+    writer = GGUFWriter(path, "llama")
+    sizes = {"llama.block_count": len(layers), "llama.feed_forward_length": MIXED_WIDTH}
+    for field in source.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kind, inner = field.types[0], field.types[1] if len(field.types) > 1 else None
+        value = sizes.get(field.name, field.contents())
+        writer.add_key_value(field.name, value, GGUFValueType(kind), inner)
+    shapes = {t.name: [int(n) for n in t.shape[::-1]] for t in source.tensors}
+    shapes |= {f"blk.0.ffn_{part}.weight": [MIXED_WIDTH, 256] for part in ("gate", "up")}
+    shapes["blk.0.ffn_down.weight"] = [256, MIXED_WIDTH]
+    kinds = {"token_embd.weight": embed}
+    for number, layer in enumerate(layers):
+        kinds |= {f"blk.{number}.{name}.weight": kind for name, kind in layer.items()}
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{number}.{norm}.weight", np.ones(256, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    for seed, (name, kind) in enumerate(kinds.items()):
+        rows, inner = shapes[re.sub(r"blk\.\d+", "blk.0", name)]
+        blocks = weight_blocks(kind, rows, inner, seed).reshape(rows, -1)
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def weight_blocks(kind: str, rows: int, inner: int, seed: int) -> np.ndarray:
+    """Blocks whose numbers are those of a weight: normally distributed, or of about that size."""
+    from gguf import GGMLQuantizationType, quants
+
+    type_of = GGMLQuantizationType[kind]
+    if kind in ("Q8_0", "Q4_0"):
+        numbers = np.random.default_rng(seed).normal(0, 0.06, (rows, inner)).astype(np.float32)
+        return quants.quantize(numbers, type_of)
+    found = random_blocks(kind, rows, inner, np.array([1.0]), seed).reshape(rows, -1)
+    size = 0.06 / quants.dequantize(found, type_of).std()
+    return random_blocks(kind, rows, inner, np.array([size, -size, size / 2]), seed)

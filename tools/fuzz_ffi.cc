@@ -42,7 +42,7 @@ namespace {
 using rooflax::kNoSlot;
 using Type = XLA_FFI_DataType;
 constexpr Type kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32, kF16 = XLA_FFI_DataType_F16,
-               kBf16 = XLA_FFI_DataType_BF16, kS8 = XLA_FFI_DataType_S8, kU8 = XLA_FFI_DataType_U8,
+               kBf16 = XLA_FFI_DataType_BF16, kS8 = XLA_FFI_DataType_S8, kU8 = XLA_FFI_DataType_U8, kU32 = XLA_FFI_DataType_U32,
                kFp8 = XLA_FFI_DataType_F8E4M3FN, kPred = XLA_FFI_DataType_PRED;
 
 // ---- Drawing ----
@@ -135,6 +135,7 @@ struct Array {
         case kF32: At<float>(i) = draw.Float(); break;
         case kS32: At<int32_t>(i) = draw.OneIn(4) ? draw.Strange(2) : static_cast<int32_t>(bits % 3); break;
         case kF16: At<uint16_t>(i) = static_cast<uint16_t>(bits & 0xBFFF); break;  // below 2
+        case kU32: At<uint32_t>(i) = static_cast<uint32_t>(bits & 0xBFFFBFFF); break;  // two of these
         case kBf16: {
           const float value = draw.Float();
           std::memcpy(&At<uint16_t>(i), reinterpret_cast<const char*>(&value) + 2, 2);
@@ -237,7 +238,7 @@ struct Call {
     const auto rank = static_cast<int64_t>(array.dims.size());
     switch (draw.Below(5)) {
       case 0: array.dims.push_back(draw.In(0, 2)); break;
-      case 1: array.type = draw.Of({kF32, kS32, kF16, kBf16, kS8, kU8, kFp8, kPred}); break;
+      case 1: array.type = draw.Of({kF32, kS32, kF16, kBf16, kS8, kU8, kU32, kFp8, kPred}); break;
       case 2: array.dims.resize(static_cast<size_t>(draw.Below(rank + 1))); break;
       default: {
         if (rank == 0) break;
@@ -911,8 +912,22 @@ void FuzzSample() {
 // A matmul's sizes: what its arrays are made of.
 struct Matmul {
   int64_t layout, bytes, narrow, kind, gated, rows, inner, outer, stack, selected, biases, norms;
+  int64_t supers, lines;  // of scales of kSuper
   bool has_residual;
 
+  // Of ggml's block types, which follow MXFP4: bits of a code, and how its scales lie.
+  bool IsBlock() const { return layout >= 7; }
+  int64_t Bits() const { return int64_t{"4552345644"[layout - 7]} - '0'; }
+  bool IsPair() const { return layout == 7 || layout == 9; }
+  bool IsSuper() const { return IsBlock() && !IsPair() && layout != 8 && layout != 15; }
+  bool ScalesFit() const {
+    const int64_t groups = inner / 32;
+    return !IsSuper() || (groups % supers == 0 && lines == 1 + (groups / supers + 1) / 2);
+  }
+  Type ScaleType() const {
+    if (IsPlain() || IsPerOutput()) return kF32;
+    return layout == 6 ? kU8 : IsPair() || IsSuper() ? kU32 : kF16;
+  }
   bool IsPlain() const { return layout < 2; }
   bool IsPerOutput() const { return layout == 2 || layout == 3; }
   int64_t Panels() const { return (outer + 15) / 16; }
@@ -927,12 +942,15 @@ struct Matmul {
     for (int64_t dim : layout == 0       ? std::vector<int64_t>{inner, outer}
                        : layout == 1     ? std::vector<int64_t>{outer, inner}
                        : IsPerOutput()   ? std::vector<int64_t>{Panels(), (inner + 3) / 4, 16, 4}
-                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 ? 8 : 4, 16, 4}) {
+                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
       dims.push_back(dim);
     }
     return dims;
   }
-  int64_t Scales() const { return IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / 32); }
+  std::vector<int64_t> Scales(int64_t members) const {
+    if (IsSuper()) return {members, Panels(), supers, lines, 16};
+    return {members * (IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / 32))};
+  }
   int64_t Sums() const { return layout == 2 ? Panels() * 16 : 0; }
 };
 
@@ -946,7 +964,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
   };
   add(0, p.rows, row, {1, call.args[0].dims[1]});
   add(1, p.stack, member, p.Weight(false));
-  add(2, p.stack, member, {p.Scales()});
+  add(2, p.stack, member, p.Scales(1));
   add(3, p.stack, member, {p.Sums()});
   add(4, p.biases, p.biases == 0 ? 0 : member % p.biases, {p.biases == 0 ? 0 : p.outer});
   p.has_residual ? add(5, p.rows, row, {1, p.outer}) : add(5, 0, 0, {0});
@@ -986,14 +1004,17 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
 void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
   Matmul p{};
-  p.layout = draw.Below(7);
+  p.layout = draw.Below(17);
   p.bytes = draw.Below(2);
   p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
   p.gated = draw.OneIn(10) ? draw.Below(2) : p.kind == 7 || (p.kind >= 3 && draw.OneIn(2));
   p.rows = large ? 8 : draw.OneIn(20) ? draw.In(9, 40) : draw.In(0, 4);
   p.outer = large ? 96 : draw.In(1, 36);
-  p.inner = large ? 128 : p.IsPlain() || p.IsPerOutput() ? draw.In(1, 36) : 32 * draw.In(1, 2);
+  p.inner = large ? 128 : p.IsPlain() || p.IsPerOutput() ? draw.In(1, 36)
+            : 32 * draw.In(1, p.IsSuper() ? 9 : 2);
+  for (p.supers = draw.In(1, 9); p.inner / 32 % p.supers != 0 && !draw.OneIn(20);) --p.supers;
+  p.lines = 1 + (p.inner / 32 / p.supers + 1) / 2 + (draw.OneIn(20) ? draw.In(-1, 1) : 0);
   if (p.IsPlain() && !draw.OneIn(20)) p.bytes = 0;
   p.selected = draw.Of<int64_t>({0, 1, p.rows, p.rows});
   p.stack = p.selected == 0 ? 1 : draw.In(1, 3);
@@ -1007,8 +1028,7 @@ void FuzzMatmul() {
   call.args.emplace_back(kF32, Dims{p.rows, p.inner * (p.gated ? 2 : 1)});
   call.args.emplace_back(p.IsPlain() ? draw.Of({kF32, kBf16}) : p.layout == 3 ? kU8 : draw.Of({kS8, kU8}),
                          p.Weight(p.selected > 0));
-  call.args.emplace_back(p.IsPlain() || p.IsPerOutput() ? kF32 : p.layout == 6 ? kU8 : kF16,
-                         Dims{p.stack * p.Scales()});
+  call.args.emplace_back(p.ScaleType(), p.Scales(p.stack));
   call.args.emplace_back(kS32, Dims{p.stack * p.Sums()});
   call.args.emplace_back(kF32, Dims{p.biases * p.outer});
   call.args.emplace_back(kF32, p.has_residual ? Dims{p.rows, p.outer} : Dims{0});
@@ -1031,7 +1051,7 @@ void FuzzMatmul() {
   }
   FillIndices(call.args[8], p.stack, 4);
   bool valid = real.valid && (p.gated ? p.kind >= 3 : p.kind != 7);
-  valid &= p.bytes == 0 || !(p.IsPlain() || p.layout == 3);
+  valid &= p.ScalesFit() && (p.bytes == 0 || !(p.IsPlain() || p.layout == 3));
   valid &= AllBelow(call.args[8], p.selected == 1 ? 1 : p.selected == 0 || !real.valid ? 0 : real.rows, p.stack);
   if (!call.RunExpecting(valid)) return;
   Expect(IsUntouched(call.rets[0], real.rows * p.outer, p.rows * p.outer), "padding was written");

@@ -21,14 +21,15 @@ from rooflax.ops.weights import CODES, class_of
 from rooflax.ops.weights.blocks import Block
 from rooflax.ops.weights.formats import Int8Groups
 
-_READERS = {kind: name for cls in CODES.values() for kind, name in cls.blocks.items()}
-"""For each block type a format that holds its numbers exactly; `blocks` come last, and are taken."""
-_EVERYWHERE = {
-    kind: name
-    for cls in CODES.values()
-    if not issubclass(cls, Block)
-    for kind, name in cls.blocks.items()
-}
+
+def _readers(*, own: bool) -> dict[str, str]:
+    """The formats that hold a type's numbers exactly; `own` ones are of `ops.weights.blocks`."""
+    found = (cls for cls in CODES.values() if issubclass(cls, Block) == own)
+    return {kind: name for cls in found for kind, name in cls.blocks.items()}
+
+
+_EVERYWHERE = _readers(own=False)
+_READERS = _EVERYWHERE | _readers(own=True)
 
 ROUNDED = "w8a16-g32"
 """The weight format of block types that no kernel reads, off the CPU."""
@@ -59,9 +60,7 @@ def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
     return rounded
 
 
-def codes_and_scales(
-    kind: str, blocks: np.ndarray, format: str
-) -> tuple[np.ndarray, np.ndarray]:
+def codes_and_scales(kind: str, blocks: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes [..., values] and scales [..., groups] of a format.
 
     Args:

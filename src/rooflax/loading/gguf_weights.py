@@ -259,7 +259,7 @@ class GGUFWeights:
 
 def _addresses(blocks: np.ndarray) -> np.ndarray:
     """Of rows [*experts, rows, blocks, bytes], each of which lies together."""
-    assert blocks.strides[-1] == 1 and blocks.strides[-2] == blocks.shape[-1]
+    assert blocks.strides[-2:] == (blocks.shape[-1], 1)
     found = np.uint64(blocks.ctypes.data)
     for count, stride in zip(blocks.shape[:-2], blocks.strides[:-2], strict=True):
         found = np.asarray(found)[..., None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)

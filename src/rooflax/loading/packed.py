@@ -1,15 +1,16 @@
 """Quantised weights in a checkpoint folder of our own: packed arrays, as they lie in memory.
 
 config.json says {"quantization_config": {"quant_method": "rooflax", "formats": {weight: format}}},
-a weight being a line of the family's table. Its arrays are tensors of model.safetensors under our
-names: layers.0.attn.qkv.values, .scales and, for int8, .sums. All other weights are stored as in
-any checkpoint. Nothing is converted when such a folder is loaded.
+a weight being a line of the family's table, or one of layers that differ ("layers.0.attn.qkv"). Its
+arrays are tensors of model.safetensors under our names: layers.0.attn.qkv.values, .scales and, for
+int8, .sums. All other weights are stored as in any checkpoint. Nothing is converted when such a
+folder is loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +43,22 @@ def is_packed(raw_config: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and found.get("quant_method") == METHOD
 
 
-def to_config(formats: Mapping[str, str]) -> dict[str, Any]:
-    """What config.json says of packed weights."""
-    return {"quantization_config": {"quant_method": METHOD, "formats": dict(formats)}}
+def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
+    """What config.json says of packed weights; nothing where there are none.
+
+    Args:
+        formats: of every weight; None is a plain one's.
+    """
+    found = list(formats)
+    by_line: dict[str, set[str | None]] = {}
+    for slot, format in found:
+        by_line.setdefault(table_name(slot), set()).add(format)
+    names = {
+        slot.name if len(by_line[table_name(slot)]) > 1 else table_name(slot): format
+        for slot, format in found
+        if format is not None
+    }
+    return {"quantization_config": {"quant_method": METHOD, "formats": names}} if names else {}
 
 
 def tensors_of(slot: Slot, leaf: Quantized) -> list[TensorToWrite]:
@@ -76,13 +90,17 @@ class PackedWeights:
         if not isinstance(declared, dict):
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
         found = list(config.slots())
-        unknown = set(declared) - {table_name(slot) for slot in found}
+        unknown = set(declared) - {n for slot in found for n in (slot.name, table_name(slot))}
         wrong = [f for f in declared.values() if not isinstance(f, str) or f not in KNOWN]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
             raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
-        packed = [slot for slot in found if table_name(slot) in declared]
-        self.formats = {slot.name: declared[table_name(slot)] for slot in packed}
+        self.formats = {
+            slot.name: format
+            for slot in found
+            if (format := declared.get(slot.name, declared.get(table_name(slot))))
+        }
+        packed = [slot for slot in found if slot.name in self.formats]
         present = set(source.names())
         self.tensors = {slot.name: self._check(slot, present) for slot in packed}
 

@@ -318,6 +318,8 @@ def make_plan(
         accelerator.platform(),
         reads_bfloat16=LINEAR.preferred(options.kernels).keeps_bf16,
     )
+    if shards.stage > 1:
+        _check_stages(info, storage)
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     if offloading is not None:
         storage = replace(storage, offloaded=frozenset(offloading.streamed))
@@ -378,6 +380,25 @@ def resolve_precision(
     storage = Storage(dtype, asked.quantize, keeps_bfloat16, prequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
+
+
+def _check_stages(info: ModelInfo, storage: Storage) -> None:
+    """Rejects layers that differ, because stages lie in one array.
+
+    Raises:
+        RequestError: the checkpoint has a weight in several formats.
+    """
+    formats: dict[str, set[str]] = {}
+    for slot in info.config.slots():
+        if slot.layer is not None and (format := storage.prequantized.get(slot.name)):
+            formats.setdefault(slot.key, set()).add(format)
+    for key, found in formats.items():
+        if len(found) > 1:
+            raise RequestError(
+                f"{info.name} has {key} in {' and '.join(sorted(found))}, and stages have layers "
+                f"that are alike; choose another mesh, or give a `dtype` or `quantize`.",
+                param="mesh",
+            )
 
 
 def _is_bfloat16(info: ModelInfo) -> bool:

@@ -147,12 +147,8 @@ def save_model(
         )
     ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
     settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
-    formats = {
-        packed.table_name(slot): format
-        for slot in config.slots()
-        if (format := packed_format(_leaf(slot, weights)))
-    }
-    settings |= packed.to_config(formats) if formats else {}
+    formats = ((slot, packed_format(_leaf(slot, weights))) for slot in config.slots())
+    settings |= packed.to_config(formats)
 
     def fill(new: Path) -> None:
         _write_json(new / "config.json", settings)

@@ -29,7 +29,7 @@ from rooflax.ops.attention import (
 )
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
-from rooflax.ops.weights import MixedStack, StackMember, at, taken
+from rooflax.ops.weights import MixedStack, StackMember, at, stack_leaves, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -127,9 +127,9 @@ def _scan(
 
     Weights stay in their stacks where a kernel reads them there; the rest is small.
     """
-    repeats = jax.tree.leaves(stacked)[0].shape[0]
+    repeats = _num_repeats(stacked)
     stays = LINEAR.preferred(shared.options.kernels).reads_stacks
-    kept = [{k: w for k, w in layer.items() if stays(w)} for layer in stacked]
+    kept = [{k: w for k, w in layer.items() if _is_mixed(w) or stays(w)} for layer in stacked]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -352,7 +352,10 @@ def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:
     """Weights for `layers="scan"`: layer i's arrays become row i // period of group i % period."""
     layers = weights["layers"]
     stacked = tuple(
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[index::period])
+        {
+            key: stack_leaves([layer[key] for layer in layers[index::period]])
+            for key in layers[index]
+        }
         for index in range(period)
     )
     rest = {name: value for name, value in weights.items() if name != "layers"}
@@ -363,17 +366,21 @@ def unstack_layers(weights: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `stack_layers`."""
     stacked = weights["stacked_layers"]
 
-    def is_mixed(leaf: Any) -> bool:
-        return isinstance(leaf, MixedStack)
-
     def member(leaf: Any, repeat: int) -> Any:
-        return leaf.member(repeat) if is_mixed(leaf) else leaf[repeat]
+        return leaf.member(repeat) if _is_mixed(leaf) else leaf[repeat]
 
-    repeats = jax.tree.leaves(stacked, is_leaf=is_mixed)[0].shape[0]
     layers = tuple(
-        jax.tree.map(partial(member, repeat=repeat), group, is_leaf=is_mixed)
-        for repeat in range(repeats)
+        jax.tree.map(partial(member, repeat=repeat), group, is_leaf=_is_mixed)
+        for repeat in range(_num_repeats(stacked))
         for group in stacked
     )
     rest = {name: value for name, value in weights.items() if name != "stacked_layers"}
     return rest | {"layers": layers}
+
+
+def _num_repeats(stacked: tuple[LayerWeights, ...]) -> int:
+    return jax.tree.leaves(stacked, is_leaf=_is_mixed)[0].shape[0]
+
+
+def _is_mixed(leaf: Any) -> bool:
+    return isinstance(leaf, MixedStack)

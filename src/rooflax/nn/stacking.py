@@ -11,14 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rooflax.nn.weights import Slot
 from rooflax.ops import accelerator
 from rooflax.ops.host_arrays import aligned_empty
-from rooflax.ops.weights import MixedStack
-
+from rooflax.ops.weights import stack_by_kind, stack_leaves
 
 _ARRAY = jax.tree.structure(0)
 
@@ -107,16 +105,15 @@ class _HostStack:
                 own[...] = given
 
     def done(self) -> Any:
-        stacks, of, row = [], np.zeros(len(self._of), np.int32), np.zeros(len(self._of), np.int32)
-        for number, (kind, arrays) in enumerate(self._kinds.items()):
-            rows = [i for i, own in enumerate(self._of) if own is kind]
-            of[rows], row[rows] = number, range(len(rows))
-            if len(rows) < len(self._of):
-                arrays = [_rows_of(array, rows) for array in arrays]
-            stacks.append(jax.tree.unflatten(kind[0], [jax.device_put(a) for a in arrays]))
-        if len(stacks) == 1:
-            return stacks[0]
-        return MixedStack(tuple(stacks), jax.device_put(of), jax.device_put(row))
+        return stack_by_kind(self._of, self._stack)
+
+    def _stack(self, rows: list[int]) -> Any:
+        """These layers, which are alike."""
+        kind = self._of[rows[0]]
+        arrays = self._kinds[kind]
+        if len(rows) < len(self._of):
+            arrays = [_rows_of(array, rows) for array in arrays]
+        return jax.tree.unflatten(kind[0], [jax.device_put(array) for array in arrays])
 
 
 def _rows_of(array: np.ndarray, rows: list[int]) -> np.ndarray:
@@ -136,4 +133,4 @@ class _DeviceStack:
 
     def done(self) -> Any:
         leaves, self._leaves = self._leaves, []
-        return jax.jit(lambda rows: jax.tree.map(lambda *parts: jnp.stack(parts), *rows))(leaves)
+        return jax.jit(stack_leaves)(leaves)

@@ -138,7 +138,7 @@ def _ffi_version() -> int | None:
 
 
 def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], bool] | None:
-    """Packs a matrix of GGUF blocks: (type, rows' addresses, groups of 32, values, scales) -> known.
+    """Packs GGUF blocks: (type, addresses of rows, groups of 32, values, scales) -> is known.
 
     Threads of its own do it, as many as the process may use; None without the library.
     """

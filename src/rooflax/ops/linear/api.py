@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from rooflax.ops.linear import cpu
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Norm, Prologue
 from rooflax.ops.weights import (
+    Branch,
     Composite,
     Operand,
     StackMember,
@@ -101,12 +103,23 @@ def matmul(
 ) -> Float[Array, "rows out"]:
     """`linear` of rows, in `dtype`; None is x's."""
     dtype = x.dtype if dtype is None else dtype
-    if isinstance(w, Composite):
-        how = {"prologue": prologue, "residual": residual, "num_rows": num_rows, "dtype": dtype}
+    if isinstance(w, Branch):  # its stacks have some layers, and those of vectors have all
+        bias, prologue = taken(bias), _taken(prologue)
+    how = {"prologue": prologue, "residual": residual, "num_rows": num_rows, "dtype": dtype}
+    if isinstance(w, Branch):
         return w.branch(lambda one: matmul(one, x, bias, implementation=implementation, **how))
+    if isinstance(w, Composite):
+        return w.matmul(x, bias, implementation=implementation, **how)
     stack, index = w.in_stack()
     args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
     return LINEAR(implementation, args)
+
+
+def _taken(prologue: Prologue | None) -> Prologue | None:
+    """With copies of what lies in stacks."""
+    if not isinstance(prologue, Norm):
+        return prologue
+    return replace(prologue, weight=taken(prologue.weight), bias=taken(prologue.bias))
 
 
 @parts.matmuls
@@ -158,9 +171,11 @@ def take(
     implementation: str | None = None,
 ) -> Float[Array, "n in"]:
     """The weights of single outputs: `lookup` of a list."""
-    if isinstance(w, Composite):
-        how = {"num_rows": num_rows, "implementation": implementation}
+    how = {"num_rows": num_rows, "implementation": implementation}
+    if isinstance(w, Branch):
         return w.branch(lambda one: take(one, ids, **how))
+    if isinstance(w, Composite):
+        return w.take(ids, **how)
     one = cast(StoredOperand, taken(w))
     if (rows := one.plain_rows) is None:
         return one.take(ids)

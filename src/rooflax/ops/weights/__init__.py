@@ -1,8 +1,9 @@
 """Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import blocks, formats
-from rooflax.ops.weights.mixed_stack import MixedStack
+from rooflax.ops.weights.mixed_stack import MixedStack, stack_by_kind, stack_leaves
 from rooflax.ops.weights.operand import (
+    Branch,
     Composite,
     Dense,
     Operand,
@@ -30,6 +31,7 @@ from rooflax.ops.weights.quantized import (
 )
 
 __all__ = [
+    "Branch",
     "CODES",
     "Composite",
     "Dense",
@@ -54,5 +56,7 @@ __all__ = [
     "placed",
     "quantize",
     "split_leaf",
+    "stack_by_kind",
+    "stack_leaves",
     "taken",
 ]

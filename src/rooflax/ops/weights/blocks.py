@@ -16,8 +16,8 @@ With q the codes of a weight [in, out], g = k // 32 and h = k // 16:
 d and e of the k types and of iq4_xs are float16 that 256 inputs share. Formats of these names round
 activations to int8 in groups of 32; with "-a16" behind the name they are kept.
 
-A group's codes are packed as csrc/impl_blocks.h says, in as many lines of 16 x 4 bytes as a code has
-bits. The scales of a group are one number, its fields side by side from the lowest bit on: a
+A group's codes are packed as csrc/impl_blocks.h says, in as many lines of 16 x 4 bytes as a code
+has bits. The scales of a group are one number, its fields side by side from the lowest bit on: a
 float16; d and m as 32 bits; or 64 bits: d and e, then two bytes, of s and m or of two halves.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-py/gguf/quants.py.
@@ -25,7 +25,6 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-p
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -56,6 +55,7 @@ class Block(Quantized):
     bits: ClassVar[int]
     offset: ClassVar[int] = 0
     parts: ClassVar[int] = 1
+    has_matrix = False
 
     # Of a format
 
@@ -142,7 +142,7 @@ class Block(Quantized):
 
     @classmethod
     def unpack_codes(cls, values: Any) -> Any:
-        """[..., groups, bits, lanes, 4] as [..., lanes, groups, 32]; the inverse of `pack_codes`."""
+        """[..., groups, bits, lanes, 4] as [..., lanes, groups, 32]: `pack_codes` undone."""
         xp = namespace(values)
         at, codes, shift = 0, 0, cls.bits // 4 * 4
         if shift:
@@ -151,7 +151,8 @@ class Block(Quantized):
         for width in (2, 1):
             if (cls.bits - cls.bits // 4 * 4) & width:
                 planes = values[..., at : at + width, None, :, :]
-                shifts = np.arange(8 // width, dtype=np.uint8)[:, None, None] * np.uint8(width)
+                shifts = np.arange(0, 8, width, dtype=np.uint8)
+                shifts = np.expand_dims(shifts, (*range(planes.ndim - 3), -2, -1))
                 bits = (planes >> shifts) & np.uint8(2**width - 1)
                 bits = bits.reshape(*values.shape[:-3], 8, *values.shape[-2:])
                 codes, at, shift = codes | bits << np.uint8(shift), at + width, shift + width
@@ -183,8 +184,8 @@ class Block(Quantized):
         return self.weighted(codes[:, 0], factors).reshape(*ids.shape, self.inner)
 
     def unpacked(self) -> tuple[np.ndarray, np.ndarray]:
-        host = replace(self, values=np.asarray(self.values), scales=np.asarray(self.scales))
-        codes, scales = self.unpack_codes(host.values), self.unpack_scales(host.scales)
+        codes = self.unpack_codes(np.asarray(self.values))
+        scales = self.unpack_scales(np.asarray(self.scales))
         scales = scales.swapaxes(-1, -2)  # [..., panels, 16, groups]
         return tuple(
             array.reshape(*self.stack, -1, last)[..., : self.outer, :]
@@ -252,7 +253,7 @@ class Supers(Block):
 
     @staticmethod
     def _fields(scales: Any) -> tuple[Any, Any]:
-        """The float16s [..., supers, 1, 16] and bytes [..., supers, groups, 16] of stored scales."""
+        """Float16s [..., supers, 1, 16] and bytes [..., supers, groups, 16] of stored scales."""
         words = scales[..., 1:, None, :]
         own = namespace(words).concatenate([words & 0xFFFF, words >> 16], axis=-2)
         return scales[..., :1, :], own.reshape(*own.shape[:-3], -1, own.shape[-1])
@@ -457,7 +458,9 @@ class Iq4Xs(Supers):
 
 def _half(words: Any) -> Any:
     """The low 16 bits of words as float16, in float32."""
-    low = words.astype(np.uint16) if isinstance(words, jax.Array) else (words & 0xFFFF).astype("<u2")
+    low = (
+        words.astype(np.uint16) if isinstance(words, jax.Array) else (words & 0xFFFF).astype("<u2")
+    )
     if isinstance(low, np.ndarray):
         return low.view("<f2").astype(np.float32)
     return jax.lax.bitcast_convert_type(low, jnp.float16).astype(jnp.float32)
@@ -469,7 +472,7 @@ def _iq4(codes: Any) -> Any:
 
 
 def _planes(body: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Bytes [..., n] as codes [..., groups, 32]: of each run of bytes the lowest bits, then the next."""
+    """Bytes [..., n] as codes [..., groups, 32]: of each run the lowest bits, then the next."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     planes = body.reshape(*body.shape[:-1], -1, 1, run) >> shifts & np.uint8(2**bits - 1)
     return planes.reshape(*body.shape[:-1], -1, GROUP)

@@ -65,8 +65,8 @@ class Fp8(Quantized):
         scaled = np.clip(rows * _inverse(scales)[:, None], -FP8_MAX, FP8_MAX)
         return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, largest
 
-    @staticmethod
-    def decoded(codes: jax.Array) -> jax.Array:
+    @classmethod
+    def decoded(cls, codes: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
@@ -78,8 +78,8 @@ class Int8Groups(Quantized):
     most = float(127 * FLOAT16_MAX)
     blocks = MappingProxyType({"Q8_0": "w8a8-g32", "Q5_0": "w8a8-g32"})
 
-    @staticmethod
-    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Q5_0: laid out as Q4_0, with the fifth bits apart."""
         scales, body = split_blocks(blocks, "<f2")
         if kind == "Q8_0":
@@ -106,8 +106,8 @@ class Int4(Quantized):
     most = float(8 * FLOAT16_MAX)
     blocks = MappingProxyType({"Q4_0": "w4a8"})
 
-    @staticmethod
-    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scales, body = split_blocks(blocks, "<f2")
         return both_halves(body), scales
 
@@ -119,8 +119,8 @@ class Int4(Quantized):
         q = np.clip(groups * _inverse(scales) + np.float32(8.5), 0, 15).astype(np.uint8)
         return q.reshape(rows.shape), scales[:, :, 0].astype(np.float16), largest[:, :, 0]
 
-    @staticmethod
-    def decoded(codes: Any) -> Any:
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
         return codes.astype(jnp.float32) - 8.0
 
 
@@ -131,8 +131,8 @@ class Mxfp4(Quantized):
     scale_type, broken_scale = np.uint8, 255
     blocks = MappingProxyType({"MXFP4": "mxfp4-a16"})
 
-    @staticmethod
-    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scales, body = split_blocks(blocks, "u1")
         return both_halves(body), scales
 
@@ -153,8 +153,8 @@ class Mxfp4(Quantized):
         codes = size | np.where((scaled < 0) & (size > 0), 8, 0).astype(np.uint8)
         return codes.reshape(rows.shape), scales, largest
 
-    @staticmethod
-    def decoded(codes: Any) -> Any:
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
         return _looked_up(E2M1_VALUES, codes)
 
     @staticmethod

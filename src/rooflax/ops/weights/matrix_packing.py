@@ -27,8 +27,8 @@ def e8m0(scales: jax.Array) -> jax.Array:
 
 
 def as_matrix(w: Quantized) -> Quantized:
-    """The same weight, packed as matrices."""
-    if w.is_matrix:
+    """The same weight, packed as matrices; in panels if its format has no such packing."""
+    if w.is_matrix or not w.has_matrix:
         return w
     xp: Any = np if isinstance(w.values, np.ndarray) else jnp
     inner, outer, lead = w.inner, w.outer, w.stack

@@ -79,9 +79,19 @@ class Operand:
 
 
 class Composite(Operand):
-    """An operand made of operands, of which one is meant.
+    """An operand made of operands, as an adapter is.
 
-    `ops.linear.api` asks it for what it does of that one.
+    Its `matmul` and `take` have the arguments of those of `ops.linear.api`, which call them.
+    """
+
+    matmul: Callable[..., Array]
+    take: Callable[..., Array]
+
+
+class Branch(Operand):
+    """An operand that is one of several, which the program chooses when it runs.
+
+    `ops.linear.api` asks it for what it does of the one that is meant.
     """
 
     def branch(self, run: Callable[[Operand], Array]) -> Array:

@@ -53,6 +53,7 @@ class Quantized(StoredOperand):
         packing: "panels" or "matrix".
         grouped: each 32 inputs of an output share a scale, else all of them.
         nibbles: a byte holds two codes.
+        has_matrix: its codes can lie as TPU kernels read them.
         zero: the code of zero.
         broken_scale: what makes of every code NaN.
         most: the largest magnitude that is held.
@@ -72,6 +73,7 @@ class Quantized(StoredOperand):
     grouped: ClassVar[bool] = True
     nibbles: ClassVar[bool] = False
     has_sums: ClassVar[bool] = False
+    has_matrix: ClassVar[bool] = True
     zero: ClassVar[int] = 0
     value_type: ClassVar[Any] = np.uint8
     scale_type: ClassVar[Any] = np.float16
@@ -95,8 +97,8 @@ class Quantized(StoredOperand):
         """Outputs [n, in] in float32 as codes [n, in], scales [n] or [n, in / 32], largest."""
         raise NotImplementedError
 
-    @staticmethod
-    def decoded(codes: Any) -> Any:
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
         """What codes stand for before they are scaled, in float32."""
         return codes.astype(jnp.float32)
 
@@ -120,8 +122,8 @@ class Quantized(StoredOperand):
         """Which scales make numbers of codes."""
         return np.isfinite(scales)
 
-    @staticmethod
-    def from_blocks(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes [..., blocks, 32] and scales [..., blocks] of one of `blocks`.
 
         Args:
@@ -263,7 +265,7 @@ class Quantized(StoredOperand):
         q = self.values.reshape(*scales.shape[:-1], -1, self.values.shape[-1])
         return self.scaled(self._halves(q, axis=-2), scales, axis=-2)
 
-    def _halves(self, q: jax.Array, axis: int = -1) -> jax.Array:
+    def _halves(self, q: Any, axis: int = -1) -> Any:
         """Both halves of each byte, where codes have four bits."""
         return namespace(q).concatenate([q & 15, q >> 4], axis=axis) if self.nibbles else q
 

@@ -203,9 +203,9 @@ class GGUFWeights:
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the file's own codes, its outputs in our order."""
         format, shapes = self.formats[slot.name], matmul_shape(slot, self.config)
-        kept, kinds = class_of(format).blocks.keys(), self._kinds(slot)
-        if len(kinds) == 1 and (rows := self._rows(slot)) is not None:
-            found = pack_blocks(format, *kinds, rows, *shapes, put) if kinds <= kept else None
+        kinds, rows = self._kinds(slot), self._rows(slot)
+        if rows is not None and len(kinds) == 1 and kinds <= class_of(format).blocks.keys():
+            found = pack_blocks(format, min(kinds), rows, shapes[0], shapes[1], put)
             if found is not None:
                 return found
         return pack(format, *self.codes(slot), *shapes, put)

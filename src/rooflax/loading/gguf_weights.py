@@ -205,7 +205,7 @@ class GGUFWeights:
         format, shapes = self.formats[slot.name], matmul_shape(slot, self.config)
         kept, kinds = class_of(format).blocks.keys(), self._kinds(slot)
         if len(kinds) == 1 and (rows := self._rows(slot)) is not None:
-            found = pack_blocks(format, *kinds, rows, *shapes, put) if kinds <= kept else None
+            found = pack_blocks(format, min(kinds), rows, *shapes, put) if kinds <= kept else None
             if found is not None:
                 return found
         return pack(format, *self.codes(slot), *shapes, put)

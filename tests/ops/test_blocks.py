@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from rooflax.ops import accelerator, native
 from rooflax.ops.linear import cpu, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.weights import CODES, StackMember, pack, packed_bytes
+from rooflax.ops.weights import CODES, StackMember, class_of, pack, pack_blocks, packed_bytes
 from rooflax.ops.weights.blocks import Block, Supers
 from tests.gguf_cases import HALVES, random_blocks
 from tests.marks import cases
@@ -20,6 +20,8 @@ from tests.marks import cases
 pytestmark = pytest.mark.oldest_jax
 
 CLASSES = {kind: cls for cls in CODES.values() if issubclass(cls, Block) for kind in cls.blocks}
+EARLIER = {"Q8_0": "w8a8-g32", "Q4_0": "w4a8", "MXFP4": "mxfp4-a16"}
+"""Types whose formats are not theirs alone."""
 EXTREME = np.array([0, 6e-8, -6e-8, 6.1e-5, 65504, -65504, 1.5], np.float16)
 """Zero, the smallest denormals, the smallest normal number, the largest ones, and any."""
 ROWS = (1, 3, 8, 9, 12, 16, 33, 40)
@@ -102,6 +104,28 @@ def test_packing_has_an_inverse(kind, inner):
             np.testing.assert_array_equal(numbers(w.member(1)).T, wanted[1])
     lines = cls.pack_codes(np.pad(codes[0], ((0, -OUTER % 16), (0, 0))))
     assert lines.dtype == np.uint8 and lines.size * 8 == (OUTER + -OUTER % 16) * inner * cls.bits
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [*CLASSES, "Q8_0", "Q4_0", "MXFP4"])
+def test_the_library_packs_what_numpy_does(kind):
+    """Any bytes, of one weight and of a stack; what only fills a panel has scales of zero."""
+    cls = CLASSES.get(kind) or class_of(EARLIER[kind])
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    for stack, outer in (((), OUTER), ((2,), 20)):
+        lead, count = (*stack, outer), int(np.prod(stack, initial=1)) * outer
+        rng = np.random.default_rng(outer)
+        blocks = rng.integers(0, 256, (count, 512 // values, nbytes)).astype(np.uint8)
+        codes, scales = cls.from_blocks(kind, blocks)
+        shapes = (cls.blocks[kind], (512,), (outer,))
+        wanted = pack(shapes[0], codes.reshape(*lead, 512), scales.reshape(*lead, -1), *shapes[1:])
+        rows = np.arange(count, dtype=np.uint64) * np.uint64(blocks.strides[0])
+        rows = (rows + np.uint64(blocks.ctypes.data)).reshape(lead)
+        found = pack_blocks(shapes[0], kind, rows, *shapes[1:])
+        assert found is not None
+        for one, other in zip(found.unpacked(), wanted.unpacked(), strict=True):
+            assert one.tobytes() == other.tobytes()
+        assert np.asarray(found.scales).tobytes() == np.asarray(wanted.scales).tobytes()
 
 
 @pytest.mark.parametrize("kind", [k for k, cls in CLASSES.items() if issubclass(cls, Supers)])

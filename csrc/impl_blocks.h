@@ -315,34 +315,37 @@ void BlocksTimesBytes(const PackedArgs& a) {
   }
 }
 
-// A group's weights in float32, for `WideTile`.
+// A group's weights in float32.
 template <typename Type>
+void WidenBlock(const PackedArgs& a, int64_t block, const uint8_t* from, F16* w) {
+  const int64_t groups = a.stride / kGroup;
+  const auto factors = Type::Scales::Of(a, block / groups, block % groups);
+  ROOFLAX_WHOLE
+  for (int64_t q = 0; q < 8; ++q) {
+    const I16 codes = Type::Codes::Unsigned(from, q);
+    const int64_t part = q / Type::kQuads;
+    for (int64_t j = 0; j < 4; ++j) {
+      const I16 code = ((codes >> static_cast<int32_t>(8 * j)) & 0xff) - static_cast<int32_t>(Type::Codes::kZero);
+      F16 value = ToFloat(code) * factors.scale[part];
+      if constexpr (Type::Scales::kHasMinimum) value -= factors.minimum[part];
+      w[q * 4 + j] = value;
+    }
+  }
+}
+
+// For `WideTile`: any type, by its code, so that one matmul is compiled for all of them.
 struct BlockWide {
   static constexpr bool kGrouped = true;
-  static constexpr int64_t kBytes = Type::kBytes;
+  static int64_t Bytes(const PackedArgs& a) { return TraitsOf(a.code).bits * 64; }
   static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t, F16* w) {
-    const int64_t groups = a.stride / kGroup;
-    const auto factors = Type::Scales::Of(a, block / groups, block % groups);
-    ROOFLAX_WHOLE
-    for (int64_t q = 0; q < 8; ++q) {
-      const I16 codes = Type::Codes::Unsigned(from, q);
-      const int64_t part = q / Type::kQuads;
-      for (int64_t j = 0; j < 4; ++j) {
-        const I16 code = ((codes >> static_cast<int32_t>(8 * j)) & 0xff) - static_cast<int32_t>(Type::Codes::kZero);
-        F16 value = ToFloat(code) * factors.scale[part];
-        if constexpr (Type::Scales::kHasMinimum) value -= factors.minimum[part];
-        w[q * 4 + j] = value;
-      }
-    }
+    WithBlockType(a.code, [&](auto type) { WidenBlock<decltype(type)>(a, block, from, w); });
   }
 };
 
 // Activations in float32: sums in the order of k, whatever the number of rows.
-template <typename Type>
 void BlocksTimesFloats(const PackedArgs& a) {
-  using Wide = BlockWide<Type>;
-  if (a.rows > 1) return WideMany<Wide>(a);
-  for (int64_t panel = a.begin; panel < a.end; ++panel) WideTile<Wide>::template Run<1, 1>(a, 0, panel, 1, Further{});
+  if (a.rows > 1) return WideMany<BlockWide>(a);
+  for (int64_t panel = a.begin; panel < a.end; ++panel) WideTile<BlockWide>::Run<1, 1>(a, 0, panel, 1, Further{});
 }
 
 // ---- Every code ----
@@ -364,6 +367,6 @@ void Packed(const PackedArgs& a) {
     case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
     case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
     case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
-    default: return WithBlockType(a.code, [&](auto type) { BlocksTimesFloats<decltype(type)>(a); });
+    default: return BlocksTimesFloats(a);
   }
 }

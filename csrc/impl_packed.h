@@ -376,7 +376,7 @@ struct GroupTile {
 template <typename Byte>
 struct ByteWide {
   static constexpr bool kGrouped = false;
-  static constexpr int64_t kBytes = 512;
+  static int64_t Bytes(const PackedArgs&) { return 512; }
   static void Widen(const PackedArgs&, int64_t, const uint8_t* from, int64_t quads, F16* w) {
     for (int64_t s = 0; s < quads; ++s) {
       const I16 lanes = Load<I16>(from + s * 64);
@@ -395,7 +395,7 @@ struct Fp8Byte {
 
 struct Int8GroupWide {
   static constexpr bool kGrouped = true;
-  static constexpr int64_t kBytes = 512;
+  static int64_t Bytes(const PackedArgs&) { return 512; }
   static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t quads,
                     F16* w) {
     ByteWide<Int8Byte>::Widen(a, block, from, quads, w);
@@ -408,7 +408,7 @@ struct Int8GroupWide {
 template <typename Group>
 struct NibbleWide {
   static constexpr bool kGrouped = true;
-  static constexpr int64_t kBytes = 256;
+  static int64_t Bytes(const PackedArgs&) { return 256; }
   static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t, F16* w) {
     const F16 table = Values(), scale = Group::Scale(a.w_scale, block);
     for (int64_t s = 0; s < 4; ++s) {
@@ -437,7 +437,7 @@ ROOFLAX_INLINE F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale 
 
 template <typename Wide>
 inline const uint8_t* GroupAt(const PackedArgs& a, int64_t panel, int64_t g) {
-  return a.w + panel * a.stride * (Wide::kBytes / kGroup) + g * Wide::kBytes;
+  return a.w + panel * (a.stride * Wide::Bytes(a) / kGroup) + g * Wide::Bytes(a);
 }
 
 ROOFLAX_INLINE F16 OutputScale(const PackedArgs& a, int64_t panel) {
@@ -464,7 +464,7 @@ struct WideTile {
       F16 w[P][kGroup];
       for (int64_t p = 0; p < P; ++p) {
         const uint8_t* from = GroupAt<Wide>(a, panel + p * apart, g);
-        Prefetch(from + 2048, Wide::kBytes / 64);
+        Prefetch(from + 2048, Wide::Bytes(a) / 64);
         Wide::Widen(a, (panel + p * apart) * groups + g, from, quads, w[p]);
       }
       for (int64_t k = 0; k < count; ++k) {

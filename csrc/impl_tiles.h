@@ -317,11 +317,7 @@ void GroupsByTiles(const PackedArgs& a) {
         const uint8_t* own = from + (panel - begin) * groups * kGroupLines;
         const RowFactors factors{scales.data() + row * groups,
                                  Codes::kHasMinimum ? sums.data() + row * groups * kParts : nullptr};
-        if (count <= 8) {
-          GroupsOfTile<8, Codes>(a, row, count, factors, panel, own);
-        } else {
-          GroupsOfTile<16, Codes>(a, row, count, factors, panel, own);
-        }
+        GroupsOfTile<16, Codes>(a, row, count, factors, panel, own);
       }
     }
   }

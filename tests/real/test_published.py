@@ -128,10 +128,7 @@ def test_perplexity_in_the_files_own_format(real, note):
     assert abs(math.exp(own - exact) - 1) < abs(math.exp(theirs - exact) - 1)
 
 
-def test_the_files_own_format_keeps_the_perplexity(real, request):
-    if real.name.startswith("SmolLM2"):
-        why = "Q4_1 becomes int8 in groups of 32, which moves the perplexity by 0.17%"
-        request.applymarker(pytest.mark.xfail(reason=why))
+def test_the_files_own_format_keeps_the_perplexity(real):
     assert abs(math.exp(own_loss(real) - FIGURES[real.name]["float32"]) - 1) <= OWN_FORMAT
 
 

@@ -1,14 +1,16 @@
 """`rooflax inspect`: architecture, weights and the memory a model will take, without loading it.
 
-Only config.json and the headers of the weight files are read.
+Only config.json and the headers of the weight files are read, of a model on the hub too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -30,7 +32,7 @@ SUMMARY = "architecture, weights, and the memory it will take"
 
 
 def add_flags(parser: Parser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, also=", or the URL of a .gguf file")
     flags.add_max_model_len(parser, help="tokens per sequence to plan for")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -47,10 +49,20 @@ def run(args: argparse.Namespace) -> int:
     flags.check_weights_budget(args, ExecutionOptions())
     shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
+    from rooflax.loading.hub import headers
     from rooflax.loading.model_info import model_info
 
-    info = model_info(args.model, **flags.find_arguments(args))
-    found = document(info, args, shards)
+    where = flags.find_arguments(args)
+    ignored = where.pop("ignore_config_keys")
+    with contextlib.ExitStack() as stack:
+        copy = stack.enter_context(headers(args.model, **where)) if args.model else None
+        if copy is None:
+            info = model_info(args.model, ignore_config_keys=ignored, **where)
+        else:
+            info = replace(model_info(copy, ignore_config_keys=ignored), name=args.model)
+        found = document(info, args, shards)
+    if copy is not None and not copy.exists():
+        found["folder"] = None
     if args.json:
         terminal.print_json(found)
     else:

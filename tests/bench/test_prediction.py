@@ -92,6 +92,11 @@ def test_without_measurements_it_says_what_is_possible_at_most(known, capsys):
     assert "+- 0%, by 4 other models" in capsys.readouterr().out
 
 
+def test_the_summary_is_of_what_was_measured_alone(known):
+    assert "tok/s at 1 row, " in prediction.summary(make_plan("preset:gpt2-tiny"))
+    assert prediction.summary(make_plan("preset:gpt2-tiny", quantize="w4a16")) is None
+
+
 def test_streamed_weights_and_meshes_are_not_predicted(known, capsys):
     for flags in (["--weights-budget", "6MB"], ["preset:gpt2-tiny", "--mesh", "tensor=2"]):
         assert main(["inspect", *flags, "--json"]) == 0

@@ -21,6 +21,7 @@ from rooflax.bench.ceilings import ceiling_reader
 from rooflax.bench.counting import decode_cost, prefill_cost
 from rooflax.bench.measure import least_seconds, multiplied_as
 from rooflax.loading.plan import Plan
+from rooflax.models.memory import ONE_DEVICE
 from rooflax.nn.decoder import Decoder
 from rooflax.ops import native
 from rooflax.ops.formats import format_of
@@ -124,9 +125,9 @@ def predict(plan: Plan) -> dict[str, Any] | None:
         Per kind of step "tok_per_s"; "error", the largest relative error among the models that the
         efficiency comes from, each predicted from the others; and "models", how many these are.
         Without enough of them, error is None and tok_per_s what the ceilings allow at most. None
-        where nothing is predicted: devices other than CPU, and weights that are streamed.
+        where nothing is predicted: other devices than one CPU, and weights that are streamed.
     """
-    if jax.default_backend() != "cpu" or plan.is_offloaded:
+    if jax.default_backend() != "cpu" or plan.is_offloaded or plan.shards != ONE_DEVICE:
         return None
     config, widths = plan.info.config, {"storage": plan.storage, "kv_dtype": plan.kv_dtype}
     steps = {
@@ -151,3 +152,14 @@ def predict(plan: Plan) -> dict[str, Any] | None:
             "models": known.models if known else 0,
         }
     return found
+
+
+def summary(plan: Plan) -> str | None:
+    """The prediction in a few words; None where nothing is predicted or too little was measured."""
+    found = predict(plan)
+    if found is None or any(one["error"] is None for one in found.values()):
+        return None
+    one, several, prompts = (each["tok_per_s"] for each in found.values())
+    return (
+        f"about {one:,.0f} tok/s at 1 row, {several:,.0f} at {ROWS} rows, {prompts:,.0f} of prompts"
+    )

@@ -136,6 +136,7 @@ class Connection(asyncio.Protocol):
         self._chunks: Chunks | None = None
         self._left: int | None = None  # of a body whose length is stated
         self._count = 0  # bytes of the head, then of the body
+        self._most: int | None = None  # of the body, that are wanted
 
     @property
     def has_begun(self) -> bool:
@@ -143,16 +144,20 @@ class Connection(asyncio.Protocol):
         return self._head is not None or self._count > 0
 
     @staticmethod
-    async def to(server: Server) -> Connection:
+    async def to(server: Server, address: str | None = None) -> Connection:
         """
+        Args:
+            address: of the server's host; None looks it up.
+
         Raises:
             OSError: nobody answers there.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             _, found = await loop.create_connection(
-                Connection, server.host, server.port, ssl=server.is_tls or None
-            )
+                Connection, address or server.host, server.port, ssl=server.is_tls or None,
+                server_hostname=server.host if server.is_tls else None,
+            )  # fmt: skip
         return found
 
     def connection_made(self, transport: Any) -> None:
@@ -193,7 +198,7 @@ class Connection(asyncio.Protocol):
             if self._head is None:
                 return False
         status = self._head[0]
-        if max(self._count, self._left or 0) > most_of(status):
+        if self._most is None and max(self._count, self._left or 0) > most_of(status):
             raise too_long(status)
         is_whole = False
         if self._chunks is not None:
@@ -206,6 +211,10 @@ class Connection(asyncio.Protocol):
             is_whole = self._left == 0
         if data:
             self._pieces.append((at_s, data))
+        if self._most is not None and not is_whole:
+            self._most -= len(data)
+            if self._most <= 0:
+                self.is_open, is_whole = False, True
         return is_whole
 
     def _take_head(self, data: bytes) -> bytes:
@@ -238,13 +247,17 @@ class Connection(asyncio.Protocol):
             self._left = int(stated)
         return bytes(start)
 
-    async def ask(self, request: bytes) -> Reply:
+    async def ask(self, request: bytes, most: int | None = None) -> Reply:
         """
+        Args:
+            most: bytes of the body after which the connection is closed; None reads all of it.
+
         Raises:
             BadAnswer: what comes is no answer of HTTP, or too long.
             OSError: the connection ended before the answer, or it took over ANSWER_S.
         """
         self._expect()
+        self._most = most
         self._done = asyncio.get_running_loop().create_future()
         started = time.perf_counter()
         self._transport.write(request)

@@ -225,3 +225,10 @@ def test_output_ends_with_a_line_break(rooflax, flags, text):
     base = ("generate", TINY, "-p", PROMPT, "-n", 9, "--temp", 0)
     ran = rooflax(*base, "--grammar", f"start: {json.dumps(text)}", *flags)
     assert (ran.code, ran.out) == (0, "pass\n")
+
+
+def test_verbose_says_what_to_expect(rooflax, monkeypatch):
+    monkeypatch.setattr("rooflax.bench.prediction.summary", lambda plan: f"{plan.info.name}: 7")
+    for flags, said in ((["--verbose"], True), ([], False)):
+        ran = rooflax("generate", "preset:gpt2-tiny", "-p", "a", "--max-tokens", 1, *flags)
+        assert ("preset:gpt2-tiny: 7" in ran.err) is said

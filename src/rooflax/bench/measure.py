@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -104,14 +105,25 @@ class Bench:
                 f"{work.prompt_tokens} prompt tokens and {work.output_tokens} new ones are "
                 f"{longest}, and the context of {info.name} holds {room}"
             )
-        self.prompts = work.prompts(info.config.vocab_size)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Prompts, an engine, and what a step reads and multiplies."""
+        work, plan, config = self.work, self.llm.plan, self.llm.info.config
+        self.prompts = work.prompts(config.vocab_size)
         self.engine = self.llm.engine_for(self._sequences())
-        plan = self.llm.plan
         self.multiplied = multiplied_as(plan.storage)
         widths = {"storage": plan.storage, "kv_dtype": plan.kv_dtype, "batch": work.batch}
         middle = work.prompt_tokens + work.output_tokens // 2
-        self.decode = decode_cost(info.config, context=middle, **widths)
-        self.prefill = prefill_cost(info.config, prompt=work.prompt_tokens, **widths)
+        self.decode = decode_cost(config, context=middle, **widths)
+        self.prefill = prefill_cost(config, prompt=work.prompt_tokens, **widths)
+
+    def of_batch(self, batch: int) -> Bench:
+        """The same with fewer prompts, over the same weights."""
+        found = copy(self)
+        found.work = replace(self.work, batch=batch)
+        found._prepare()
+        return found
 
     @property
     def num_devices(self) -> int:

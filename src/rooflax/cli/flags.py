@@ -32,13 +32,17 @@ from rooflax.nn.execution import (
 SETTINGS: dict[str, Declaration] = declarations(ServingSettings)
 
 
-def add_model(parser: Parser, default: str = "the embedded model") -> None:
-    """MODEL, and how it is found and read."""
+def add_model(parser: Parser, default: str = "the embedded model", also: str = "") -> None:
+    """MODEL, and how it is found and read.
+
+    Args:
+        also: what the verb takes beside.
+    """
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"checkpoint folder, .gguf file, hub id, package:NAME or preset:NAME; default: "
+        help=f"checkpoint folder, .gguf file, hub id, package:NAME or preset:NAME{also}; default: "
         f"{default}",
     )
     for name in ("revision", "offline", "ignore_config_keys"):

@@ -1,14 +1,16 @@
 """`rooflax inspect`: architecture, weights and the memory a model will take, without loading it.
 
-Only config.json and the headers of the weight files are read.
+Only config.json and the headers of the weight files are read, of a model on the hub too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -30,7 +32,7 @@ SUMMARY = "architecture, weights, and the memory it will take"
 
 
 def add_flags(parser: Parser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, also=", or the URL of a .gguf file")
     flags.add_max_model_len(parser, help="tokens per sequence to plan for")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -47,10 +49,20 @@ def run(args: argparse.Namespace) -> int:
     flags.check_weights_budget(args, ExecutionOptions())
     shards = parse_mesh(args.mesh) if args.mesh is not None else None
     platform.start_jax(args)
+    from rooflax.loading.hub import headers
     from rooflax.loading.model_info import model_info
 
-    info = model_info(args.model, **flags.find_arguments(args))
-    found = document(info, args, shards)
+    where = flags.find_arguments(args)
+    ignored = where.pop("ignore_config_keys")
+    with contextlib.ExitStack() as stack:
+        copy = stack.enter_context(headers(args.model, **where)) if args.model else None
+        if copy is None:
+            info = model_info(args.model, ignore_config_keys=ignored, **where)
+        else:
+            info = replace(model_info(copy, ignore_config_keys=ignored), name=args.model)
+        found = document(info, args, shards)
+    if copy is not None and not copy.exists():
+        found["folder"] = None
     if args.json:
         terminal.print_json(found)
     else:
@@ -61,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """Everything, as `--json` prints it."""
+    needed = memory(info, args, shards)
     return {
         "model": info.name,
         "family": info.family,
@@ -68,7 +81,25 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
         "left_out": list(info.left_out),
         "architecture": architecture(info.config),
         "weights": weights(info),
-        "memory": memory(info, args, shards),
+        "memory": needed,
+        "speed": None if shards or needed["fits"] is False else speed(info, args),
+    }
+
+
+def speed(info: ModelInfo, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Tokens per second to expect here; None where nothing is predicted."""
+    from rooflax.bench.prediction import predict
+    from rooflax.loading.plan import make_plan
+
+    return predict(make_plan(info, **_asked(args), max_num_seqs=args.batch))
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of a plan."""
+    return {
+        **vars(flags.check_precision(args)),
+        "max_model_len": args.max_model_len,
+        "weights_budget": args.weights_budget,
     }
 
 
@@ -196,11 +227,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
     from rooflax.models.memory import ONE_DEVICE
     from rooflax.nn.device_memory import free_bytes
 
-    asked = {
-        **vars(flags.check_precision(args)),
-        "max_model_len": args.max_model_len,
-        "weights_budget": args.weights_budget,
-    }
+    asked = _asked(args)
     plan = make_plan(info, **asked, mesh=shards, max_num_seqs=args.batch)
     need = plan.estimate(shards=ONE_DEVICE)
     return {
@@ -287,6 +314,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         *_streaming_section(found["memory"]["streaming"]),
         *_mesh_section(found["memory"]["mesh"]),
         *_padding_section(found["memory"]),
+        *_speed_section(found["speed"]),
         _verdict(found["memory"]),
         *_server_lines(found["memory"]["server"]),
     ]
@@ -408,6 +436,24 @@ def _padding_section(known: dict[str, Any]) -> list[str]:
     ]
     title = f"of that padding{', on the device with most' if known['mesh'] else ''}"
     return _section(title, rows, right=(1,)) if rows else []
+
+
+def _speed_section(known: dict[str, Any] | None) -> list[str]:
+    """What the ceilings of this minute and the efficiency of other models lead to."""
+    if known is None:
+        return []
+    names = {"decode 1": "1 row", "decode 8": "8 rows", "prompts 8": "prompts, 8 of 64 tokens"}
+    rows = [
+        (
+            names[kind],
+            f"{one['tok_per_s']:,.1f} tok/s",
+            "at most: its format was not measured on this processor"
+            if one["error"] is None
+            else f"+- {100 * one['error']:.0f}%, by {one['models']} other models",
+        )
+        for kind, one in known.items()
+    ]
+    return _section("speed to expect now, at short contexts", rows, right=(1,))
 
 
 def _server_lines(server: dict[str, Any] | None) -> list[str]:

@@ -107,9 +107,10 @@ def _loaded(
 
 
 def say_settings(llm: LLM) -> None:
-    """What --verbose says: device, widths, switches, caches."""
+    """What --verbose says: device, widths, switches, caches, and the speed to expect."""
     import jax
 
+    from rooflax.bench.prediction import summary
     from rooflax.engine.compilation import enable_persistent_cache
 
     device = jax.devices()[0]
@@ -128,5 +129,8 @@ def say_settings(llm: LLM) -> None:
     if plan is not None:
         layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are streamed"
         rows.append(("layers", layers))
+    expected = summary(llm.plan)
+    if expected is not None:
+        rows.append(("expected", expected))
     for line in terminal.table(rows):
         terminal.say(line)

@@ -46,7 +46,7 @@ class Checkpoint:
                 )
             weight_map, shards = {}, [WEIGHTS_FILE]
         elif (self.folder / INDEX_FILE).exists():
-            weight_map = _read_index(self.folder / INDEX_FILE)
+            weight_map = read_index(self.folder / INDEX_FILE)
             shards = sorted(set(weight_map.values()))
         else:
             raise _no_weights(self.folder)
@@ -108,7 +108,12 @@ def _check_folder(folder: Path) -> None:
         raise CheckpointError(f"the folder {folder} is empty, a checkpoint has {WEIGHTS_FILE}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """The shard of each tensor.
+
+    Raises:
+        CheckpointError: the index is malformed, or names a file outside its folder.
+    """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor names to files")

@@ -17,7 +17,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +35,9 @@ MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 65_535
 MAX_ELEMENTS = 1 << 24
 """Of one array of metadata: far more than any vocabulary has, far less than memory holds."""
+
+
+Fill = Callable[[int, int], None]
 
 
 class BlockType(NamedTuple):
@@ -91,14 +94,16 @@ class GGUFFile:
 
     Args:
         path: the file.
+        fill: called with a range of bytes before it is read, to put them into the file; None where
+            they are there.
 
     Raises:
         CheckpointError: the file is missing or breaks a rule of the format; the sentence names the
             file and the rule.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], fill: Fill | None = None):
+        self.path, self._fill = Path(path), fill
         try:
             with open_regular(self.path) as file:
                 head = file.read(8)
@@ -111,7 +116,7 @@ class GGUFFile:
         self._infos: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}
         self._types: dict[str, BlockType] = {}
-        self._read_header(_Cursor(self.path, self._map, 4))
+        self._read_header(_Cursor(self.path, self._map, 4, fill))
 
     def _bad(self, reason: str) -> CheckpointError:
         return _bad(self.path, reason)
@@ -210,6 +215,8 @@ class GGUFFile:
         if name in self._parts:
             return self._parts[name].read(name)
         info, kind = self.info(name), self._types[name]
+        if self._fill is not None:
+            self._fill(self._begins[name], self._begins[name] + info.nbytes)
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, self._begins[name])
         if info.dtype in PLAIN:
             return raw.view(PLAIN[info.dtype]).reshape(info.shape)
@@ -335,8 +342,8 @@ def _is_model(path: Path) -> bool:
 class _Cursor:
     """Reads values one after another, none beyond the file's end."""
 
-    def __init__(self, path: Path, data: mmap.mmap, position: int):
-        self.path, self.data, self.position = path, data, position
+    def __init__(self, path: Path, data: mmap.mmap, position: int, fill: Fill | None = None):
+        self.path, self.data, self.position, self.fill = path, data, position, fill
 
     def _take(self, nbytes: int) -> int:
         begin = self.position
@@ -347,6 +354,8 @@ class _Cursor:
                 f"cut off",
             )
         self.position = begin + nbytes
+        if self.fill is not None:
+            self.fill(begin, self.position)
         return begin
 
     def number(self, dtype: str) -> Any:
@@ -405,8 +414,7 @@ class _Cursor:
             (length,) = unpack(data, begin - 8)
             if length > size - begin:
                 raise _bad(self.path, f"a string at {begin} claims {length} bytes")
-            self.position = begin + length
-            found.append(self._text(begin, length))
+            found.append(self._text(self._take(length), length))
         return found
 
 

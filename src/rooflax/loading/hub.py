@@ -2,8 +2,8 @@
 Hugging Face hub.
 
 Downloads root-level safetensors, JSON and tokenizer files, or the GGUF files of one quantization
-(`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders. It does not open
-what it finds.
+(`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders; or, to `inspect`
+them, config.json and the headers of these files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ import glob
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError
-from rooflax.loading.gguf import model_files
+from rooflax.loading.checkpoint import INDEX_FILE, WEIGHTS_FILE, Checkpoint, read_index
+from rooflax.loading.gguf import model_files, open_gguf
+from rooflax.loading.json_files import MAX_FILE_BYTES
 from rooflax.loading.packages import PREFIX, package_file
+from rooflax.loading.remote import (
+    Session,
+    copy_gguf_header,
+    copy_gguf_url,
+    copy_safetensors_header,
+)
 
 ALLOW_PATTERNS = (
     "*.safetensors",
@@ -34,6 +44,10 @@ ALLOW_PATTERNS = (
 # In these patterns `*` matches `/` too, so subfolders need a rule of their own: of them only the
 # modules of sentence-transformers are wanted, such as 1_Pooling/config.json.
 IGNORE_PATTERNS = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*")
+CONFIGURATION = frozenset(("config.json", "generation_config.json", INDEX_FILE))
+"""Small files that `headers` reads."""
+AT_ONCE = 8
+"""Weight files whose headers are read at the same time."""
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+)(:(?P<quantization>[A-Za-z0-9._/-]+))?"
 )
@@ -83,16 +97,51 @@ def resolve(
 
     repo = _Repository(named["repo"], revision, offline or constants.HF_HUB_OFFLINE, progress)
     if named["quantization"]:
-        return repo.gguf(named["quantization"])
+        first, parts = repo.gguf(named["quantization"])
+        return repo.download([glob.escape(part) for part in parts]) / first
     folder = repo.download(ALLOW_PATTERNS, IGNORE_PATTERNS)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        found = model_files(repo.names())
-        if found:
-            raise CheckpointError(
-                f"{repo.id} holds GGUF files: {_shown(found)}; name one by its quantization or its "
-                f"name, as in {repo.id}:{next(iter(found))}."
-            )
+        repo.reject_unnamed(repo.names())
     return folder
+
+
+@contextlib.contextmanager
+def headers(
+    model: str, *, revision: str | None = None, offline: bool = False
+) -> Iterator[Path | None]:
+    """A folder (or GGUF file) with a remote model's configuration and the headers of its weights,
+    which `model_info` reads like the whole model; it goes at the end.
+
+    Args:
+        model: as for `resolve`, or the URL of a .gguf file.
+
+    Yields:
+        the cache's copy where that is whole; None where the model is no hub id, or may only be
+        looked for here.
+
+    Raises:
+        CheckpointError: they cannot be read, in one sentence.
+    """
+    named, is_url = _HUB_ID.fullmatch(model), model.startswith(("http://", "https://"))
+    is_here = os.path.exists(os.path.expanduser(model))
+    if is_url and (offline or revision is not None):
+        raise CheckpointError(f"{model:.200} is a URL, which has no revision and is not cached.")
+    if is_here or not (is_url or named) or offline:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="rooflax-headers-") as name:
+        if is_url:
+            yield copy_gguf_url(Session(), model, Path(name))
+            return
+        assert named is not None
+        from huggingface_hub import constants, get_token
+
+        repo = _Repository(named["repo"], revision, constants.HF_HUB_OFFLINE, False)
+        quantization = named["quantization"]
+        here = repo.cached(quantization)
+        if here is None and not repo.offline:
+            here = repo.headers(Session(get_token()), quantization, Path(name))
+        yield here
 
 
 @dataclass(frozen=True)
@@ -140,8 +189,59 @@ class _Repository:
         self.download(["*.gguf"])  # which says that nothing is there
         return []
 
-    def gguf(self, quantization: str) -> Path:
-        """The file of a quantization, or the first of its parts."""
+    def cached(self, quantization: str | None) -> Path | None:
+        """What the cache has of it, if that is whole."""
+        there = replace(self, offline=True)
+        try:
+            if quantization:
+                first, parts = there.gguf(quantization)
+                path = there.download([glob.escape(part) for part in parts]) / first
+                open_gguf(path)
+                return path
+            folder = there.download(ALLOW_PATTERNS, IGNORE_PATTERNS)
+            Checkpoint(folder)
+        except CheckpointError:
+            return None
+        return folder
+
+    def headers(self, session: Session, quantization: str | None, folder: Path) -> Path:
+        """The headers of its weight files, and its configuration, in a folder."""
+        import huggingface_hub
+
+        def url(name: str) -> str:
+            return huggingface_hub.hf_hub_url(self.id, name, revision=self.revision)
+
+        names = self.names()
+        if quantization:
+            first, parts = self.gguf(quantization)
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda n: copy_gguf_header(session, url(n), folder / n), parts))
+            return folder / first
+        if not any(name.endswith(".safetensors") for name in names):
+            self.reject_unnamed(names)
+        for name in sorted(CONFIGURATION.intersection(names)):
+            (folder / name).write_bytes(session.whole(url(name), MAX_FILE_BYTES))
+        shards = [WEIGHTS_FILE] if WEIGHTS_FILE in names else []
+        if not shards and INDEX_FILE in names:
+            shards = sorted(set(read_index(folder / INDEX_FILE).values()).intersection(names))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda n: copy_safetensors_header(session, url(n), folder / n), shards))
+        return folder
+
+    def reject_unnamed(self, names: Iterable[str]) -> None:
+        """
+        Raises:
+            CheckpointError: there are GGUF files, of which none was named.
+        """
+        found = model_files(names)
+        if found:
+            raise CheckpointError(
+                f"{self.id} holds GGUF files: {_shown(found)}; name one by its quantization or its "
+                f"name, as in {self.id}:{next(iter(found))}."
+            )
+
+    def gguf(self, quantization: str) -> tuple[str, list[str]]:
+        """The file of a quantization, or the first of its parts; and all of them."""
         every = model_files(self.names())
         found = {name: parts for name, parts in every.items() if _is_of(name, quantization)}
         found = {quantization: every[quantization]} if quantization in every else found
@@ -153,7 +253,7 @@ class _Repository:
                 f"{', of which one can be given by its name' if found else ''}."
             )
         ((first, parts),) = found.items()
-        return self.download([glob.escape(part) for part in parts]) / first
+        return first, parts
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

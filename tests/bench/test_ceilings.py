@@ -9,7 +9,7 @@ from rooflax.bench.counting import StepCost
 from rooflax.bench.measure import bound_of, multiplied_as, share_of_roofline
 from rooflax.nn.storage import Storage
 from rooflax.ops import native
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.formats import KNOWN
 from tests.bench.samples import CEILING, trial
 
 NATIVE = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
@@ -53,7 +53,7 @@ def test_a_format_that_rounds_has_the_ceiling_of_its_code():
     }  # fmt: skip
     for name, code in wanted.items():
         assert multiplied_as(Storage("bfloat16", name)) == code
-    assert {f.code for f in FORMATS.values() if f.quantizes_activations} == ceilings.CODES
+    assert {f.code for f in KNOWN.values() if f.quantizes_activations} == ceilings.CODES
 
 
 @pytest.mark.parametrize(("operations", "bound"), [(10**9, "memory"), (10**10, "multiply")])

@@ -57,7 +57,7 @@ def test_a_client_that_leaves_ends_its_request(
     body = {"prompt": "x", "max_tokens": 400, "stream": stream}
     cut, left = scripted.num_cut, live.service.cancelled["disconnect"]
     with (
-        caplog.at_level(logging.INFO),
+        caplog.at_level(logging.INFO, logger="rooflax.server"),
         socket.create_connection(("127.0.0.1", live.port)) as connection,
     ):
         connection.settimeout(0.2)
@@ -175,7 +175,7 @@ def test_a_hundred_clients_leave_nothing_behind_and_a_stranger_does_not_notice(c
             connection.sendall(b"" if is_cut else AHEAD[aheads[number // 3 % len(aheads)]])
         return connection
 
-    with serving(load) as live, caplog.at_level(logging.INFO):
+    with serving(load) as live, caplog.at_level(logging.INFO, logger="rooflax.server"):
         longest = live.service.ready().llm.max_model_len - 200
         usual = statistics.median(ask() for _ in range(5))
         before, times = numbers(live), []

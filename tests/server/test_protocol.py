@@ -862,7 +862,7 @@ def test_u2_others_do_not_wait_for_long_texts(live, llm):
         ("/v1/chat/completions", LONG, "messages"),
         ("/v1/responses", {"input": "x " * 5000}, "input"),
         ("/v1/responses", {"input": "Hi", "max_output_tokens": 10**6}, "max_output_tokens"),
-        ("/v1/responses", {"input": [ANSWERED]}, "input"),
+        ("/v1/responses", {"input": [ANSWERED]}, "input[0].call_id"),
         ("/v1/responses", {"input": "Hi", "prompt": {"id": "p"}}, "prompt"),
         ("/v1/responses", {"input": "Hi", "text": {"format": EMPTY}}, "text.format"),
     ],

@@ -142,10 +142,12 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     readings = [read() for _ in range(READINGS)]
     format = format_of(plan.storage.format, head=False)
     found: dict[str, Any] = {}
+    least = 0.0  # a step of several rows takes no less than that of one
     for kind, (tokens, cost) in steps.items():
         ideal = float(np.median([ideal_seconds(least_seconds(cost, x, x)) for x in readings]))
         known = fitted(kind, format, config)
         seconds = ideal if known is None else known.seconds(ideal, config.num_layers)
+        seconds = least = max(seconds, least)
         found[kind] = {
             "tok_per_s": tokens / seconds,
             "error": known and known.error,

@@ -36,8 +36,8 @@ def package_file(model: str) -> Path:
     spec = PathFinder.find_spec(re.sub("[.-]", "_", name), places)
     if spec is None and not known:
         raise CheckpointError(
-            f"no package {name} is installed beside {sys.executable}; check the name, or install "
-            "it with pip."
+            f"no package {name} is installed in {sys.prefix}; check the name, or install it with "
+            "pip."
         )
     for folder in (spec and spec.submodule_search_locations) or ():
         shipped |= {file for file in Path(folder).rglob("*") if _is_gguf(file)}

@@ -184,9 +184,9 @@ def _checked(given: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
         answered = message.get("tool_call_id")
         if answered is not None and answered not in call_ids:
+            place = f"{where}.{'call_id' if where.startswith('input') else 'tool_call_id'}"
             raise ApiError(
-                f"{where}.tool_call_id is {answered[:64]!r}, and no earlier call has this id.",
-                param=f"{where}.tool_call_id",
+                f"{place} is {answered[:64]!r}, and no earlier call has this id.", param=place
             )
         messages.append(plain)
     return messages

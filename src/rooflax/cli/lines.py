@@ -3,7 +3,7 @@
 A line of the input has `prompt` (text or token ids) or `messages`, and may have `id` and fields of
 SamplingParams, which replace the flags'; or all lines are plain text, each a prompt. A line of the
 output has `id` (else the line's number), `text`, `tokens` and `finish_reason`, and of several
-samples all as `samples`. Started again, it goes on behind the answers that are there.
+samples all as `samples`. A second run appends to the answers that the file has.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def json_text(document: Any, **how: Any) -> str:
 
 
 class _Status:
-    """The faint line on stderr that says what goes on, and from SILENT_S on for how long.
+    """A dim status line on stderr: the current step, and after SILENT_S its seconds.
 
     Several may be under way, one within another; the innermost is shown.
     """
@@ -110,7 +110,7 @@ class _Status:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[str], None]]:
-        """Gives a function that says what goes on, until the end."""
+        """Yields a function that sets the status; the line is removed at the end."""
         done = threading.Event()
         with self._lock:
             self._erase()

@@ -91,7 +91,7 @@ def run_training(
 
     Raises:
         RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
-            run in the folder goes on.
+            run is writing to the folder.
         CheckpointError: a checkpoint of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """

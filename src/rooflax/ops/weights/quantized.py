@@ -53,7 +53,7 @@ class Quantized(StoredOperand):
         packing: "panels" or "matrix".
         grouped: each 32 inputs of an output share a scale, else all of them.
         nibbles: a byte holds two codes.
-        has_matrix: its codes can lie as TPU kernels read them.
+        has_matrix: `as_matrix` can pack its codes for TPU kernels.
         zero: the code of zero.
         broken_scale: what makes of every code NaN.
         most: the largest magnitude that is held.

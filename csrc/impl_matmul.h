@@ -2,9 +2,20 @@
 
 // Writes `count` sums of a row from column n on.
 inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, const float* sums) {
-  float* y = out.y + row * out.outer + n;
-  const float* residual = out.residual ? out.residual + row * out.outer + n : nullptr;
   const float* bias = out.bias ? out.bias + n : nullptr;
+  const int64_t at = row * out.outer + n;
+  if (out.halves) {
+    auto* y = static_cast<uint16_t*>(out.y) + at;
+    const auto* residual = out.residual ? static_cast<const uint16_t*>(out.residual) + at : nullptr;
+    return EachVector(count, [&](int64_t i, int64_t n) {
+      F16 total = LoadSome(sums + i, n);
+      if (bias) total += LoadSome(bias + i, n);
+      if (residual) total += LoadSome(residual + i, n);
+      StoreSome(y + i, ToBfloat16(total), n);
+    });
+  }
+  float* y = static_cast<float*>(out.y) + at;
+  const float* residual = out.residual ? static_cast<const float*>(out.residual) + at : nullptr;
   if (bias && residual) {
     for (int64_t i = 0; i < count; ++i) y[i] = sums[i] + bias[i] + residual[i];
   } else if (bias || residual) {
@@ -301,19 +312,17 @@ void MatmulPart(const MatmulArgs& a) {
 }
 
 // The parts' sums added up in their order, into the output.
-void AddPartsOf(const MatmulArgs& a, int64_t parts) {
+void AddParts(const MatmulArgs& a) {
   const int64_t width = a.end - a.begin;
   for (int64_t m = 0; m < a.rows; ++m) {
     float* total = a.parts + m * a.parts_stride + a.begin - a.parts_begin;
-    for (int64_t part = 1; part < parts; ++part) {
+    for (int64_t part = 1; part < NumParts(a.inner); ++part) {
       const float* more = total + part * a.parts_size;
       for (int64_t n = 0; n < width; ++n) total[n] += more[n];
     }
     Finish(a.out, m, a.begin, width, total);
   }
 }
-
-void AddParts(const MatmulArgs& a) { AddPartsOf(a, NumParts(a.inner)); }
 
 // ---- Many rows of x ----
 

@@ -5,15 +5,19 @@
 
 // Writes a panel's sums of a row, as far as the outputs go.
 inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums) {
-  const int64_t n = panel * kPanel, count = std::min(kPanel, out.outer - n);
+  const int64_t n = panel * kPanel, count = std::min(kPanel, out.outer - n), at = row * out.outer + n;
   if (count < kPanel) {
     float lane[kPanel];
     Store(lane, sums);
     return Finish(out, row, n, count, lane);
   }
   if (out.bias) sums += Load<F16>(out.bias + n);
-  if (out.residual) sums += Load<F16>(out.residual + row * out.outer + n);
-  Store(out.y + row * out.outer + n, sums);
+  if (out.halves) {
+    if (out.residual) sums += LoadSome(static_cast<const uint16_t*>(out.residual) + at, kPanel);
+    return Store(static_cast<uint16_t*>(out.y) + at, ToBfloat16(sums));
+  }
+  if (out.residual) sums += Load<F16>(static_cast<const float*>(out.residual) + at);
+  Store(static_cast<float*>(out.y) + at, sums);
 }
 
 // The most rows of a tile, and of the matmuls that are made in one tile.

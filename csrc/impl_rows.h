@@ -19,6 +19,17 @@ ROOFLAX_INLINE F16 LoadSome(const float* from, int64_t count) {
   return count == kLanes ? Load<F16>(from) : LoadPadded(from, count, 0.0f);
 }
 
+// Of bfloat16, as float32.
+ROOFLAX_INLINE F16 LoadSome(const uint16_t* from, int64_t count) {
+  uint16_t some[kLanes] = {};
+  if (count < kLanes) from = static_cast<const uint16_t*>(std::memcpy(some, from, static_cast<size_t>(2 * count)));
+  return As<F16>(LoadLanes(from) << 16);
+}
+
+ROOFLAX_INLINE void StoreSome(uint16_t* to, H16 values, int64_t count) {
+  std::memcpy(to, &values, static_cast<size_t>(2 * count));
+}
+
 ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
   if (count == kLanes) return Store(to, values);
   float lane[kLanes];
@@ -143,6 +154,10 @@ inline void NarrowEach(const float* x, uint16_t* out, int64_t count, const Conve
   } else if (width == Width::kFloat16) {
     NarrowEach(x, static_cast<uint16_t*>(out), count, [](F16 values) { return ToHalf(values); });
   }
+}
+
+void Widen(const uint16_t* x, float* out, int64_t count) {
+  EachVector(count, [&](int64_t i, int64_t n) { StoreSome(out + i, LoadSome(x + i, n), n); });
 }
 
 // ---- As bytes ----

@@ -53,139 +53,101 @@ void SplitTerms(const SplitArgs& a) {
   a.num_terms == 1 ? SplitRow<1>(a) : SplitRow<kMostTerms>(a);
 }
 
-// ---- A matrix [inner, outer] ----
-
-// 32 rows of w, of which `count` are there, by 32 columns, of which `columns` are: two tiles, each of 16
-// pairs of rows by 16 columns.
-ROOFLAX_INLINE void PackPairs(const uint16_t* w, int64_t step, int64_t count, int64_t columns,
-                              uint8_t* to, int64_t apart) {
-  typedef uint16_t H32 __attribute__((vector_size(64)));
-  constexpr H32 kLow = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  constexpr H32 kHigh = kLow + 16;
-  const auto row_of = [&](int64_t k) {
-    if (k >= count) return H32{};
-    if (columns >= 2 * kPanel) return Load<H32>(w + k * step);
-    uint16_t some[2 * kPanel] = {};
-    std::copy(w + k * step, w + k * step + columns, some);
-    return Load<H32>(some);
-  };
-  for (int64_t pair = 0; pair < 16; ++pair) {
-    const H32 first = row_of(2 * pair), second = row_of(2 * pair + 1);
-    Store(to + pair * 64, __builtin_shuffle(first, second, kLow));
-    Store(to + apart + pair * 64, __builtin_shuffle(first, second, kHigh));
-  }
-}
+// ---- Panels of pairs ----
 
 // Where the terms of rows [row, row + count) lie, of the block numbered `block`.
 ROOFLAX_INLINE const uint16_t* TermsAt(const MatmulArgs& a, int64_t row, int64_t count, int64_t block) {
   return a.terms + (row * NumTermBlocks(a.inner) + block * count) * a.num_terms * kTermBlock;
 }
 
-constexpr int64_t kPartAhead = 128;  // columns that are fetched before they are needed
+// Bytes that few rows fetch ahead, and many; and lines of a block.
+constexpr int64_t kPairsAhead = 1024, kManyAhead = 2048, kPairLines = kTermBlock / 2;
 
-// Few rows: one part's sums of columns [begin, end), which stay in the first cache while 32 rows of w
-// stream past them.
+// Up to a tile of rows times two panels at once, which stream past it.
 template <int kTerms>
-void PartByTiles(const MatmulArgs& a) {
-  constexpr int kFirst = 0, kTerm = 2, kPacked = 6;  // tiles: two of sums, the terms, two of w
-  TileShapes shapes;
-  for (int i = 0; i < 2; ++i) {
-    shapes.Set(kFirst + i, a.rows, 64);
-    shapes.Set(kPacked + i, 16, 64);
+struct FewRowsOfPairs {
+  static constexpr int kTerm = 2, kWeights = 2 + kTerms;  // tiles: two of sums, the terms, and of w
+  const MatmulArgs& a;
+
+  TileShapes Shapes() const {
+    TileShapes shapes;
+    for (int i = 0; i < kWeights; ++i) shapes.Set(i, a.rows, 64);
+    shapes.Set(kWeights, kPairLines, 64);
+    return shapes;
   }
-  for (int i = 0; i < kTerms; ++i) shapes.Set(kTerm + i, a.rows, 64);
-  const ConfiguredTiles configured(shapes);
-  const int64_t outer = a.out.outer, stride = a.parts_stride * 4;
-  alignas(64) uint8_t packed[2][1024];
-  alignas(64) float rest[2][kTileHeight][kPanel];  // the sums of a last stripe that is not whole
-  const int64_t part_length = TermPartLength(a.inner), k_begin = a.part * part_length;
-  const int64_t k_end = std::min(a.inner, k_begin + part_length);
-  for (int64_t k = k_begin; k < k_end; k += kTermBlock) {
-    const uint16_t* x = TermsAt(a, 0, a.rows, k / kTermBlock);
-    LoadTile<kTerm>(x, 64);
+
+  template <int kSum>
+  void Add(const uint8_t* lines) const {
+    Prefetch(lines + kPairsAhead, kPairLines);
+    LoadTile<kWeights>(lines, 64);
+    AddBfloat16<kSum, kTerm, kWeights>();
     if constexpr (kTerms == 3) {
-      LoadTile<kTerm + 1>(x + a.rows * kTermBlock, 64);
-      LoadTile<kTerm + 2>(x + 2 * a.rows * kTermBlock, 64);
+      AddBfloat16<kSum, kTerm + 1, kWeights>();
+      AddBfloat16<kSum, kTerm + 2, kWeights>();
     }
-    const auto* w = static_cast<const uint16_t*>(a.w) + k * outer;
-    const int64_t count = std::min(kTermBlock, a.inner - k);
-    for (int64_t n = a.begin; n < a.end; n += 2 * kPanel) {
-      const int64_t columns = std::min(2 * kPanel, a.end - n);
-      for (int64_t i = 0; i < count; ++i) __builtin_prefetch(w + i * outer + n + kPartAhead);
-      PackPairs(w + n, outer, count, columns, packed[0], sizeof(packed[0]));
-      const bool whole = columns == 2 * kPanel;
-      float* sums = whole ? a.parts + n - a.parts_begin : rest[0][0];
-      float* second = whole ? sums + kPanel : rest[1][0];
-      const int64_t step = whole ? stride : 64;
-      if (k == k_begin) {
-        ZeroTile<kFirst>();
-        ZeroTile<kFirst + 1>();
-      } else {
-        LoadTile<kFirst>(sums, step);
-        LoadTile<kFirst + 1>(second, step);
-      }
-      LoadTile<kPacked>(packed[0], 64);
-      LoadTile<kPacked + 1>(packed[1], 64);
-      AddBfloat16<kFirst, kTerm, kPacked>();
-      AddBfloat16<kFirst + 1, kTerm, kPacked + 1>();
+  }
+
+  void Run(int64_t panel, int64_t count) const {
+    const int64_t blocks = NumTermBlocks(a.inner), panel_bytes = blocks * kPairBlockBytes;
+    const auto* first = static_cast<const uint8_t*>(a.w) + panel * panel_bytes;
+    const uint8_t* second = count == 2 ? first + panel_bytes : first;
+    const uint16_t* x = a.terms;
+    ZeroTile<0>();
+    ZeroTile<1>();
+    for (int64_t at = 0; at < panel_bytes; at += kPairBlockBytes, x += kTerms * a.rows * kTermBlock) {
+      LoadTile<kTerm>(x, 64);
       if constexpr (kTerms == 3) {
-        AddBfloat16<kFirst, kTerm + 1, kPacked>();
-        AddBfloat16<kFirst + 1, kTerm + 1, kPacked + 1>();
-        AddBfloat16<kFirst, kTerm + 2, kPacked>();
-        AddBfloat16<kFirst + 1, kTerm + 2, kPacked + 1>();
+        LoadTile<kTerm + 1>(x + a.rows * kTermBlock, 64);
+        LoadTile<kTerm + 2>(x + 2 * a.rows * kTermBlock, 64);
       }
-      StoreTile<kFirst>(sums, step);
-      StoreTile<kFirst + 1>(second, step);
+      Add<0>(first + at);
+      Add<1>(second + at);
+    }
+    alignas(64) float sums[2][kTileHeight][kPanel];
+    StoreTile<0>(sums[0][0], 64);
+    StoreTile<1>(sums[1][0], 64);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t m = 0; m < a.rows; ++m) FinishPanel(a.out, m, panel + i, Load<F16>(sums[i][m]));
     }
   }
-  const int64_t left = (a.end - a.begin) % (2 * kPanel), n = a.end - left;
-  for (int64_t m = 0; left > 0 && m < a.rows; ++m) {
-    for (int64_t i = 0; i < left; ++i) {
-      a.parts[m * a.parts_stride + n + i - a.parts_begin] = rest[i / kPanel][m][i % kPanel];
-    }
-  }
-}
+};
 
-void MatmulPartByTiles(const MatmulArgs& a) {
-  if (a.terms == nullptr || a.inner == 0) return MatmulPart(a);
-  a.num_terms == 1 ? PartByTiles<1>(a) : PartByTiles<kMostTerms>(a);
-}
-
-void AddPartsOfTiles(const MatmulArgs& a) {
-  if (a.terms == nullptr) return AddParts(a);
-  AddPartsOf(a, NumTermParts(a.inner));
-}
-
-// Blocks of w that are packed at a time, panels of them, and rows of x that they meet.
-constexpr int64_t kPackedBlocks = 32, kPackedPanels = 16, kRowsTogether = 256;
+// Panels, and blocks of them, that stay in the second cache while up to so many rows meet them; and blocks
+// of two tiles of rows that stay in the first while all those panels do.
+constexpr int64_t kNearPanels = 16, kStretch = 32, kRowsTogether = 512;
+template <int kTerms>
+constexpr int64_t kNearBlocks = kTerms == 1 ? 14 : 7;
 constexpr int64_t kTileFloats = kTileHeight * kPanel, kFourTiles = 4 * kTileFloats;
 
-// Two tiles of rows (the second maybe absent), times two panels, over `blocks` blocks.
+// Two tiles of rows (the second maybe absent) times panels two by two.
 template <int kTerms>
-struct MatrixTiles {
+struct ManyRowsOfPairs {
   const MatmulArgs& a;
   int64_t row, counts[2];
+  float* sums;  // [pairs of panels, 2 tiles, 2 panels, 16, 16]
 
-  // sums: [2 tiles, 2 panels, 16, 16], of a part that begins with the first block, or went on before it.
-  void Run(int64_t block, int64_t blocks, const uint8_t* first, const uint8_t* second, float* sums,
-           bool begins) const {
-    if (begins) {
+  // Blocks [block, end) of two panels.
+  void Add(const uint8_t* first, const uint8_t* second, int64_t block, int64_t end, float* own) const {
+    if (block == 0) {
       ZeroTile<kSums>();
       ZeroTile<kSums + 1>();
       ZeroTile<kSums + 2>();
       ZeroTile<kSums + 3>();
     } else {
-      LoadTile<kSums>(sums, 64);
-      LoadTile<kSums + 1>(sums + kTileFloats, 64);
-      LoadTile<kSums + 2>(sums + 2 * kTileFloats, 64);
-      LoadTile<kSums + 3>(sums + 3 * kTileFloats, 64);
+      LoadTile<kSums>(own, 64);
+      LoadTile<kSums + 1>(own + kTileFloats, 64);
+      LoadTile<kSums + 2>(own + 2 * kTileFloats, 64);
+      LoadTile<kSums + 3>(own + 3 * kTileFloats, 64);
     }
     const uint16_t* x = TermsAt(a, row, counts[0], block);
     const uint16_t* y = TermsAt(a, row + counts[0], counts[1], block);
-    for (int64_t i = 0; i < blocks; ++i) {
-      LoadTile<kWeights>(first + i * 1024, 64);
-      LoadTile<kWeights + 1>(second + i * 1024, 64);
+    for (int64_t i = block; i < end; ++i) {
+      if (row == 0) {
+        Prefetch(first + i * kPairBlockBytes + kManyAhead, kPairLines);
+        Prefetch(second + i * kPairBlockBytes + kManyAhead, kPairLines);
+      }
+      LoadPassingTile<kWeights>(first + i * kPairBlockBytes, 64);
+      LoadPassingTile<kWeights + 1>(second + i * kPairBlockBytes, 64);
       for (int term = 0; term < kTerms; ++term, x += counts[0] * kTermBlock, y += counts[1] * kTermBlock) {
         LoadTile<kRows>(x, 64);
         AddBfloat16<kSums, kRows, kWeights>();
@@ -196,76 +158,71 @@ struct MatrixTiles {
         AddBfloat16<kSums + 3, kRows + 1, kWeights + 1>();
       }
     }
-    StoreTile<kSums>(sums, 64);
-    StoreTile<kSums + 1>(sums + kTileFloats, 64);
-    StoreTile<kSums + 2>(sums + 2 * kTileFloats, 64);
-    StoreTile<kSums + 3>(sums + 3 * kTileFloats, 64);
+    StoreTile<kSums>(own, 64);
+    StoreTile<kSums + 1>(own + kTileFloats, 64);
+    StoreTile<kSums + 2>(own + 2 * kTileFloats, 64);
+    StoreTile<kSums + 3>(own + 3 * kTileFloats, 64);
+  }
+
+  // Blocks [block, end) of panels [begin, last).
+  void Run(int64_t begin, int64_t last, int64_t block, int64_t end) const {
+    const int64_t panel_bytes = NumTermBlocks(a.inner) * kPairBlockBytes;
+    for (int64_t next; block < end; block = next) {
+      next = std::min(end, block + kNearBlocks<kTerms>);
+      for (int64_t panel = begin; panel < last; panel += 2) {
+        const auto* first = static_cast<const uint8_t*>(a.w) + panel * panel_bytes;
+        const uint8_t* second = panel + 1 < last ? first + panel_bytes : first;
+        Add(first, second, block, next, sums + (panel - begin) / 2 * kFourTiles);
+      }
+    }
+  }
+
+  void Finish(int64_t begin, int64_t last) const {
+    for (int64_t m = 0; m < counts[0] + counts[1]; ++m) {
+      const int64_t tile = m < counts[0] ? 0 : 1, line = m - tile * counts[0];
+      for (int64_t panel = begin; panel < last; ++panel) {
+        const float* four = sums + (panel - begin) / 2 * kFourTiles;
+        const float* own = four + (tile * 2 + (panel - begin) % 2) * kTileFloats + line * kPanel;
+        FinishPanel(a.out, row + m, panel, Load<F16>(own));
+      }
+    }
   }
 };
 
-// Rows [row, row + rows) times the columns of at most kPackedPanels panels from column n on.
 template <int kTerms>
-void BlockByTiles(const MatmulArgs& a, int64_t row, int64_t rows, int64_t n) {
-  static thread_local BlockMemory memory;
-  const int64_t columns = std::min(kPackedPanels * kPanel, a.end - n);
-  const int64_t panels = (columns + 2 * kPanel - 1) / (2 * kPanel) * 2;  // an even number
-  const int64_t tiles = (rows + 2 * kTileHeight - 1) / (2 * kTileHeight) * 2;
-  const int64_t panel_bytes = kPackedBlocks * 1024, size = tiles * panels * kTileFloats;
-  auto* packed = reinterpret_cast<uint8_t*>(memory.packed.Of(panels * panel_bytes / 4));
-  float *sums = memory.current.Of(size), *done = memory.done.Of(size);
-  const int64_t blocks = NumTermBlocks(a.inner), step = a.out.outer;
-  const int64_t part_blocks = NumTermBlocks(TermPartLength(a.inner));
-  for (int64_t block = 0, end; block < blocks; block = end) {
-    end = std::min(blocks, block + kPackedBlocks);
-    for (int64_t i = block; i < end; ++i) {
-      const int64_t k = i * kTermBlock, count = std::min(kTermBlock, a.inner - k);
-      const auto* w = static_cast<const uint16_t*>(a.w) + k * step + n;
-      for (int64_t p = 0; p < panels; p += 2) {
-        uint8_t* to = packed + p * panel_bytes + (i - block) * 1024;
-        for (int64_t m = 0; m < count; ++m) __builtin_prefetch(w + (m + kTermBlock) * step + p * kPanel);
-        PackPairs(w + p * kPanel, step, count, columns - p * kPanel, to, panel_bytes);
-      }
-    }
-    for (int64_t tile = 0; tile < tiles; tile += 2) {
-      const int64_t first = row + tile * kTileHeight, left = row + rows - first;
-      const int64_t counts[2] = {std::min(left, kTileHeight),
-                                 std::clamp<int64_t>(left - kTileHeight, 0, kTileHeight)};
-      const ConfiguredTiles configured(ShapesOfFour(counts));
-      const MatrixTiles<kTerms> two{a, first, {counts[0], counts[1]}};
-      for (int64_t p = 0; p < panels; p += 2) {
-        const uint8_t* from = packed + p * panel_bytes;
-        const int64_t at = (tile / 2 * (panels / 2) + p / 2) * kFourTiles;
-        for (int64_t i = block, next; i < end; i = next) {  // parts, or what of them is packed
-          next = std::min(end, (i / part_blocks + 1) * part_blocks);
-          const uint8_t* lines = from + (i - block) * 1024;
-          two.Run(i, next - i, lines, lines + panel_bytes, sums + at, i % part_blocks == 0);
-          if (next % part_blocks != 0 && next < blocks) continue;
-          for (int64_t j = at; j < at + kFourTiles; j += kLanes) {
-            const F16 part = Load<F16>(sums + j);
-            Store(done + j, i < part_blocks ? part : Load<F16>(done + j) + part);
-          }
+void PairsByTerms(const MatmulArgs& a) {
+  if (a.rows <= kTileHeight) {
+    const FewRowsOfPairs<kTerms> rows{a};
+    const ConfiguredTiles configured(rows.Shapes());
+    for (int64_t panel = a.begin; panel < a.end; panel += 2) rows.Run(panel, std::min<int64_t>(2, a.end - panel));
+    return;
+  }
+  static thread_local Lines sums;
+  constexpr int64_t kFloats = kNearPanels / 2 * kFourTiles;  // of two tiles of rows
+  const int64_t blocks = NumTermBlocks(a.inner), tiles = std::min(kRowsTogether, a.rows + 2 * kTileHeight - 1);
+  float* all = sums.Of(tiles / (2 * kTileHeight) * kFloats);
+  for (int64_t from = 0; from < a.rows; from += kRowsTogether) {
+    for (int64_t begin = a.begin; begin < a.end; begin += kNearPanels) {
+      const int64_t last = std::min(a.end, begin + kNearPanels);
+      for (int64_t block = 0; block < blocks; block += kStretch) {
+        const int64_t end = std::min(blocks, block + kStretch);
+        float* own = all;
+        for (int64_t row = from; row < std::min(a.rows, from + kRowsTogether); row += 2 * kTileHeight, own += kFloats) {
+          const int64_t left = a.rows - row, first = std::min(left, kTileHeight);
+          const int64_t counts[2] = {first, std::min(left - first, kTileHeight)};
+          const ConfiguredTiles configured(ShapesOfFour(counts));
+          const ManyRowsOfPairs<kTerms> tiles_of_rows{a, row, {counts[0], counts[1]}, own};
+          tiles_of_rows.Run(begin, last, block, end);
+          if (end == blocks) tiles_of_rows.Finish(begin, last);
         }
       }
     }
   }
-  for (int64_t m = 0; m < rows; ++m) {
-    const int64_t tile = m / kTileHeight;
-    for (int64_t p = 0; p * kPanel < columns; ++p) {
-      const float* four = done + (tile / 2 * (panels / 2) + p / 2) * kFourTiles;
-      const float* own = four + (tile % 2 * 2 + p % 2) * kTileFloats + m % kTileHeight * kPanel;
-      FinishPanel(a.out, row + m, n / kPanel + p, Load<F16>(own));
-    }
-  }
 }
 
-void MatmulByTiles(const MatmulArgs& a) {
-  if (a.terms == nullptr || a.inner == 0) return Matmul(a);
-  for (int64_t n = a.begin; n < a.end; n += kPackedPanels * kPanel) {
-    for (int64_t row = 0; row < a.rows; row += kRowsTogether) {
-      const int64_t rows = std::min(kRowsTogether, a.rows - row);
-      a.num_terms == 1 ? BlockByTiles<1>(a, row, rows, n) : BlockByTiles<kMostTerms>(a, row, rows, n);
-    }
-  }
+void PairsByTiles(const MatmulArgs& a) {
+  if (a.terms == nullptr || a.inner == 0) return Pairs(a);
+  a.num_terms == 1 ? PairsByTerms<1>(a) : PairsByTerms<kMostTerms>(a);
 }
 
 // ---- A table [outer, inner] ----

@@ -17,10 +17,11 @@ enum class Width { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
 // Where a matmul goes: y[m, n] = x @ w + bias[n] + residual[m, n].
 struct Output {
-  float* y;  // [rows, outer]
+  void* y;  // [rows, outer]
   const float* bias;  // [outer] or null
-  const float* residual;  // [rows, outer] or null
+  const void* residual;  // [rows, outer] or null
   int64_t outer;
+  bool halves = false;  // y and residual are bfloat16; else float32
 };
 
 // A matmul with a matrix is summed in at most four parts of its inputs, each in one order of k, and
@@ -40,14 +41,9 @@ constexpr int64_t kFewRows = 16;  // the most that `matmul_part` takes
 // kTermBlock inputs, the last filled up with zeros.
 constexpr int64_t kTermBlock = 32, kMostTerms = 3;
 inline int64_t NumTermBlocks(int64_t inner) { return (inner + kTermBlock - 1) / kTermBlock; }
-// At most four parts of the inputs, as those of `PartLength`: each is memory that lies together.
-inline int64_t TermPartLength(int64_t inner) {
-  const int64_t quarter = (inner + 4 * kTermBlock - 1) / (4 * kTermBlock) * kTermBlock;
-  return quarter < 64 ? 64 : quarter;
-}
-inline int64_t NumTermParts(int64_t inner) {
-  return inner == 0 ? 1 : (inner + TermPartLength(inner) - 1) / TermPartLength(inner);
-}
+// Panels of pairs: bfloat16 as [outer / 16, inner / 32, 16, 16, 2], the last block and panel filled up with
+// zeros; a block is a tile of AMX.
+constexpr int64_t kPairBlockBytes = kTermBlock * kPanel * 2;
 
 // One row of a tile of `rows`, as terms: [blocks, num_terms, rows, kTermBlock], or, as the tile of a table
 // wants them, [blocks, num_terms, kTermBlock / 2, rows, 2]. The high bits of a number, of what is left of
@@ -63,9 +59,9 @@ struct SplitArgs {
 // sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
   const float* x;  // [rows, inner]; where rows of w are short, as `order_inputs` leaves them
-  const void* w;  // [inner, outer]; for `unembed` [outer, inner]
+  const void* w;  // [inner, outer]; for `unembed` [outer, inner]; for `pairs` panels of pairs
   Output out;
-  int64_t rows, inner, begin, end;
+  int64_t rows, inner, begin, end;  // of `pairs` panels
   Width width;
   // Of `matmul_part` and `add_parts`: sums [parts, rows, columns from parts_begin on].
   float* parts;  // of `matmul_part`: where the sums of the part numbered `part` begin
@@ -264,12 +260,14 @@ struct Kernels {
   void (*matmul)(const MatmulArgs&);  // any number of rows; columns from a multiple of kPanel on
   void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
   void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums
+  void (*pairs)(const MatmulArgs&);
   void (*unembed)(const MatmulArgs&);
   void (*before)(const BeforeArgs&, const float* x, float* out);
   void (*quantize_row)(const QuantizeRowsArgs&);
   void (*quantize_groups)(const QuantizeGroupsArgs&);
   // x as bfloat16 or float16, to nearest even; as float32 it is copied.
   void (*narrow)(const float* x, void* out, int64_t count, Width width);
+  void (*widen)(const uint16_t* x, float* out, int64_t count);  // bfloat16 as float32
   void (*bytes)(const PackedArgs&);  // activations in bytes; not kFp8
   void (*packed)(const PackedArgs&);  // activations in float32
   void (*attend)(const AttendArgs&);

@@ -31,6 +31,7 @@ namespace {
 #include "impl_matmul.h"
 #include "impl_table.h"
 #include "impl_packed.h"
+#include "impl_pairs.h"
 #include "impl_blocks.h"
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 #if defined(ROOFLAX_TILES)
@@ -47,24 +48,23 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
                             kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
                             kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom}
 constexpr auto kBytes = BytesByTiles;
-constexpr auto kMatmul = MatmulByTiles, kMatmulPart = MatmulPartByTiles, kAddParts = AddPartsOfTiles;
-constexpr auto kUnembed = UnembedByTiles;
+constexpr auto kPairs = PairsByTiles, kUnembed = UnembedByTiles;
 constexpr void (*kSplit)(const SplitArgs&) = SplitTerms;
 #else
 #define ROOFLAX_TILED_FROM {kNever, kNever, kNever, kNever, kNever, \
                             kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever}
 constexpr auto kBytes = Bytes;
-constexpr auto kMatmul = Matmul, kMatmulPart = MatmulPart, kAddParts = AddParts, kUnembed = Unembed;
+constexpr auto kPairs = Pairs, kUnembed = Unembed;
 constexpr void (*kSplit)(const SplitArgs&) = nullptr;
 #endif
 
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   ROOFLAX_TILED_FROM, kRowOffset,
-                          kShortRow,        kSplit,      OrderInputs,    kMatmul,
-                          kMatmulPart,      kAddParts,   kUnembed,       RunBefore,
-                          QuantizeRow,      QuantizeGroups, Narrow,      kBytes,
-                          Packed,           Attend,      Argmax,         Above,
-                          ExpTotal,         ExpEach,     SumsAbove,      Draw,
-                          kColumnsAtOnce,   Delta};
+                          kShortRow,        kSplit,      OrderInputs,        Matmul,
+                          MatmulPart,       AddParts,    kPairs,             kUnembed,
+                          RunBefore,        QuantizeRow, QuantizeGroups,     Narrow,
+                          Widen,            kBytes,      Packed,             Attend,
+                          Argmax,           Above,       ExpTotal,           ExpEach,
+                          SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

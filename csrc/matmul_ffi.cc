@@ -21,24 +21,26 @@
 namespace rooflax {
 namespace {
 
-// The two of plain weights, then every Code.
-enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4 };
+// Two of plain weights, every Code, and one more of plain weights.
 constexpr int64_t kCodesFrom = 2;
+enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4, kPairs = kCodesFrom + kCodes };
 // By the names of ops/formats.py.
 constexpr std::pair<const char*, Layout> kLayouts[] = {
     {"matrix", Layout::kMatrix}, {"table", Layout::kTable}, {"int8", Layout::kInt8},
     {"fp8", Layout::kFp8}, {"int8-g32", Layout::kInt8Groups}, {"int4", Layout::kInt4},
-    {"mxfp4", Layout::kMxfp4}};
+    {"mxfp4", Layout::kMxfp4}, {"pairs", Layout::kPairs}};
 constexpr std::pair<const char*, Code> kBlockTypes[] = {
     {"q4_1", Code::kQ4_1}, {"q5_0", Code::kQ5_0}, {"q5_1", Code::kQ5_1}, {"q2_k", Code::kQ2K},
     {"q3_k", Code::kQ3K}, {"q4_k", Code::kQ4K}, {"q5_k", Code::kQ5K}, {"q6_k", Code::kQ6K},
     {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}};
 
 struct Inputs {
-  F32 x;
+  ffi::AnyBuffer x;
   ffi::AnyBuffer w, w_scale;
   ffi::Buffer<ffi::S32> w_sum;
-  F32 bias, residual, norm_weight, norm_bias;
+  F32 bias;
+  ffi::AnyBuffer residual;
+  F32 norm_weight, norm_bias;
   ffi::Buffer<ffi::S32> select, num_rows;
 };
 
@@ -47,6 +49,7 @@ struct Matmul {
   Layout layout;
   bool bytes;  // activations as int8
   bool ordered;  // inputs in the order in which a matrix is read
+  bool half_rows, half_sums;  // x, and y with what is added to it, are bfloat16
   bool narrow;  // rows are rounded to bfloat16 before they meet weights of bfloat16
   int64_t num_terms;  // of bfloat16 that rows are split into; 0 where they are not
   BeforeArgs before;
@@ -58,8 +61,9 @@ struct Matmul {
   BlockTraits block;  // of packed weights
   int64_t super_groups = 1;  // see PackedArgs
 
-  int64_t Parts() const { return num_terms > 0 ? NumTermParts(inner) : NumParts(inner); }
-  bool IsPacked() const { return layout != Layout::kMatrix && layout != Layout::kTable; }
+  bool IsPacked() const {
+    return layout != Layout::kMatrix && layout != Layout::kTable && layout != Layout::kPairs;
+  }
   bool IsPerOutput() const { return layout == Layout::kInt8 || layout == Layout::kFp8; }
 };
 
@@ -127,28 +131,49 @@ void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
 }
 
 void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
-  if (!Fits(Rank(in.w) == axis + 2, why, "rank of w")) return;
+  const bool table = p.layout == Layout::kTable, pairs = p.layout == Layout::kPairs;
+  if (!Fits(Rank(in.w) == axis + (pairs ? 5 : 2), why, "rank of w")) return;
   Fits(WidthOf(in.w.element_type(), p.width) && IsPlain(p.width), why, "type of w");
-  const bool table = p.layout == Layout::kTable;
-  Fits(Dim(in.w, axis + (table ? 1 : 0)) == p.inner, why, "inputs of w");
-  Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");
   Fits(!p.bytes, why, "activations in bytes");
-  const int64_t row_bytes = p.outer * (p.width == Width::kFloat32 ? 4 : 2);
-  const Kernels& kernels = ChosenKernels();
   const bool halves = p.width == Width::kBfloat16;
+  const Kernels& kernels = ChosenKernels();
   p.narrow = p.narrow && halves;
-  p.num_terms = !halves || kernels.split == nullptr ? 0 : p.narrow ? 1 : kMostTerms;
-  p.ordered = !table && p.num_terms == 0 && row_bytes < kernels.short_row;
   p.stride = p.inner;
   p.groups = 0;
-  p.units = p.outer;
-  p.unit = table ? 48 : 32;
-  p.least = table ? 48 : 64;
+  if (pairs) {
+    const int64_t panels = (p.outer + kPanel - 1) / kPanel;
+    Fits(halves, why, "type of w");
+    Fits(Dim(in.w, axis) == panels, why, "outputs of w");
+    Fits(Dim(in.w, axis + 1) == NumTermBlocks(p.inner), why, "inputs of w");
+    Fits(Dim(in.w, axis + 2) == kTermBlock / 2 && Dim(in.w, axis + 3) == kPanel && Dim(in.w, axis + 4) == 2, why,
+         "shape of w");
+    p.units = panels;
+    p.unit = p.least = 4;
+  } else {
+    const int64_t row_bytes = p.outer * (p.width == Width::kFloat32 ? 4 : 2);
+    Fits(Dim(in.w, axis + (table ? 1 : 0)) == p.inner, why, "inputs of w");
+    Fits(Dim(in.w, axis + (table ? 0 : 1)) == p.outer, why, "outputs of w");
+    p.ordered = !table && row_bytes < kernels.short_row;
+    p.units = p.outer;
+    p.unit = table ? 48 : 32;
+    p.least = table ? 48 : 64;
+  }
+  const bool terms = (table || pairs) && halves && kernels.split != nullptr;
+  p.num_terms = !terms ? 0 : p.narrow ? 1 : kMostTerms;
 }
 
 // What is wrong with the shapes, or null.
-const char* Check(const Inputs& in, const F32& y, Matmul& p) {
+const char* Check(const Inputs& in, const ffi::AnyBuffer& y, Matmul& p) {
   const char* why = nullptr;
+  const auto is_half = [](const ffi::AnyBuffer& buffer, bool& half) {
+    half = buffer.element_type() == ffi::DataType::BF16;
+    return half || buffer.element_type() == ffi::DataType::F32;
+  };
+  Fits(is_half(in.x, p.half_rows), why, "type of x");
+  Fits(is_half(y, p.half_sums), why, "type of y");
+  bool half_residual = false;
+  Fits(is_half(in.residual, half_residual), why, "type of residual");
+  Fits(in.residual.element_count() == 0 || half_residual == p.half_sums, why, "type of residual");
   if (!Fits(Rank(in.x) == 2 && Rank(y) == 2, why, "rank of x")) return why;
   p.rows = Dim(in.x, 0);
   p.x_width = Dim(in.x, 1);
@@ -269,10 +294,20 @@ void RoundToBfloat16(float* x, int64_t count) {
 // Of the terms of a row.
 int64_t TermNumbers(const Matmul& p) { return NumTermBlocks(p.inner) * kTermBlock * p.num_terms; }
 
+// Row i of x in float32.
+const float* WideRow(const Inputs& in, const Matmul& p, int64_t i) {
+  if (!p.half_rows) return static_cast<const float*>(in.x.untyped_data()) + i * p.x_width;
+  static thread_local std::vector<float> row;
+  row.resize(static_cast<size_t>(p.x_width));
+  const auto* from = static_cast<const uint16_t*>(in.x.untyped_data()) + i * p.x_width;
+  ChosenKernels().widen(from, row.data(), p.x_width);
+  return row.data();
+}
+
 void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
   const Kernels& kernels = ChosenKernels();
-  const float* x = in.x.typed_data() + out.order[i] * p.x_width;
+  const float* x = WideRow(in, p, out.order[i]);
   if (p.num_terms > 0) {
     static thread_local std::vector<float> own;
     if (before.kind != Before::kNone) {
@@ -346,7 +381,7 @@ void MultiplyParts(MatmulArgs args, int64_t count) {
 MatmulArgs PlainArgs(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run,
                      const Output& out, int64_t begin, int64_t end) {
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
-  const float* x = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
+  const float* x = rows.wide.empty() ? static_cast<const float*>(in.x.untyped_data()) : rows.wide.data();
   MatmulArgs args{};
   args.x = x + run.begin * p.inner;
   args.w = w;
@@ -361,17 +396,20 @@ MatmulArgs PlainArgs(const Inputs& in, const Matmul& p, const Prepared& rows, co
   return args;
 }
 
-Output OutputOf(const Inputs& in, const Matmul& p, const Run& run, float* y) {
+int64_t SumBytes(const Matmul& p) { return p.half_sums ? 2 : 4; }
+
+Output OutputOf(const Inputs& in, const Matmul& p, const Run& run, char* y) {
   const float* bias = OrNull(in.bias);
   const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
   if (biases > 1) bias += run.member % biases * p.outer;
-  const float* residual = OrNull(in.residual);
-  return {y + run.begin * p.outer, bias, residual ? residual + run.begin * p.outer : nullptr,
-          p.outer};
+  const int64_t skipped = run.begin * p.outer * SumBytes(p);
+  const bool adds = in.residual.element_count() > 0;
+  const char* residual = adds ? static_cast<const char*>(in.residual.untyped_data()) + skipped : nullptr;
+  return {y + skipped, bias, residual, p.outer, p.half_sums};
 }
 
 // Columns or panels [begin, end) of one run's matmul.
-void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run, float* y,
+void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run, char* y,
               int64_t begin, int64_t end) {
   const Kernels& kernels = ChosenKernels();
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
@@ -379,10 +417,11 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   const int64_t count = run.end - run.begin;
   if (!p.IsPacked()) {
     const MatmulArgs args = PlainArgs(in, p, rows, run, out, begin, end);
+    if (p.layout == Layout::kPairs) return kernels.pairs(args);
     if (p.layout == Layout::kTable) return kernels.unembed(args);
-    return count <= kFewRows ? MultiplyParts(args, p.Parts()) : kernels.matmul(args);
+    return count <= kFewRows ? MultiplyParts(args, NumParts(p.inner)) : kernels.matmul(args);
   }
-  const float* wide = rows.wide.empty() ? in.x.typed_data() : rows.wide.data();
+  const float* wide = rows.wide.empty() ? static_cast<const float*>(in.x.untyped_data()) : rows.wide.data();
   wide += run.begin * p.inner;
   PackedArgs args{};
   args.code = CodeOf(p.layout);
@@ -432,11 +471,11 @@ bool IsStreamed(const Matmul& p, const std::vector<Run>& runs) {
 // Few rows times matrices: threads take parts of the inputs, which lie together, not of the outputs.
 template <typename Parallel>
 void Stream(const Inputs& in, const Matmul& p, const Prepared& rows, const std::vector<Run>& runs,
-            float* y, int64_t threads, const Parallel& parallel) {
+            char* y, int64_t threads, const Parallel& parallel) {
   static thread_local std::vector<float> shared;
   // A line more than the columns: rows a multiple of 4096 bytes apart would share a cache's sets.
   const int64_t stride = (p.outer + 31) / 16 * 16;
-  const int64_t parts = p.Parts(), size = p.rows * stride;
+  const int64_t parts = NumParts(p.inner), size = p.rows * stride;
   shared.resize(static_cast<size_t>(parts * size));
   float* sums = shared.data();
   const int64_t wanted = (2 * threads + parts - 1) / parts;
@@ -464,22 +503,24 @@ void Stream(const Inputs& in, const Matmul& p, const Prepared& rows, const std::
   for (int64_t item = 0; item < items; ++item) finish(item);
 }
 
-void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y) {
+void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, char* y) {
   static thread_local Prepared rows;
-  static thread_local std::vector<float> sorted;
+  static thread_local std::vector<char> sorted;
   const std::vector<Run> runs = RunsOf(in, p, rows.order);
   const bool moved = runs.size() > 1;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   const bool split = p.num_terms > 0;
-  const bool wide = !split && (p.before.kind != Before::kNone || p.ordered || (moved && !p.bytes));
+  const bool copied = p.before.kind != Before::kNone || p.ordered;
+  const bool wide = !split && (copied || ((moved || p.half_rows) && !p.bytes));
+  const int64_t y_bytes = p.outer * SumBytes(p);
   rows.terms.resize(split ? size(p.rows * TermNumbers(p)) : 0);
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
   rows.bytes.resize(p.bytes ? size(p.rows * RowBytes(p.stride)) : 0);
   rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
   rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups * p.block.parts) : 0);
   if (p.bytes || p.num_terms > 0) SetTiles(runs, p, rows);
-  if (moved) sorted.resize(size(p.rows * p.outer));
-  float* to = moved ? sorted.data() : y;
+  if (moved) sorted.resize(size(p.rows * y_bytes));
+  char* to = moved ? sorted.data() : y;
 
   const int64_t threads = ThreadsFor(pool, p.rows * p.inner * p.outer);
   const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
@@ -508,16 +549,16 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, float* y)
     });
   }
   for (int64_t i = 0; moved && i < p.rows; ++i) {
-    std::copy(to + i * p.outer, to + (i + 1) * p.outer, y + rows.order[i] * p.outer);
+    std::copy(to + i * y_bytes, to + (i + 1) * y_bytes, y + rows.order[i] * y_bytes);
   }
 }
 
-ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_scale,
-                ffi::Buffer<ffi::S32> w_sum, F32 bias, F32 residual, F32 norm_weight,
+ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer w_scale,
+                ffi::Buffer<ffi::S32> w_sum, F32 bias, ffi::AnyBuffer residual, F32 norm_weight,
                 F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Buffer<ffi::S32> num_rows,
-                ffi::Result<F32> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
+                ffi::Result<ffi::AnyBuffer> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
                 int64_t gated, float eps, float alpha, float limit) {
-  if (layout < 0 || layout >= kCodesFrom + kCodes || before < 0 ||
+  if (layout < 0 || layout > kCodesFrom + kCodes || before < 0 ||
       before > static_cast<int64_t>(Before::kClampedSwiglu)) {
     return Reject("matmul: attributes");
   }
@@ -539,17 +580,17 @@ ffi::Error Call(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer w, ffi::AnyBuffer w_
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax matmul: ") + why);
   }
   TheComputed().matmul_rows.fetch_add(product.rows, std::memory_order_relaxed);
-  if (product.rows > 0) Compute(pool, in, product, y->typed_data());
+  if (product.rows > 0) Compute(pool, in, product, static_cast<char*>(y->untyped_data()));
   return ffi::Error::Success();
 }
 
 }  // namespace
 
 ROOFLAX_HANDLER(rooflax_matmul, Call,
-                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<F32>()
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+                    .Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Arg<F32>().Arg<F32>().Arg<ffi::Buffer<ffi::S32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>().Ret<F32>()
+                    .Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>()
                     .Attr<int64_t>("layout").Attr<int64_t>("bytes").Attr<int64_t>("narrow")
                     .Attr<int64_t>("before").Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
                     .Attr<float>("limit"));

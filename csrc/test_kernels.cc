@@ -19,6 +19,8 @@
 extern "C" const char* rooflax_instruction_set();
 extern "C" int rooflax_force_instruction_set(const char* name);
 
+extern "C" void rooflax_pack_pairs(const uint16_t* w, int64_t inner, int64_t outer, uint16_t* to, int threads);
+
 namespace {
 
 using rooflax::kGroup;
@@ -78,8 +80,7 @@ float FromBfloat16(uint16_t x) {
 // The same columns part by part: the same bits.
 void CheckParts(rooflax::MatmulArgs args, const std::vector<float>& wanted) {
   std::vector<float> y(wanted.size());
-  const int64_t count = args.terms ? rooflax::NumTermParts(args.inner)
-                                   : rooflax::NumParts(args.inner), stride = args.end - args.begin + 3;
+  const int64_t count = rooflax::NumParts(args.inner), stride = args.end - args.begin + 3;
   std::vector<float> parts(static_cast<size_t>(count * args.rows * stride));
   args.out.y = y.data();
   args.parts_begin = args.begin;
@@ -113,6 +114,60 @@ std::vector<uint16_t> Terms(const std::vector<float>& x, int64_t rows, int64_t i
   return terms;
 }
 
+// Panels of pairs: every row as alone, float32 and bfloat16 sums.
+void TestPairs(int64_t rows, int64_t inner, int64_t outer, int64_t num_terms) {
+  auto x = Random(rows * inner, 1);
+  for (auto& value : x) value = num_terms == 1 ? FromBfloat16(ToBfloat16(value)) : value;
+  const auto bias = Random(outer, 2), w = Random(inner * outer, 3);
+  auto residual = Random(rows * outer, 4);
+  std::vector<uint16_t> half(w.size()), half_residual(residual.size()), half_y(residual.size());
+  std::transform(w.begin(), w.end(), half.begin(), ToBfloat16);
+  std::transform(residual.begin(), residual.end(), half_residual.begin(), ToBfloat16);
+  std::transform(half_residual.begin(), half_residual.end(), residual.begin(), FromBfloat16);
+  const int64_t panels = (outer + rooflax::kPanel - 1) / rooflax::kPanel;
+  std::vector<uint16_t> packed(static_cast<size_t>(panels * rooflax::NumTermBlocks(inner) * rooflax::kPairBlockBytes / 2));
+  rooflax_pack_pairs(half.data(), inner, outer, packed.data(), 2);
+  const auto& kernels = rooflax::ChosenKernels();
+  const auto run = [&](int64_t first, int64_t count, void* y, bool halves) {
+    const std::vector<float> own(x.begin() + first * inner, x.begin() + (first + count) * inner);
+    std::vector<uint16_t> terms;
+    if (kernels.split != nullptr) terms = Terms(own, count, inner, num_terms, false);
+    const int64_t skipped = first * outer;
+    const void* added = halves ? static_cast<const void*>(half_residual.data() + skipped) : residual.data() + skipped;
+    rooflax::MatmulArgs args{};
+    args.x = own.data();
+    args.w = packed.data();
+    args.out = {y, bias.data(), added, outer, halves};
+    args.rows = count;
+    args.inner = inner;
+    args.width = rooflax::Width::kBfloat16;
+    args.terms = terms.empty() ? nullptr : terms.data();
+    args.num_terms = num_terms;
+    Share((panels + 2) / 3, [&](int64_t i) {
+      rooflax::MatmulArgs part = args;
+      part.begin = i * 3;
+      part.end = std::min(panels, part.begin + 3);
+      kernels.pairs(part);
+    });
+  };
+  std::vector<float> y(residual.size()), alone(static_cast<size_t>(outer));
+  run(0, rows, y.data(), false);
+  run(0, rows, half_y.data(), true);
+  for (int64_t m = 0; m < rows; ++m) {
+    run(m, 1, alone.data(), false);
+    for (int64_t n = 0; n < outer; ++n) {
+      float sum = 0;
+      for (int64_t k = 0; k < inner; ++k) sum += x[m * inner + k] * FromBfloat16(half[k * outer + n]);
+      const float found = y[m * outer + n];
+      Check("pairs", found, sum + bias[n] + residual[m * outer + n], 1e-3f);
+      Check("pairs alone", alone[n], found, 0.0f);
+      uint16_t nearest;
+      kernels.narrow(&found, &nearest, 1, Width::kBfloat16);
+      Check("pairs as bfloat16", FromBfloat16(half_y[m * outer + n]), FromBfloat16(nearest), 0.0f);
+    }
+  }
+}
+
 void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t num_terms = 3) {
   auto x = Random(rows * inner, 1);
   if (num_terms == 1) {
@@ -132,17 +187,14 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t
   for (int64_t m = 0; m < rows && outer * (narrow ? 2 : 4) < kernels.short_row; ++m) {
     kernels.order_inputs(x.data() + m * inner, inner, ordered.data() + m * inner);
   }
-  std::vector<uint16_t> terms, table_terms;
-  if (narrow && kernels.split != nullptr) {
-    terms = Terms(x, rows, inner, num_terms, false);
-    table_terms = Terms(x, rows, inner, num_terms, true);
-  }
+  std::vector<uint16_t> table_terms;
+  if (narrow && kernels.split != nullptr) table_terms = Terms(x, rows, inner, num_terms, true);
   const int64_t piece = outer < 200 ? 32 : outer;  // a wide matrix as a whole
   Share((outer + piece - 1) / piece, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * piece);
     const rooflax::MatmulArgs args = {
         ordered.data(), weights, {y.data(), bias.data(), residual.data(), outer}, rows, inner,
-        i * piece, end, width, nullptr, 0, 0, 0, 0, terms.data(), num_terms};
+        i * piece, end, width, nullptr, 0, 0, 0, 0, nullptr, 0};
     kernels.matmul(args);
     if (rows > rooflax::kFewRows) return;
     CheckParts(args, y);
@@ -631,13 +683,16 @@ int main() {
         TestMatmul(rows, 37, 75, narrow);
         TestMatmul(rows, 151, 75, narrow);
         if (narrow) TestMatmul(rows, 151, 75, true, 1);
+        if (narrow) TestPairs(rows, 37, 75, 1);
+        if (narrow) TestPairs(rows, 1061, 19, 3);
       }
       for (int64_t inner : {0, 3, 132}) {  // parts too short for stretches
         if (rows == 2 || rows == 30) TestMatmul(rows, inner, 43, inner == 132);
       }
       if (rows == 3 || rows == 16) TestMatmul(rows, 1060, 331, rows == 3);  // blocks of a part
       if (rows == 7) TestMatmul(rows, 1060, 83, true);  // and of a table
-      if (rows == 30) TestMatmul(520, 37, 19, true);  // and of rows
+      if (rows == 30) TestPairs(520, 37, 19, 3);  // and of rows
+      if (rows == 30) TestPairs(33, 37, 290, 1);  // and of panels
       if (rows == 2 || rows == 30) TestMatmul(rows, 37, 2100, false);  // rows too long to order
       if (rows == 1 || rows == 3) TestMatmul(rows, 37, 331, rows == 3);
       const int64_t packed = rows <= 2 ? 203 : 75;  // few rows take panels far from each other

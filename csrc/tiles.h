@@ -44,6 +44,11 @@ template <int kTile>
 inline void LoadTile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
 }
+// Of what passes by once: it takes no place of what stays.
+template <int kTile>
+inline void LoadPassingTile(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
+}
 template <int kTile>
 inline void StoreTile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");
@@ -103,6 +108,10 @@ inline void LoadTile(const void* from, int64_t stride) {
   for (int64_t row = 0; row < Tiles().shapes.rows[kTile]; ++row) {
     std::memcpy(TileData<kTile>()[row], static_cast<const char*>(from) + row * stride, bytes);
   }
+}
+template <int kTile>
+inline void LoadPassingTile(const void* from, int64_t stride) {
+  LoadTile<kTile>(from, stride);
 }
 template <int kTile>
 inline void StoreTile(void* to, int64_t stride) {

@@ -916,7 +916,8 @@ struct Matmul {
   bool has_residual;
 
   // Of ggml's block types, which follow MXFP4: bits of a code, and how its scales lie.
-  bool IsBlock() const { return layout >= 7; }
+  bool IsBlock() const { return layout >= 7 && !IsOfPairs(); }
+  bool IsOfPairs() const { return layout == 17; }
   int64_t Bits() const { return int64_t{"4552345644"[layout - 7]} - '0'; }
   bool IsPair() const { return layout == 7 || layout == 9; }
   bool IsSuper() const { return IsBlock() && !IsPair() && layout != 8 && layout != 15; }
@@ -928,8 +929,11 @@ struct Matmul {
     if (IsPlain() || IsPerOutput()) return kF32;
     return layout == 6 ? kU8 : IsPair() || IsSuper() ? kU32 : kF16;
   }
-  bool IsPlain() const { return layout < 2; }
+  bool IsPlain() const { return layout < 2 || IsOfPairs(); }
   bool IsPerOutput() const { return layout == 2 || layout == 3; }
+  int64_t Pair(int64_t k, int64_t n) const {  // where w[k, n] lies
+    return ((n / 16 * ((inner + 31) / 32) + k / 32) * 16 + k % 32 / 2) * 32 + n % 16 * 2 + k % 2;
+  }
   int64_t Panels() const { return (outer + 15) / 16; }
   std::vector<Attribute> Attributes() const {
     return {Real("alpha", 1.7f), Whole("before", kind), Whole("bytes", bytes), Real("eps", 1e-3f),
@@ -941,6 +945,7 @@ struct Matmul {
     if (stacked) dims.push_back(stack);
     for (int64_t dim : layout == 0       ? std::vector<int64_t>{inner, outer}
                        : layout == 1     ? std::vector<int64_t>{outer, inner}
+                       : IsOfPairs()     ? std::vector<int64_t>{Panels(), (inner + 31) / 32, 16, 16, 2}
                        : IsPerOutput()   ? std::vector<int64_t>{Panels(), (inner + 3) / 4, 16, 4}
                        : std::vector<int64_t>{Panels(), inner / 32, layout == 4 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
       dims.push_back(dim);
@@ -993,7 +998,9 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
     double sum = 0;
     for (int64_t k = 0; k < p.inner; ++k) {
       sum += alone.args[0].At<float>(k) *
-             Decode(alone.args[1], p.layout == 0 ? k * p.outer + n : n * p.inner + k);
+             Decode(alone.args[1], p.layout == 0   ? k * p.outer + n
+                                   : p.layout == 1 ? n * p.inner + k
+                                                   : p.Pair(k, n));
     }
     if (p.biases > 0) sum += alone.args[4].At<float>(n);
     if (p.has_residual) sum += alone.args[5].At<float>(n);
@@ -1004,7 +1011,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
 void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
   Matmul p{};
-  p.layout = draw.Below(17);
+  p.layout = draw.Below(18);
   p.bytes = draw.Below(2);
   p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
@@ -1026,7 +1033,7 @@ void FuzzMatmul() {
   using Dims = std::vector<int64_t>;
   Call call{rooflax_matmul, {}, {}, p.Attributes()};
   call.args.emplace_back(kF32, Dims{p.rows, p.inner * (p.gated ? 2 : 1)});
-  call.args.emplace_back(p.IsPlain() ? draw.Of({kF32, kBf16}) : p.layout == 3 ? kU8 : draw.Of({kS8, kU8}),
+  call.args.emplace_back(p.IsOfPairs() ? kBf16 : p.IsPlain() ? draw.Of({kF32, kBf16}) : p.layout == 3 ? kU8 : draw.Of({kS8, kU8}),
                          p.Weight(p.selected > 0));
   call.args.emplace_back(p.ScaleType(), p.Scales(p.stack));
   call.args.emplace_back(kS32, Dims{p.stack * p.Sums()});

@@ -46,6 +46,7 @@ from rooflax.nn.shards import Shards, config_on
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
 from rooflax.ops.linear.api import LINEAR
+from rooflax.ops.native import prefers_pairs
 
 PLANNED = frozenset(declarations(EngineSettings))
 """The arguments of `LLM` that a plan decides."""
@@ -318,6 +319,8 @@ def make_plan(
         accelerator.platform(),
         reads_bfloat16=LINEAR.preferred(options.kernels).keeps_bf16,
     )
+    if native and prefers_pairs():
+        storage = replace(storage, pairs_bfloat16=True)
     if shards.stage > 1:
         _check_stages(info, storage)
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)

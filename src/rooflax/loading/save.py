@@ -31,7 +31,7 @@ from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import Slot
-from rooflax.ops.weights import packed_format
+from rooflax.ops.weights import Pairs, packed_format
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -196,7 +196,8 @@ def _slot_tensors(
                 f"{slot.name} is {list(array.shape)}, wanted {list(slot.line.shape(sizes))}: a "
                 f"model placed on a mesh is not saved; load it on one device."
             )
-        return slot.line.split(np.asarray(array), sizes)
+        plain = array.matrix().reshape(array.shape) if isinstance(array, Pairs) else array
+        return slot.line.split(np.asarray(plain), sizes)
 
     def producer(index: int) -> Callable[[], np.ndarray]:
         return lambda: parts()[index].astype(target)

@@ -104,15 +104,20 @@ class WeightReader:
                 return None
             return partial(stacks.empty, slot)
 
-        def copied(slot: Slot) -> np.ndarray | None:
-            return self._read(slot, row(slot)) if self._is_copied(slot) else None
+        def copied(slot: Slot) -> Any:
+            if not self._is_copied(slot):
+                return None
+            plan = self.plans[slot.name]
+            if plan.is_paired:
+                return plan.keep(self._read(slot), _as_it_is)
+            return self._read(slot, row(slot))
 
-        for slot, array in _ahead(copied, slots):
+        for slot, leaf in _ahead(copied, slots):
             in_stack = row(slot) is not None
-            if array is None:
+            if leaf is None:
                 yield slot, self._made(slot, _as_it_is if in_stack else None)
             else:
-                yield slot, array if in_stack else jax.device_put(array)
+                yield slot, leaf if in_stack else jax.device_put(leaf)
             self._tensors.release(slot)
             if progress:
                 progress(self.num_bytes(slot))
@@ -160,7 +165,7 @@ class WeightReader:
         """The weight of a slot that is only copied; None of one that takes memory to make."""
         if slot.name in self._tensors.own:
             return self._made(slot, arena.put if arena else None, check=False)
-        if not self._is_copied(slot):
+        if not self._is_copied(slot) or self.plans[slot.name].is_paired:
             return None
         empty = arena.empty if arena else None
         return jax.device_put(self._tensors.read(self.plans[slot.name], empty=empty))
@@ -203,9 +208,7 @@ def _as_it_is(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _ahead(
-    read: Callable[[Slot], np.ndarray | None], found: Iterable[Slot]
-) -> Iterator[tuple[Slot, np.ndarray | None]]:
+def _ahead(read: Callable[[Slot], Any], found: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
     """What is read of each slot, in order, by threads that are a little ahead."""
     with ThreadPoolExecutor(READERS) as pool:
         waiting: deque[tuple[Slot, Future]] = deque()

@@ -20,7 +20,7 @@ from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
 from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of
-from rooflax.ops.weights import Quantized, class_of, packed_bytes, quantize
+from rooflax.ops.weights import Pairs, Quantized, class_of, pack_pairs, packed_bytes, quantize
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -41,6 +41,7 @@ class WeightPlan:
         is_prequantized: its codes are the checkpoint's own.
         is_head: it makes logits: [vocab, hidden], multiplied along hidden.
         is_resident: it stays in memory; else it is read at every step.
+        is_paired: it is bfloat16, kept as `Pairs`.
         axes: per axis of the array the mesh's axis that it is split over.
     """
 
@@ -51,6 +52,7 @@ class WeightPlan:
     is_prequantized: bool
     is_head: bool
     is_resident: bool
+    is_paired: bool
     axes: tuple[str | None, ...]
 
     @property
@@ -68,15 +70,17 @@ class WeightPlan:
 
     def keep(
         self, array: np.ndarray, put: Callable[[np.ndarray], Any] = jax.device_put
-    ) -> jax.Array | np.ndarray | Quantized:
+    ) -> jax.Array | np.ndarray | Quantized | Pairs:
         """A host array in our layout, or a part of it, as it will lie where `put` puts it.
 
         Raises:
             RequestError: the part cuts a group of inputs that share a scale.
         """
-        if self.format is None:
+        if self.format is None and not self.is_paired:
             return put(array)
         shapes = self.matmul_shape(array.shape)
+        if self.format is None:
+            return pack_pairs(array, *shapes, put=put)
         self.check_groups(math.prod(shapes[0]))
         return quantize(array, self.format, *shapes, transposed=self.is_head, put=put)
 
@@ -90,11 +94,13 @@ class WeightPlan:
             RequestError: the part cuts a group of inputs that share a scale.
         """
         shape = shape or self.shape
-        if self.format is None:
+        if self.format is None and not self.is_paired:
             return math.prod(shape) * ITEM_BYTES[self.dtype]
         inner, outer = map(math.prod, self.matmul_shape(shape))
-        self.check_groups(inner)
         stack = math.prod(shape[: self.slot.line.num_stacked])
+        if self.format is None:
+            return stack * math.prod(Pairs.packed_shape(inner, outer)) * ITEM_BYTES[self.dtype]
+        self.check_groups(inner)
         return stack * packed_bytes(self.format, inner, outer)
 
     def check_groups(self, inner: int) -> None:
@@ -124,6 +130,7 @@ class Storage:
         prequantized: formats by slot of matmuls' weights that a checkpoint holds quantised and that
             stay so, unless `quantize` asks for another.
         offloaded: layers that are read at every step.
+        pairs_bfloat16: matmuls' weights in bfloat16 are kept as `Pairs`, but for the head's table.
     """
 
     dtype: str = "float32"
@@ -131,6 +138,7 @@ class Storage:
     keeps_bfloat16: bool = False
     prequantized: Mapping[str, str] = field(default_factory=dict)
     offloaded: Set[int] = frozenset()
+    pairs_bfloat16: bool = False
 
     @property
     def format(self) -> str:
@@ -170,7 +178,11 @@ class Storage:
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
         axes = split_axes(line, shards) if shards else (None,) * len(shape)
         is_resident = slot.layer not in self.offloaded
-        return WeightPlan(slot, shape, found, dtype, is_prequantized, head, is_resident, axes)
+        is_plain = found is None and dtype == "bfloat16"
+        is_paired = self.pairs_bfloat16 and is_plain and multiplies and not head
+        return WeightPlan(
+            slot, shape, found, dtype, is_prequantized, head, is_resident, is_paired, axes
+        )
 
 
 def is_float32(layout: TensorLayout) -> bool:

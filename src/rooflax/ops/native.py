@@ -24,11 +24,11 @@ TARGETS = (
     "rooflax_norm",
 )  # fmt: skip
 LAYOUTS = (
-    "matrix", "table", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0", "q5_1", "q2_k",
-    "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+    "matrix", "table", "pairs", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0",
+    "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
-"""Of weights that its kernels read: plain ones, [in, out] or [out, in], and a format's codes."""
-KERNELS_VERSION = 13
+"""Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
+KERNELS_VERSION = 14
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
@@ -151,7 +151,7 @@ def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], b
         ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
         ctypes.c_void_p, ctypes.c_int,
     ]  # fmt: skip
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = _num_threads()
 
     def pack(
         kind: str, rows: np.ndarray, groups: int, values: np.ndarray, scales: np.ndarray
@@ -163,6 +163,33 @@ def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], b
         )  # fmt: skip
 
     return pack
+
+
+def pack_pairs(matrix: np.ndarray, to: np.ndarray) -> bool:
+    """A contiguous [in, out] of two bytes each as panels of pairs; whether the library did it."""
+    library = load()
+    if library is None or not hasattr(library, "rooflax_pack_pairs"):
+        return False
+    function = library.rooflax_pack_pairs
+    function.restype = None
+    function.argtypes = [
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int,
+    ]  # fmt: skip
+    matrix = np.ascontiguousarray(matrix)
+    function(matrix.ctypes.data, *matrix.shape, to.ctypes.data, _num_threads())
+    return True
+
+
+def prefers_pairs() -> bool:
+    """Whether matmuls here read bfloat16 as panels of pairs best: by tiles of AMX."""
+    return is_ready() and instruction_set() == "amx"
+
+
+def _num_threads() -> int:
+    """As many as the process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def instruction_set() -> str:

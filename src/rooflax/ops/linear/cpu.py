@@ -33,7 +33,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
 def selected_matmul(
     args: LinearArgs, select: Int[Array, " n"] | None = None
 ) -> Float[Array, "rows result"]:
-    """The kernel's call, in float32.
+    """The kernel's call, in bfloat16 if that is wanted, else in float32.
 
     Args:
         select: for a w that is a stack of stacks (or one with no `index`): whose weights each row
@@ -47,16 +47,17 @@ def selected_matmul(
         select = args.index.reshape(1)
     values, scales, sums = w.arrays
     before, norm = _before(args.prologue, in_stack)
+    dtype = args.dtype if args.dtype in NATIVE_DTYPES else jnp.float32
     call = jax.ffi.ffi_call(
-        "rooflax_matmul", jax.ShapeDtypeStruct((args.x.shape[0], w.outer), jnp.float32)
+        "rooflax_matmul", jax.ShapeDtypeStruct((args.x.shape[0], w.outer), dtype)
     )
     return call(
-        args.x.astype(jnp.float32),
+        _native(args.x),
         values if w.packing else _native(values),
         scales,
         sums,
         _vector(args.bias, in_stack),
-        _optional(args.residual),
+        _none(jnp.float32) if args.residual is None else args.residual.astype(dtype),
         *norm,
         _none(jnp.int32) if select is None else select,
         real_rows(args.num_rows),
@@ -118,7 +119,7 @@ def _none(dtype: Any) -> jax.Array:
 
 
 def _native(w: jax.Array) -> jax.Array:
-    """Weights as a kernel can read them; others are upcast."""
+    """Numbers as a kernel can read them; others are upcast."""
     return w if w.dtype in NATIVE_DTYPES else w.astype(jnp.float32)
 
 

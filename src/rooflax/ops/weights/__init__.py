@@ -17,6 +17,7 @@ from rooflax.ops.weights.operand import (
     split_leaf,
     taken,
 )
+from rooflax.ops.weights.pairs import Pairs, pack_pairs
 from rooflax.ops.weights.quantized import (
     CODES,
     Quantized,
@@ -36,6 +37,7 @@ __all__ = [
     "Composite",
     "Dense",
     "MixedStack",
+    "Pairs",
     "Quantized",
     "StackMember",
     "StoredOperand",
@@ -50,6 +52,7 @@ __all__ = [
     "int8_codes",
     "pack",
     "pack_blocks",
+    "pack_pairs",
     "packed_bytes",
     "packed_format",
     "packing_of",

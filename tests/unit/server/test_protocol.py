@@ -746,7 +746,7 @@ def test_c3_clients_of_all_kinds_leave_nothing_behind(live, scripted):
         b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true, "stream": true}',
         b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true}',
     ]  # fmt: skip
-    plans = [(rng.choice(kinds), rng.random() * 0.05, rng.random() < 0.6) for _ in range(400)]
+    plans = [(rng.choice(kinds), rng.random() * 0.05, rng.random() < 0.6) for _ in range(200)]
     statuses: list[int] = []
 
     def run(mine) -> None:

@@ -26,7 +26,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test real nightly lint sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test coverage real nightly lint sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -43,7 +43,15 @@ unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
 
 test: $(VENV)/.installed-test
-	$(PYTEST) tests/unit tests/engine
+	$(PYTEST) $(TESTS)
+
+# Line coverage by area, of the first two tiers or of TESTS=tests/unit.
+TESTS = tests/unit tests/engine
+coverage: $(VENV)/.installed-test
+	$(INSTALL) pytest-cov
+	@mkdir -p build
+	COVERAGE_FILE=build/coverage $(PYTEST) --cov=rooflax --cov-report=json:build/coverage.json $(TESTS)
+	$(BIN)/python tools/coverage_areas.py build/coverage.json
 
 # Facts of published models, with the flags that users have.
 real: $(VENV)/.installed-test

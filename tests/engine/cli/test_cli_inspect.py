@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -182,8 +183,8 @@ def test_what_is_not_there_is_one_sentence(rooflax, broken):
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
 
 
-def test_models_lists_downloads_and_presets(rooflax, monkeypatch, tmp_path):
-    held = hub.CachedModel("owner/name", 3 << 30, tmp_path, 2, 0.0)
+def test_models_lists_downloads_and_presets(rooflax, monkeypatch):
+    held = SimpleNamespace(repo_id="owner/name", size_on_disk=3 << 30, revisions=(1, 2))
     monkeypatch.setattr(hub, "cached_models", lambda: [held])
     ran = rooflax("models")
     assert "  owner/name  3.00 GiB\n" in ran.out

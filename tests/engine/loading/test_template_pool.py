@@ -13,7 +13,7 @@ import pytest
 
 from rooflax.errors import CheckpointError
 from rooflax.loading import template_pool
-from rooflax.loading.chat_template import render
+from tests.support.loading.rendering import render
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -43,7 +43,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 MEASURE = """
 import json, resource, sys, time
 from rooflax.errors import CheckpointError
-from rooflax.loading.chat_template import render
+from tests.support.loading.rendering import render
 templates, chat = json.load(sys.stdin)
 found = {}
 for name, template in templates.items():
@@ -187,7 +187,7 @@ def test_many_threads_share_a_few_workers():
 PARENT = """
 import os, sys, threading, time
 from rooflax.loading import template_pool
-from rooflax.loading.chat_template import render
+from tests.support.loading.rendering import render
 def late():
     try:
         render(sys.argv[2], [{"role": "user", "content": "x"}])

@@ -15,11 +15,29 @@ from rooflax.nn.kv_cache import (
     bytes_per_token,
     copy_blocks,
     pool_shapes,
-    read,
+    pool_size,
     with_pools,
     write,
 )
 from rooflax.nn.layout import blocks_needed, ceil_div
+from rooflax.ops.attention.paging import gather
+
+
+def read(cache, layer, block_table, length, first_position=0):
+    """A sequence's visible K and V of one layer, contiguous.
+
+    Returns:
+        k, v: [length - first_position, num_kv_heads, head_dim]; the same where values are in keys.
+    """
+    repeat, index = divmod(cache.groups.sources[layer], len(cache.k))
+
+    def contiguous(pool):
+        offset = repeat * (pool_size(pool) // cache.num_repeats)
+        heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
+        return heads.swapaxes(0, 1)[: length - first_position]
+
+    v = cache.v[index] if cache.groups.heads[layer].pools == 2 else cache.k[index]
+    return contiguous(cache.k[index]), contiguous(v)
 
 
 @pytest.mark.parametrize(

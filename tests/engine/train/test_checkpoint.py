@@ -22,7 +22,7 @@ from rooflax import files
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.train import checkpoint, loop
 from rooflax.train.checkpoint import list_checkpoints, load_state, read_about, save_checkpoint
-from rooflax.train.log import comparable, read_log
+from rooflax.train.log import read_log
 from rooflax.train.loop import run_training
 from rooflax.train.step import TrainState
 from tests.support.train import tiny
@@ -356,7 +356,9 @@ def run(folder, corpora, config=CONFIG, **model):
 
 
 def assert_same_run(folder, other):
-    assert comparable(read_log(folder / "log.jsonl")) == comparable(read_log(other / "log.jsonl"))
+    assert tiny.comparable(read_log(folder / "log.jsonl")) == tiny.comparable(
+        read_log(other / "log.jsonl")
+    )
     last, wanted = (list_checkpoints(f / "checkpoints")[-1] for f in (folder, other))
     assert last.name == wanted.name
     arrays = [(path / "state.safetensors").read_bytes() for path in (last, wanted)]

@@ -3,8 +3,8 @@
 import statistics
 import time
 
-from rooflax.loading.chat_template import render
 from tests.engine.loading.test_template_pool import CHAT, GOOD
+from tests.support.loading.rendering import render
 
 
 # times mean something on a quiet machine only

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.chat_template import encode_chat, render
+from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.tokenizer import Tokenizer
 from tests.marks import cases
+from tests.support.loading.rendering import render
 
 FOLDER = Path(__file__).parents[2] / "data" / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}

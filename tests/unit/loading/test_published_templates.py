@@ -19,11 +19,12 @@ import pytest
 import tokenizers
 
 from rooflax.errors import RooflaxError
-from rooflax.loading.chat_template import encode_chat, render
+from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.messages import encode, repaired
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import FAMILIES
 from tests import tokenizer_cases
+from tests.support.loading.rendering import render
 
 FURTHER = os.environ.get("PUBLISHED_TEMPLATES")
 TABLE = Path(__file__).parents[2] / "data" / "published_templates.json"

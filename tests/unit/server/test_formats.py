@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from rooflax import SamplingParams
-from rooflax.loading.chat_template import render
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.errors import ApiError
@@ -21,6 +20,7 @@ from rooflax.server.grammars import behind_reasoning
 from rooflax.server.tools import tool_choice
 from rooflax.structured import Grammars
 from tests.support.loading.fixtures import byte_level
+from tests.support.loading.rendering import render
 from tests.unit.server.test_reader import cut, read
 
 FORMATS = {each.name: each for each in formats()}

@@ -12,12 +12,12 @@ import time
 
 import pytest
 
-from rooflax.loading.chat_template import render
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.formats import format_of, formats
 from rooflax.server.reader import Event, Reader
 from tests.support.loading import fixtures as tokenizers
+from tests.support.loading.rendering import render
 from tests.unit.loading.test_chat_template import TEMPLATES
 
 FORMATS = {each.name: each for each in formats()}

@@ -200,12 +200,14 @@ del COMMANDS["chat"][1]["--json"]
 
 GAIN = serving.BatchingGain(512, 1.0, 5.0, 5.0, 6.0, 1.0)
 SERVED = {
+    "model": "m", "mix": "fixed", "loop": "open", "errors": {}, "requests_per_s": 3.0,
     "requests": 3, "request_rate": 3.0, "prompt_tokens": 4, "output_tokens": 5,
     "output_tok_per_s": 6.0, "goodput_per_s": 1.0, "good_requests": 3,
     "target_ttft_s": 1.0, "target_tpot_s": 0.1,
 }  # fmt: skip
 SERVED |= {
-    name: dict.fromkeys(("p50", "p90", "p99", "mean"), 1.0) for name in ("ttft_s", "itl_s", "e2e_s")
+    name: dict.fromkeys(("p50", "p90", "p99", "mean"), 1.0)
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 }
 
 

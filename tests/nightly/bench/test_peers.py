@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.product.snippets import ROOT
 
-pytestmark = pytest.mark.oldest_jax
-
 PEERS = ROOT / "benchmarks" / "peers"
 DRIVER = """
 from serve import serve

@@ -6,7 +6,7 @@ import rooflax
 from rooflax.cli.main import VERBS, main
 from rooflax.models.registry import FAMILIES
 from tests.support.product.snippets import ROOT
-from tools import api_docs, cli_docs, family_docs, server_docs
+from tools import api_docs, cli_docs, family_docs, gpu_docs, server_docs
 
 DOCS = ROOT / "docs"
 
@@ -40,3 +40,10 @@ def test_a_row_says_what_a_definition_rejects_and_which_files_there_are():
     assert cells[:2] == ["| `gpt_oss`", "GPT-OSS"]
     assert "gpt-oss-20b" in cells[2] and cells[3] == "`gpt-oss`"
     assert "other activations" in cells[4] and "2 tiny checkpoints" in cells[5]
+
+
+def test_the_page_of_gpus_has_the_tables_that_are_committed():
+    text = gpu_docs.PAGE.read_text(encoding="utf-8")
+    assert text == gpu_docs.page(text), "run: make docs"
+    row = next(line for line in text.splitlines() if line.startswith("| linear w8a16, rows 1 |"))
+    assert gpu_docs.page(text.replace(row + "\n", "")) == text

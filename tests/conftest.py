@@ -42,13 +42,40 @@ enable_persistent_cache()
 NEWER_JAX = jax.__version_info__ >= (0, 11)
 
 
+TESTS = Path(__file__).parent
+
+AREAS = ("cli", "loading", "models", "ops", "server", "train")
+
+pytest_plugins = [f"tests.support.{area}.fixtures" for area in AREAS]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="also the nightly cases of parametrized tests, and on newer JAX what is oldest_jax",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not has_mark(item, "first"))
-    for item in items:
-        of_oldest = has_mark(item, "oldest_jax") or has_mark(item, "unit")
-        if NEWER_JAX and of_oldest and not has_mark(item, "every_jax"):
-            item.add_marker(pytest.mark.slow)
+    if config.getoption("every_case"):
+        return
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_left_out(item) -> bool:
+    if has_mark(item, "nightly"):
+        return True
+    of_oldest = has_mark(item, "oldest_jax") or is_in(item, "unit")
+    return NEWER_JAX and of_oldest and not has_mark(item, "every_jax")
+
+
+def is_in(item, tier) -> bool:
+    return TESTS / tier in item.path.parents
 
 
 def has_mark(item, name):
@@ -64,10 +91,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _unit_tests_compile_nothing(request):
-    """So that the tier stays quick: a test that compiles belongs to the engine's."""
+    """So that the tier stays quick: a test that compiles belongs to the engine tier."""
     before = _num_compiled
     yield
-    assert not has_mark(request.node, "unit") or _num_compiled == before
+    assert not is_in(request.node, "unit") or _num_compiled == before
 
 
 _num_compiled = 0
@@ -92,7 +119,8 @@ def _forget_programs():
 def _forget_programs_before_maps_run_out(request):
     """Some modules compile more in one process than it may map; then XLA ends it."""
     yield
-    if request.node.get_closest_marker("slow") and _num_maps() > MOST_MAPS:
+    every = request.config.getoption("every_case") or is_in(request.node, "nightly")
+    if every and _num_maps() > MOST_MAPS:
         jax.clear_caches()
 
 

@@ -439,7 +439,7 @@ def beyond_foundation(variants: Iterable[str]) -> list[str]:
 def each(variants: Iterable[str]) -> list[Any]:
     """Parameters of a test; those beyond the foundation are slow."""
     variants = list(variants)
-    return cases(variants, slow=beyond_foundation(variants))
+    return cases(variants, nightly=beyond_foundation(variants))
 
 
 BEAM_VARIANTS = ("gpt2", "llama_gqa", "qwen2_window", "gpt_oss", "lfm2")

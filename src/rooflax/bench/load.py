@@ -262,7 +262,10 @@ async def run_load(target: Target, load: Load) -> dict[str, Any]:
         answered(due_s if load.per_s is not None else reply.started_s, reply)
         for due_s, reply in replies
     ]  # fmt: skip
-    return summary(target, load, found, seconds, used_s)
+    return summary(target.model or "", load, found, seconds, has_ids=bool(target.vocab_size)) | {
+        "generator_cpu_s": used_s,
+        "generator_share_of_a_core": used_s / seconds,
+    }
 
 
 def _reason(reply: Reply) -> str:
@@ -309,9 +312,12 @@ async def _open_loop(client: Client, requests: Sequence[bytes], due: list[float]
 
 
 def summary(
-    target: Target, load: Load, found: Sequence[Answered], seconds: float, used_s: float
+    model: str, load: Load, found: Sequence[Answered], seconds: float, *, has_ids: bool = True
 ) -> dict[str, Any]:
-    """The document of `bench serve --json`.
+    """The document of `bench serve --json` and of `bench --request-rate`.
+
+    Args:
+        has_ids: prompts are token ids, else words.
 
     Raises:
         EngineError: no request was answered.
@@ -327,11 +333,11 @@ def summary(
     gaps = [b - a for one in done for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
     output = sum(one.output_tokens for one in done)
     return {
-        "model": target.model,
+        "model": model,
         "mix": load.mix,
         "seed": load.seed,
         "rule": MIXES[load.mix],
-        "prompts": "random ids" if target.vocab_size else "random words",
+        "prompts": "random ids" if has_ids else "random words",
         "loop": "closed" if load.per_s is None else "open",
         "concurrency": load.concurrency if load.per_s is None else None,
         "request_rate": load.per_s,
@@ -352,8 +358,6 @@ def summary(
         "target_tpot_s": load.target_tpot_s,
         "good_requests": len(good),
         "goodput_per_s": len(good) / seconds,
-        "generator_cpu_s": used_s,
-        "generator_share_of_a_core": used_s / seconds,
         "sent_late_s": percentiles([one.sent_s - one.due_s for one in done]),
     }
 
@@ -376,6 +380,7 @@ def load_table(found: dict[str, Any]) -> str:
         f"{found['output_tok_per_s']:.0f} tok/s, {found['requests_per_s']:.2f} requests/s"
     )
     lines = [head, *latency_lines(found, "ttft_s", "tpot_s", "itl_s", "e2e_s")]
-    lines.append(f"the load generator used {found['generator_share_of_a_core']:.1%} of a core")
+    if "generator_share_of_a_core" in found:
+        lines.append(f"the load generator used {found['generator_share_of_a_core']:.1%} of a core")
     lines += [f"failed: {number} x {why}" for why, number in found["errors"].items()]
     return "\n".join(lines)

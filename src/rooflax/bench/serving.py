@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from rooflax.bench.statistics import latency_lines, percentiles
+from rooflax.bench.load import Answered, Load, summary
 from rooflax.bench.workload import PROMPT_SEED, Workload
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
@@ -65,56 +65,22 @@ class Served:
         return time.perf_counter() - started
 
 
-@dataclass(frozen=True)
-class Rate:
-    """An open-loop load: requests come when they come, whether or not others are done.
-
-    Attributes:
-        per_s: requests per second, with exponential gaps (Poisson arrivals).
-        target_ttft_s, target_tpot_s: a request that keeps both counts as good.
-    """
-
-    per_s: float
-    num_requests: int = 64
-    target_ttft_s: float = 1.0
-    target_tpot_s: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("per_s", "target_ttft_s", "target_tpot_s"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise RequestError(f"{name} is {value:g}; it must be a finite number above 0")
-
-
-def under_rate(work: Workload, rate: Rate) -> dict[str, Any]:
+def under_rate(work: Workload, load: Load) -> dict[str, Any]:
     """Percentiles of TTFT, ITL and end-to-end under load, and how many requests were good."""
     served = Served(work, work.prompt_tokens + work.output_tokens)
-    rng = np.random.default_rng(PROMPT_SEED)
-    prompts = rng.integers(0, served.vocab, (rate.num_requests, work.prompt_tokens)).tolist()
-    gaps = rng.exponential(1 / rate.per_s, rate.num_requests)
+    prompts = cast(list[list[int]], load.prompts(served.vocab))
     sequences = [served.sequence(prompt, work.output_tokens) for prompt in prompts]
     start = time.perf_counter()
-    _play(served.engine, sequences, (start + np.cumsum(gaps)).tolist())
+    _play(served.engine, sequences, [start + at_s for at_s in load.arrivals_s()])
     seconds = max(s.token_times_s[-1] for s in sequences) - start
-    good = sum(_is_good(s, rate) for s in sequences)
-    itl = np.concatenate([np.diff(s.token_times_s) for s in sequences])
-    return {
-        "model": served.llm.info.name,
-        "request_rate": rate.per_s,
-        "requests": rate.num_requests,
-        "prompt_tokens": work.prompt_tokens,
-        "output_tokens": work.output_tokens,
-        "seconds": seconds,
-        "output_tok_per_s": rate.num_requests * work.output_tokens / seconds,
-        "ttft_s": percentiles([s.token_times_s[0] - s.arrival_s for s in sequences]),
-        "itl_s": percentiles(itl.tolist()),
-        "e2e_s": percentiles([s.token_times_s[-1] - s.arrival_s for s in sequences]),
-        "target_ttft_s": rate.target_ttft_s,
-        "target_tpot_s": rate.target_tpot_s,
-        "good_requests": good,
-        "goodput_per_s": good / seconds,
-        "metrics": served.engine.metrics.as_dict(),
-    }
+    found = [
+        Answered(
+            s.arrival_s, s.arrival_s, tuple(s.token_times_s), work.prompt_tokens, work.output_tokens
+        )
+        for s in sequences
+    ]
+    metrics = {"metrics": served.engine.metrics.as_dict()}
+    return summary(served.llm.info.name, load, found, seconds) | metrics
 
 
 def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> None:
@@ -128,13 +94,6 @@ def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> N
             engine.step()
         else:
             time.sleep(max(0.0, coming[0][1] - time.perf_counter()))
-
-
-def _is_good(sequence: Sequence, rate: Rate) -> bool:
-    times = sequence.token_times_s
-    ttft = times[0] - sequence.arrival_s
-    tpot = (times[-1] - times[0]) / max(1, len(times) - 1)
-    return ttft <= rate.target_ttft_s and tpot <= rate.target_tpot_s
 
 
 @dataclass(frozen=True)
@@ -228,14 +187,6 @@ def _parts(served: Served, prompts: list[list[int]]) -> float:
     decode_s = max(s.token_times_s[-1] for s in sequences) - started
     each_s = decode_s / after if after else 0.0
     return len(prompts) * output_tokens / (first_s + each_s * len(prompts) * (output_tokens - 1))
-
-
-def rate_table(found: dict[str, Any]) -> str:
-    """For people."""
-    tokens = f"{found['prompt_tokens']} + {found['output_tokens']} tokens"
-    speed = f"{found['output_tok_per_s']:.0f} tok/s"
-    head = f"{found['requests']} requests at {found['request_rate']:g}/s, {tokens}: {speed}"
-    return "\n".join([head, *latency_lines(found, "ttft_s", "itl_s", "e2e_s")])
 
 
 def gain_lines(found: BatchingGain) -> str:

@@ -27,7 +27,7 @@ OF_RATE = {
     "target_ttft": "target_ttft_s",
     "target_tpot": "target_tpot_s",
 }
-"""Flags that mean something only with --request-rate, and what `serving.Rate` calls them."""
+"""Flags that mean something only with --request-rate, and what `Load` calls them."""
 MODEL = ("model", "revision", "offline", "ignore_config_keys")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
@@ -258,17 +258,19 @@ def _quick(args: argparse.Namespace) -> int:
 
 
 def _request_rate(args: argparse.Namespace) -> int:
-    from rooflax.bench.serving import Rate, rate_table, under_rate
+    from rooflax.bench.load import Load, load_table
+    from rooflax.bench.serving import under_rate
 
     work = _one(args, "--request-rate")
+    lengths = {name: getattr(work, name) for name in LENGTHS}
     given = {"per_s": args.request_rate, **{n: getattr(args, k) for k, n in OF_RATE.items()}}
-    rate = Rate(**{name: value for name, value in given.items() if value is not None})
-    with terminal.status(f"{rate.num_requests} requests", args.quiet):
-        found = under_rate(work, rate)
+    load = Load(**lengths, **{name: value for name, value in given.items() if value is not None})
+    with terminal.status(f"{load.num_requests} requests", args.quiet):
+        found = under_rate(work, load)
     if args.json:
         terminal.print_json(found)
     else:
-        print(rate_table(found))
+        print(load_table(found))
     return DONE
 
 

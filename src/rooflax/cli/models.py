@@ -46,7 +46,7 @@ def document() -> dict[str, Any]:
 
     return {
         "downloaded": [
-            {"model": m.repo_id, "bytes": m.size_bytes, "revisions": m.num_revisions}
+            {"model": m.repo_id, "bytes": m.size_on_disk, "revisions": len(m.revisions)}
             for m in cached_models()
         ],
         "embedded": embedded(),

@@ -120,10 +120,6 @@ class BlockManager:
         self.pools = [BlockPool(count) for count in num_blocks]
 
     @property
-    def num_free(self) -> list[int]:
-        return [len(pool.free) for pool in self.pools]
-
-    @property
     def num_used(self) -> list[int]:
         return [pool.num_blocks - 1 - len(pool.free) for pool in self.pools]
 

@@ -1,8 +1,8 @@
-"""A chat as text and as token ids, by the template that came with the checkpoint.
+"""A chat as token ids, by the template that came with the checkpoint.
 
-`render` gives the text that transformers' `apply_chat_template(tokenize=False)` gives;
-`encode_chat` the ids of `tokenize=True`, except that a special token's string inside a message is
-text. Templates run in processes of their own (`template_pool`), within limits of time and memory.
+`encode_chat` gives the ids that transformers' `apply_chat_template(tokenize=True)` gives, except
+that a special token's string inside a message is text. Templates run in processes of their own
+(`template_pool`), within limits of time and memory.
 """
 
 from __future__ import annotations
@@ -28,48 +28,6 @@ BASE_CHARACTERS = 1_000_000
 PER_INPUT_CHARACTER = 8
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-
-
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = False,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-    special_tokens: Mapping[str, str] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    **kwargs: Any,
-) -> str:
-    """The text of a chat, as the template writes it.
-
-    Args:
-        template: a jinja2 chat template.
-        messages: dicts with `role` and `content`; values are plain data (as from JSON), a value
-            None counts as absent but for `content`.
-        add_generation_prompt: end with what begins the assistant's answer.
-        bos_token: the template's variable of this name; undefined if not given here or next.
-        eos_token: likewise.
-        special_tokens: all of them by name, such as `{"bos_token": "<s>", "pad_token": "<pad>"}`.
-        tools: JSON schemas of functions.
-        documents: dicts with `title` and `text`.
-        **kwargs: further variables of the template.
-
-    Raises:
-        RequestError: there are no messages, they are not plain data, or the template rejects them
-            or fails on them.
-        CheckpointError: the template is not valid, does something forbidden, or would run or grow
-            without end.
-
-    Source: transformers, utils/chat_template_utils.py, `render_jinja_template`.
-    """
-    named = {"bos_token": bos_token, "eos_token": eos_token}
-    given = {name: text for name, text in named.items() if text is not None}
-    variables = _variables(
-        messages, tools, documents, add_generation_prompt, {**(special_tokens or {}), **given}
-    )
-    return _render(template, variables | _plain_items(kwargs), None)
 
 
 @dataclass(frozen=True)
@@ -245,15 +203,20 @@ def encode_chat(
 
     Args:
         tokenizer: of the checkpoint.
-        messages: as in `render`.
+        messages: dicts with `role` and `content`; values are plain data (as from JSON), a value
+            None counts as absent but for `content`.
         template: instead of the tokenizer's own.
         add_generation_prompt: end with what begins the assistant's answer.
         tools: JSON schemas; a template named `tool_use` is taken for them if there is one.
         **kwargs: further variables of the template.
 
     Raises:
-        RequestError: as `render`, or the model has no chat template.
-        CheckpointError: as `render`.
+        RequestError: the model has no chat template, there are no messages, they are not plain
+            data, or the template rejects them or fails on them.
+        CheckpointError: the template is not valid, does something forbidden, or would run or grow
+            without end.
+
+    Source: transformers, utils/chat_template_utils.py, `render_jinja_template`.
     """
     template = template if template is not None else _choose_template(tokenizer, tools)
     strings = tokenizer.special_token_strings - {""}

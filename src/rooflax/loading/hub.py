@@ -53,9 +53,7 @@ _HUB_ID = re.compile(
 )
 
 
-def resolve(
-    model: str, *, revision: str | None = None, offline: bool = False, progress: bool = True
-) -> Path:
+def resolve(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
     """The local folder (or GGUF file) of a model, downloaded into the hub's cache if need be.
 
     Args:
@@ -63,7 +61,6 @@ def resolve(
             files with the quantization or the file's name (`owner/name:Q4_K_M`).
         revision: branch, tag or commit of a hub id.
         offline: use the cache only; HF_HUB_OFFLINE=1 in the environment does the same.
-        progress: show progress bars, on stderr and only on a terminal.
 
     Raises:
         CheckpointError: nothing there, no such repository or revision, no access, not cached
@@ -95,7 +92,7 @@ def resolve(
         )
     from huggingface_hub import constants
 
-    repo = _Repository(named["repo"], revision, offline or constants.HF_HUB_OFFLINE, progress)
+    repo = _Repository(named["repo"], revision, offline or constants.HF_HUB_OFFLINE)
     if named["quantization"]:
         first, parts = repo.gguf(named["quantization"])
         return repo.download([glob.escape(part) for part in parts]) / first
@@ -136,7 +133,7 @@ def headers(
         assert named is not None
         from huggingface_hub import constants, get_token
 
-        repo = _Repository(named["repo"], revision, constants.HF_HUB_OFFLINE, False)
+        repo = _Repository(named["repo"], revision, constants.HF_HUB_OFFLINE)
         quantization = named["quantization"]
         here = repo.cached(quantization)
         if here is None and not repo.offline:
@@ -151,13 +148,12 @@ class _Repository:
     id: str
     revision: str | None
     offline: bool
-    progress: bool
 
     def download(self, allowed: Sequence[str], ignored: Sequence[str] = ()) -> Path:
         """The folder with the files of these patterns."""
         import huggingface_hub
 
-        with self._errors(), _progress_bars(self.progress):
+        with self._errors(), _progress_bars():
             return Path(
                 huggingface_hub.snapshot_download(
                     self.id,
@@ -181,7 +177,7 @@ class _Repository:
 
     def _cached_names(self) -> list[str]:
         wanted = self.revision or "main"
-        for repo in _cached_repos():
+        for repo in cached_models():
             for found in repo.revisions if repo.repo_id == self.id else ():
                 if found.commit_hash.startswith(wanted) or wanted in found.refs:
                     files = (file.file_path for file in found.files)
@@ -277,11 +273,11 @@ def _shown(names: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def _progress_bars(wanted: bool):
+def _progress_bars():
+    """On a terminal only."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    if (wanted and terminal) or are_progress_bars_disabled():
+    if (sys.stderr is not None and sys.stderr.isatty()) or are_progress_bars_disabled():
         yield
     else:
         with disable_progress_bars():
@@ -315,40 +311,15 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
     return f"downloading {repo_id}{at} failed: {summary}"
 
 
-@dataclass(frozen=True)
-class CachedModel:
-    """A model in the hub's cache.
+def cached_models() -> list[Any]:
+    """The models in the hub's cache, by name, as huggingface_hub describes them."""
+    from huggingface_hub.errors import CacheNotFound
 
-    Attributes:
-        repo_id: `owner/name`.
-        size_bytes: on disk, all revisions together.
-        path: its folder in the cache.
-        num_revisions: how many commits of it are held.
-        last_used_s: seconds since the epoch, as the file system tells.
-    """
-
-    repo_id: str
-    size_bytes: int
-    path: Path
-    num_revisions: int
-    last_used_s: float
-
-
-def cached_models() -> list[CachedModel]:
-    """The models in the hub's cache, by name; none if there is no cache."""
-    return sorted(
-        (
-            CachedModel(
-                repo_id=repo.repo_id,
-                size_bytes=repo.size_on_disk,
-                path=Path(repo.repo_path),
-                num_revisions=len(repo.revisions),
-                last_used_s=repo.last_accessed,
-            )
-            for repo in _cached_repos()
-        ),
-        key=lambda model: model.repo_id,
-    )
+    try:
+        repos = _scan().repos
+    except CacheNotFound:
+        return []
+    return sorted((r for r in repos if r.repo_type == "model"), key=lambda repo: repo.repo_id)
 
 
 def remove(repo_id: str) -> int:
@@ -363,7 +334,7 @@ def remove(repo_id: str) -> int:
     Raises:
         CheckpointError: the cache has no such model.
     """
-    for repo in _cached_repos():
+    for repo in cached_models():
         if repo.repo_id == repo_id:
             commits = [revision.commit_hash for revision in repo.revisions]
             strategy = _scan().delete_revisions(*commits)
@@ -376,13 +347,3 @@ def _scan() -> Any:
     import huggingface_hub
 
     return huggingface_hub.scan_cache_dir(huggingface_hub.constants.HF_HUB_CACHE)
-
-
-def _cached_repos() -> list[Any]:
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repos = _scan().repos
-    except CacheNotFound:
-        return []
-    return [repo for repo in repos if repo.repo_type == "model"]

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.nn.layout import STATE
 from rooflax.ops.accelerator import cache_width
-from rooflax.ops.attention.paging import gather
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.kv_pool import PoolLeaf as Pool
 from rooflax.ops.kv_pool import QuantizedPool
@@ -261,25 +260,6 @@ def write(
     if padding := pool.shape[3] - flat.shape[2]:
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))
     return cache_write(pool, flat, slots.reshape(-1), implementation=implementation)
-
-
-def read(
-    cache: KVCache, layer: int, block_table: list[int], length: int, first_position: int = 0
-) -> tuple[jax.Array, jax.Array]:
-    """A sequence's visible K and V of one layer, contiguous, for tests and tools.
-
-    Returns:
-        k, v: [length - first_position, num_kv_heads, head_dim]; the same where values are in keys.
-    """
-    repeat, index = divmod(cache.groups.sources[layer], len(cache.k))
-
-    def contiguous(pool: Any) -> jax.Array:
-        offset = repeat * (pool_size(pool) // cache.num_repeats)
-        heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
-        return heads.swapaxes(0, 1)[: length - first_position]
-
-    v = cache.v[index] if cache.groups.heads[layer].pools == 2 else cache.k[index]
-    return contiguous(cache.k[index]), contiguous(v)
 
 
 def copy_blocks(

@@ -61,8 +61,3 @@ class TrainLog:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines without what depends on the machine's speed."""
-    return [{k: v for k, v in line.items() if k != "time"} for line in lines]

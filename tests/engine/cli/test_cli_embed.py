@@ -1,0 +1,97 @@
+"""`rooflax embed`: JSON lines in and out, and every flag's effect."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rooflax import LLM
+from rooflax.cli.main import parser_of
+from tests import goldens
+from tests.engine.test_embedding import TEXTS, add_modules
+from tests.pooling_cases import NORMALIZE, pooling
+
+pytestmark = pytest.mark.oldest_jax
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("embed")
+    made = goldens.write_checkpoint(root / "model", "qwen3", goldens.committed("qwen3"))
+    return add_modules(made, pooling("lasttoken"), NORMALIZE)
+
+
+def vectors(text):
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line["id"] for line in lines], np.array([line["embedding"] for line in lines])
+
+
+def test_one_text_and_many(rooflax, folder, tmp_path):
+    wanted = LLM(folder).embed(TEXTS)
+    ran = rooflax("embed", folder, "-p", TEXTS[0], "--quiet")
+    assert (ran.code, ran.err) == (0, "")
+    np.testing.assert_allclose(vectors(ran.out)[1], wanted[:1], atol=1e-6)
+    lines = [json.dumps(TEXTS[0]), "", json.dumps({"id": "k", "text": TEXTS[1]})]
+    lines += [json.dumps({"text": text}) for text in TEXTS[2:]]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    files = ("--input", tmp_path / "texts.jsonl", "--output", tmp_path / "vectors.jsonl")
+    ran = rooflax("embed", folder, *files)
+    assert (ran.code, ran.out) == (0, "") and "4 of 4 embedded" in ran.err
+    ids, found = vectors((tmp_path / "vectors.jsonl").read_text())
+    assert ids == [1, "k", 4, 5]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    again = rooflax("embed", folder, *files)
+    assert again.code == 2 and "exists; give the name of a new file" in again.err
+    piped = rooflax("embed", folder, "--input", "-", stdin="\n".join(lines).encode())
+    np.testing.assert_allclose(vectors(piped.out)[1], wanted, atol=1e-6)
+
+
+FLAGS = {
+    "--prompt-name": ["query"], "--dimensions": ["5"], "--quantize": ["int8"],
+    "--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"], "--help": [],
+    "--max-model-len": (["2"], "the context holds 2"), "--prompt": (["a"], "is given twice"),
+    "--revision": (["main"], "is for hub ids"), "--platform": (["gpu"], "is not here"),
+    "--input": (["-"], "either as --prompt or as --input"),
+    "--output": (["nowhere/x"], "cannot write nowhere/x"),
+    "--weights-budget": (["1B"], "give a larger one"),
+    "--decode-steps": (["0"], "--decode-steps is 0"),
+    "--mesh": (["tensor=5"], "tensor"), "--kernels": (["best"], "best"), "--gqa": (["x"], "gqa"),
+    "--moe": (["x"], "moe"), "--layers": (["x"], "layers"), "--threads": (["0"], "below 1"),
+}  # fmt: skip
+SAME = ("--offline", "--check", "--no-cache", "--no-jit", "--quiet", "--verbose")
+"""Flags that change no vector; `--ignore-config-key` is for a key that is not there."""
+
+
+def test_every_flag_has_its_effect_or_is_rejected(rooflax, folder):
+    flags = {name for a in parser_of("embed")._actions for name in a.option_strings[-1:]}
+    plain = rooflax("embed", folder, "-p", "def f")
+    assert plain.code == 0
+    named = {
+        max(a.option_strings, key=len) for a in parser_of("embed")._actions if a.option_strings
+    }
+    known = {*FLAGS, *SAME, "--ignore-config-key"}
+    assert {name.replace("--ctx-size", "--max-model-len") for name in named} == known, flags
+    for flag, wanted in FLAGS.items():
+        values, said = wanted if isinstance(wanted, tuple) else (wanted, None)
+        ran = rooflax("embed", folder, "-p", "def f", flag, *values)
+        if said is None:
+            assert ran.code == 0 and ran.out != plain.out, flag
+        else:
+            assert (ran.code, ran.out) == (2, "") and said in ran.err, (flag, ran.err)
+    for flag in SAME:
+        ran = rooflax("embed", folder, "-p", "def f", flag)
+        assert ran.code == 0, (flag, ran.err)
+        np.testing.assert_allclose(vectors(ran.out)[1], vectors(plain.out)[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "line", ['""', '{"text": ""}', "{", "5", '{"text": 5}', '{"text": "x", "more": 1}', '{"id": 1}']
+)
+def test_a_line_that_is_no_text_is_named(rooflax, folder, line):
+    ran = rooflax("embed", folder, "--input", "-", stdin=f'"x"\n{line}\n'.encode())
+    assert (ran.code, ran.out) == (2, "") and "Line 2 of -" in ran.err
+
+
+def test_a_model_that_does_not_embed(rooflax):
+    ran = rooflax("embed", "preset:qwen2.5-tiny", "-p", "x")
+    assert (ran.code, ran.out) == (2, "") and "has no modules.json" in ran.err

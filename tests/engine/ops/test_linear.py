@@ -1,0 +1,107 @@
+"""y = x @ w for every implementation, against NumPy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.ops import native
+from rooflax.ops.kernels import chosen
+from rooflax.ops.linear import linear, linear_by_head, unembed
+from rooflax.ops.weights import StackMember, quantize
+from tests.support.ops.cases import LINEAR, normal
+
+IMPLEMENTATIONS = ["reference", "xla", None]
+
+
+def expected(case, x, w, bias):
+    axes = len(case.contracted)
+    y = np.tensordot(x.astype(np.float64), w.astype(np.float64), axes=axes)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda c: c.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_linear(case, implementation):
+    x, w, bias = case.arrays()
+    y = linear(
+        jnp.asarray(x),
+        jnp.asarray(w),
+        None if bias is None else jnp.asarray(bias),
+        contract=len(case.contracted),
+        implementation=implementation,
+    )
+    assert y.shape == (*case.batch, *case.out) and y.dtype == jnp.float32
+    np.testing.assert_allclose(y, expected(case, x, w, bias), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", LINEAR[2:6], ids=lambda c: c.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_accumulates_in_float32_and_rounds_once(case, implementation):
+    arrays = [None if a is None else jnp.asarray(a, jnp.bfloat16) for a in case.arrays()]
+    y = linear(*arrays, contract=len(case.contracted), implementation=implementation)
+    assert y.dtype == jnp.bfloat16
+    x, w, bias = (None if a is None else np.asarray(a).astype(np.float32) for a in arrays)
+    exact = expected(case, x, w, bias)
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float32_activations_over_bfloat16_weights(implementation):
+    x, w = normal(3, 5), jnp.asarray(normal(5, 7), jnp.bfloat16)
+    y = linear(jnp.asarray(x), w, implementation=implementation)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, x @ np.asarray(w).astype(np.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unembed_is_float32_and_transposed(implementation, dtype):
+    x = jnp.asarray(normal(2, 3, 5), jnp.dtype(dtype))
+    table = jnp.asarray(normal(7, 5, seed=1), jnp.dtype(dtype))
+    y = unembed(x, table, implementation=implementation)
+    assert y.shape == (2, 3, 7) and y.dtype == jnp.float32
+    exact = np.asarray(x).astype(np.float64) @ np.asarray(table).astype(np.float64).T
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "w8a16", "w8a8", "w4a16"])
+def test_each_head_has_a_matrix_of_its_own(format, implementation):
+    """Also as one of a stack of layers, where `linear` of a head's rows gives the same."""
+    x, w = jnp.asarray(normal(2, 3, 5, 64)), normal(2, 5, 64, 7, seed=1)
+    if format.startswith("w"):
+        w = quantize(w, format, (64,), (7,))
+    else:
+        w = jnp.asarray(w, jnp.dtype(format))
+    how = {"implementation": implementation}
+    y = linear_by_head(x, StackMember(w, jnp.int32(1)), **how)
+    assert y.shape == (2, 3, 5, 7) and y.dtype == jnp.float32
+    own = w.member(1) if format.startswith("w") else w[1]
+    np.testing.assert_array_equal(y, linear_by_head(x, own, **how))
+    for head in range(5):
+        one = own.member(head) if format.startswith("w") else own[head]
+        wanted = linear(x[:, :, head], one, **how)
+        np.testing.assert_allclose(y[:, :, head], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_axes_that_differ_are_rejected_with_both():
+    with pytest.raises(ValueError, match=r"\(5,\).*\(6,\)"):
+        linear(jnp.zeros((3, 5)), jnp.zeros((6, 7)))
+    with pytest.raises(ValueError, match=r"\(4, 5\).*\(5, 4\)"):
+        linear(jnp.zeros((3, 4, 5)), jnp.zeros((5, 4, 7)), contract=2)
+
+
+def test_an_implementation_that_is_not_here_is_rejected_by_name():
+    with pytest.raises(RequestError, match="linear's 'pallas' cannot run: .* runs on cpu"):
+        linear(jnp.zeros((3, 5)), jnp.zeros((5, 7)), implementation="pallas")
+    with pytest.raises(RequestError, match="linear has no 'mosaic'"):
+        unembed(jnp.zeros((3, 5)), jnp.zeros((7, 5)), implementation="mosaic")
+
+
+def test_without_the_library_xla_is_used_and_native_is_rejected(monkeypatch):
+    monkeypatch.setattr(native, "status", lambda: native.Status(False, "it was not built"))
+    assert chosen(None) == {"linear": "xla", "attention": "xla", "moe": "xla"}
+    assert linear(jnp.ones((3, 5)), jnp.ones((5, 7))).shape == (3, 7)
+    with pytest.raises(RequestError, match="'native' cannot run: it was not built"):
+        linear(jnp.zeros((3, 5)), jnp.zeros((5, 7)), implementation="native")

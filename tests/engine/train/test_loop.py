@@ -1,0 +1,240 @@
+"""A run from its first step to its last: log, held-out loss, curves, progress."""
+
+import dataclasses
+import itertools
+import json
+import math
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.train.data import Rows
+from rooflax.train.log import TrainLog, read_log
+from rooflax.train.loop import run_training, write_curves
+from rooflax.train.plot import plot_curves
+from rooflax.train.step import learning_rate, make_eval_step
+from tests.support.train import tiny
+
+pytestmark = pytest.mark.oldest_jax
+
+CONFIG = tiny.settings(
+    steps=50, batch_size=8, micro_batches=2, seq_len=24, learning_rate=1e-2, eval_every=20,
+    eval_batches=2, checkpoint_every=30,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpora):
+    """(folder, result, log) of one run."""
+    folder = tmp_path_factory.mktemp("runs") / "new" / "run"
+    result = run_training(tiny.make_model(), CONFIG, *corpora, folder)
+    return folder, result, read_log(folder / "log.jsonl")
+
+
+@pytest.mark.every_jax
+def test_a_line_per_step(finished):
+    _, _, log = finished
+    steps = [line for line in log if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 51))
+    rate = learning_rate(CONFIG)
+    for line in steps:
+        assert line.keys() == {"step", "tokens", "loss", "lr", "grad_norm", "time"}
+        assert line["tokens"] == line["step"] * 8 * 24
+        assert line["lr"] == float(rate(line["step"] - 1))
+        assert line["grad_norm"] > 0
+        assert line["time"].keys() == {"step_s", "tok_per_s"}
+        assert line["time"]["tok_per_s"] > 0
+
+
+def test_the_loss_falls_from_that_of_a_guess(finished):
+    _, result, log = finished
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[0] == pytest.approx(math.log(tiny.VOCAB), rel=0.02)
+    assert np.mean(losses[-5:]) < losses[0] - 1.3
+    assert result.loss == losses[-1]
+
+
+def test_held_out_losses(finished, corpora):
+    _, result, log = finished
+    lines = [line for line in log if "held_out_loss" in line]
+    assert [(line["step"], line["whole"]) for line in lines] == [
+        (20, False),
+        (40, False),
+        (50, True),
+    ]
+    for line in lines:
+        assert line.keys() == {"step", "tokens", "held_out_loss", "bits_per_byte", "whole"}
+        assert line["bits_per_byte"] == corpora[1].bits_per_byte(line["held_out_loss"])
+    losses = [line["held_out_loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True)
+    assert (result.held_out_loss, result.bits_per_byte) == (losses[-1], lines[-1]["bits_per_byte"])
+    # a held-out line follows its step's line
+    for before, line in itertools.pairwise(log):
+        assert "held_out_loss" not in line or before["step"] == line["step"]
+
+
+def test_the_last_held_out_loss_is_of_all_rows(finished, corpora):
+    """Row by row, with the trained model."""
+    _, result, _ = finished
+    rows = Rows(corpora[1], CONFIG.seq_len)
+    evaluate = make_eval_step(result.model, dataclasses.replace(CONFIG, micro_batches=1))
+    total = count = 0.0
+    for batch in rows.spread(None, 1):
+        loss, tokens = evaluate(result.model.weights, result.model.rope, batch)
+        total, count = total + float(loss), count + float(tokens)
+    assert result.held_out_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_result(finished):
+    folder, result, _ = finished
+    assert (result.step, result.tokens, result.interrupted) == (50, 50 * 8 * 24, False)
+    model = tiny.make_model()
+    assert jax.tree.structure(result.model) == jax.tree.structure(model)
+    (found,), (wanted,) = result.model.rope, model.rope
+    np.testing.assert_array_equal(found.cos, wanted.cos)
+    np.testing.assert_array_equal(found.sin, wanted.sin)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "log.jsonl"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000030", "step-00000050",
+    ]  # fmt: skip
+
+
+def test_the_same_run_twice(finished, corpora, tmp_path):
+    _, result, log = finished
+    config = dataclasses.replace(CONFIG, checkpoint_every=0, keep=1)
+    again = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    assert tiny.comparable(read_log(tmp_path / "log.jsonl")) == tiny.comparable(log)
+    for a, b in zip(
+        jax.tree.leaves(again.model.weights), jax.tree.leaves(result.model.weights), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000050"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seq_len": 68}, r"seq_len is 68, but the model takes 67 tokens; choose at most that"),
+        (
+            {"seq_len": 67, "batch_size": 1},
+            r"the corpus has 100 tokens; rows of 67 need at least 134",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, changes, match):
+    corpus = tiny.corpus_of(np.ones(100))
+    with pytest.raises(RequestError, match=match):
+        run_training(tiny.make_model(), tiny.settings(**changes), corpus, None, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_beyond_the_embedding(corpora, tmp_path):
+    bad = np.ones(100)
+    bad[77] = tiny.VOCAB
+    bad = tiny.corpus_of(bad)
+    for parts in ((bad, None), (corpora[0], bad)):
+        with pytest.raises(
+            RequestError, match=rf"token id {tiny.VOCAB}, .* has {tiny.VOCAB} tokens"
+        ):
+            run_training(tiny.make_model(), tiny.settings(), *parts, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_text_too_short_for_a_row(corpora, tmp_path):
+    short = tiny.corpus_of(np.ones(20))
+    with pytest.raises(
+        RequestError, match="held-out corpus has 20 tokens; rows of 16 need at least"
+    ):
+        run_training(tiny.make_model(), tiny.settings(), corpora[0], short, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bar_where_asked_for(corpora, tmp_path, capsys):
+    config = tiny.settings(steps=2)
+    for progress in (None, False):
+        run_training(
+            tiny.make_model(), config, corpora[0], None, tmp_path / str(progress), progress=progress
+        )
+        assert capsys.readouterr() == ("", "")
+    run_training(tiny.make_model(), config, corpora[0], None, tmp_path / "bar", progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "training: 100%" in err
+    assert "2/2" in err
+
+
+def test_in_a_thread(corpora, tmp_path):
+    """Where signals are someone else's."""
+    found = []
+
+    def work():
+        model = tiny.make_model()
+        found.append(run_training(model, tiny.settings(steps=2), corpora[0], None, tmp_path))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0].step == 2
+
+
+def test_curves(finished):
+    pytest.importorskip("matplotlib")
+    folder, _, log = finished
+    write_curves(folder)
+    picture = (folder / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 10_000
+    (folder / "curves.png").unlink()
+    assert plot_curves(log[:1], folder / "curves.png")  # one point, none held out
+    (folder / "curves.png").unlink()
+
+
+def test_without_matplotlib(finished, monkeypatch, capsys):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_curves(finished[0])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "no curves.png: matplotlib is not installed (pip install matplotlib)\n"
+    assert not (finished[0] / "curves.png").exists()
+
+
+def test_training_does_not_import_matplotlib():
+    code = "import rooflax.train.loop, sys; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_empty_log_has_no_curves(tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text("")
+    write_curves(tmp_path)
+    assert not (tmp_path / "curves.png").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_log_lines_are_on_disk_at_once_and_cut_back(tmp_path):
+    path = tmp_path / "a" / "log.jsonl"
+    with TrainLog(path) as log:
+        log.write({"step": 1})
+        assert path.read_text() == '{"step": 1}\n'
+        position = log.position()
+        log.write({"step": 2, "text": "é"})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    with TrainLog(path, position) as log:
+        log.write({"step": 3})
+        assert log.position() == path.stat().st_size
+    assert read_log(path) == [{"step": 1}, {"step": 3}]
+    with pytest.raises(CheckpointError, match=r"has 24 bytes, but .* when it had 99; put the log"):
+        TrainLog(path, 99)
+    assert read_log(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_times_are_not_compared():
+    a, b = [{"step": 1, "time": {"step_s": 1}}], [{"step": 1, "time": {"step_s": 2}}]
+    assert tiny.comparable(a) == tiny.comparable(b) == [{"step": 1}]

@@ -1,0 +1,253 @@
+"""The script that takes a GPU's figures: it works without one, and says what failed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import gpu_list, gpu_models, gpu_table
+from rooflax.ops.accelerator import OLDEST_GPU_JAX
+from tests.support.product.snippets import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(out, *arguments):
+    command = [sys.executable, str(SCRIPT), str(out), "--dry-run", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    return lines, (out / "table.md").read_text()
+
+
+def test_the_whole_dry_run(tmp_path):
+    """Every case has a result: where there are no kernels from XLA, and its line says so."""
+    lines, table = run(tmp_path)
+    last = {line["name"]: line for line in lines}
+    assert list(last) == [case.name for case in gpu_list.cases(tiny=True)]
+    kernels = jax.__version_info__ >= OLDEST_GPU_JAX
+    for case in gpu_list.cases(tiny=True):
+        line = last[case.name]
+        assert f"| {case.name}" in table
+        if ("race" in case.job or case.job == "step") and not kernels:
+            assert "need JAX 0.11" in line["failed"]
+            continue
+        assert "result" in line, line
+        falls_back = not kernels and case.job in ("linear", "attention", "experts")
+        assert ("fell_back" in line) == falls_back, line
+        result = line["result"]
+        if case.job in ("linear", "attention", "experts"):
+            assert result["error"] <= result["tolerance"] and result["seconds"] > 0
+        if case.job in ("model", *gpu_list.PEERS):
+            shares = [
+                result[f"{kind}_{of}"] for kind in ("decode", "prefill") for of in ("mbu", "mfu")
+            ]
+            assert all(share > 0 for share in shares)
+        if case.job == "model":
+            assert result["prefill_chunk"] == case.arguments.get("chunk", result["prefill_chunk"])
+    assert last["ceilings"]["result"]["read_gb_per_s"] > 0
+    assert ("(XLA: the kernel failed)" in table) != kernels
+    assert "| decode llama-3.1-8b int4 | decode |" in table
+    flags = last["command buffers for loops, int4, 4 layers"]["environment"]["xla_flags"]
+    assert flags.endswith("+WHILE,+CONDITIONAL")
+    assert any((tmp_path / "cache").glob("*-cache"))
+
+
+def test_every_kind_of_case_is_in_the_dry_run():
+    """But for torch's and transformers' where they are not installed."""
+
+    def kinds(tiny):
+        """Jobs with what they are given, if not its value."""
+        return {(case.job, *sorted(case.arguments)) for case in gpu_list.cases(tiny)}
+
+    absent = {job for job in gpu_list.PEERS if importlib.util.find_spec(job) is None}
+    missing = {kind for kind in kinds(tiny=False) - kinds(tiny=True) if kind[0] not in absent}
+    assert not missing
+
+
+def test_a_part_is_expected_to_end_in_time():
+    """With a tenth to spare; and twice as long as expected, no case is ended."""
+    for part, budget in gpu_list.BUDGETS_S.items():
+        given = [case for case in gpu_list.cases(tiny=False) if case.part == part]
+        peers = [case for case in given if case.job in gpu_list.PEERS]
+        assert part != 3 or importlib.util.find_spec("torch") is None or len(peers) == 3
+        assert 0 < gpu_list.expected_s(given) <= 0.9 * budget, part
+        assert all(2 * case.expected_s < case.limit_s < budget for case in given)
+    many = [gpu_list.Case(str(n), 1, "", {}, "one" if n < 2 else str(n), 1.0) for n in range(4)]
+    assert gpu_list.expected_s(many) == 4 + 3 * gpu_list.START_S
+
+
+def line(name, layers, seconds, **more):
+    """A model's line whose time at the ceilings is a millisecond a layer, and one more."""
+    result = {
+        "tpot_s": {"median": seconds}, "ttft_s": {"median": seconds}, "all_layers": 32, "batch": 1,
+        "prompt_tokens": 100, "decode_tok_per_s": {"median": 1 / seconds},
+        "prefill_tok_per_s": {"median": 100 / seconds},
+    }  # fmt: skip
+    shares = {"mbu": (1 + layers) * 1e-3 / seconds, "mfu": 0.1}
+    result |= {f"{kind}_{of}": v for kind in ("decode", "prefill") for of, v in shares.items()}
+    name = f"{name}, {layers} layers"
+    return {"name": name, "layers": layers, "seconds": 1, "target": "", "result": result, **more}
+
+
+def test_two_depths_give_a_layer_the_rest_and_the_whole():
+    """2 ms a layer and 3 ms besides; of all 67 ms the ceilings allow 33."""
+    both = [line("decode x", 4, 0.011), line("decode x", 8, 0.019)]
+    assert "| decode x | decode | 2.000 | 3.000 | 32 | 67.00 | 14.9 | 49% |" in gpu_table.markdown(
+        both
+    )
+    long = [line("prefill x", 8, 0.019), line("prefill x", 4, 0.011)]
+    assert "| prefill x | prefill | 2.000 | 3.000 | 32 | 67.00 | 1492.5 |" in gpu_table.markdown(
+        long
+    )
+
+
+def test_what_failed_or_ran_with_xla_gives_no_slope():
+    first = line("decode x", 4, 0.011)
+    failed = {k: v for k, v in line("decode x", 8, 0.019, failed="why").items() if k != "result"}
+    assert "| decode x | no slope: 8 layers failed |" in gpu_table.markdown([first, failed])
+    xla = line("decode x", 8, 0.019, fell_back="why")
+    assert "| decode x | no slope: 8 layers ran with XLA |" in gpu_table.markdown([first, xla])
+
+
+def test_the_compiler_is_found_where_it_is(script, tmp_path, monkeypatch):
+    """Named, on the path, or in a wheel; not a folder without one."""
+
+    def made(name):
+        tool = tmp_path / name / "bin" / "ptxas"
+        tool.parent.mkdir(parents=True)
+        tool.write_text("")
+        tool.chmod(0o755)
+        return tmp_path / name
+
+    named, on_path, wheel = made("named"), made("toolkit"), made("site/nvidia/cuda_nvcc")
+    (tmp_path / "site/nvidia/cu13/lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    path = str(on_path / "bin")
+    assert script.cuda_root({"CUDA_ROOT": str(named), "PATH": path}) == named
+    assert script.cuda_root({"CUDA_ROOT": str(tmp_path), "PATH": path}) == on_path
+    assert script.cuda_root({"PATH": ""}) == wheel
+
+
+def test_a_second_flag_of_xla_stands_behind_the_first(script):
+    own = {"XLA_FLAGS": "--a", "B": "c"}
+    assert script.joined(own, {"XLA_FLAGS": "--d"}) == {"XLA_FLAGS": "--a --d", "B": "c"}
+    assert script.joined({"B": "c"}, {}) == {"B": "c"}
+
+
+def test_annotations_need_no_jaxtyping(tmp_path):
+    """rooflax is imported with the stand-in alone, as where it is not installed."""
+    code = "import jaxtyping, rooflax.llm, rooflax.bench.measure; print(jaxtyping.__file__)"
+    stand_in = ROOT / "benchmarks" / "stand_in"
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stand_in), str(ROOT / "src")])}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(stand_in / "jaxtyping.py")
+
+
+def test_what_is_not_begun_in_time_says_so(tmp_path):
+    lines, table = run(tmp_path, "--only", "ceilings", "--budget", "0")
+    assert lines[0]["failed"] == "no time was left" and "no time was left" in table
+
+
+@pytest.fixture
+def began(script, tmp_path):
+    """A process, and its lines' cases: of `nothing` models, and of a job that there is not."""
+    with (tmp_path / "log.txt").open("a+b") as log:
+        process = script.Process("key", dict(os.environ, JAX_PLATFORMS="cpu"), log)
+        yield process
+        process.end()
+
+
+BROKEN = gpu_list.Case("row", 2, "model", {"model": "nothing", "work": {}, "precision": {}}, "", 9)
+
+
+def test_a_case_that_fails_says_so_and_the_next_one_runs(began):
+    assert "no preset 'nothing'" in began.line(BROKEN, 60)["failed"]
+    ceilings = gpu_list.Case("ceilings", 2, "ceilings", {"tiny": True}, "", 9)
+    assert "result" in began.line(ceilings, 60)
+    assert "KeyError" in began.line(gpu_list.Case("x", 2, "no job", {}, "", 9), 60)["failed"]
+    assert began.is_alive
+
+
+def test_a_case_that_takes_too_long_says_so_and_ends_its_process(began):
+    assert began.line(BROKEN, 0.1)["failed"].startswith("not done after")
+    assert not began.is_alive
+
+
+def test_a_process_that_ends_says_its_last_words(began):
+    began.popen.kill()
+    began.popen.wait()
+    began.log.write(b"first\nan illegal access\n")
+    failed = began.line(BROKEN, 60)["failed"]
+    assert failed.startswith("ended with -9: ") and failed.endswith("an illegal access")
+
+
+def test_only_names_a_case(tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--only", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "none of the cases: linear" in done.stderr
+
+
+@pytest.mark.parametrize("format", ["w8a16", "w4a16", "mxfp4-a16", "fp8-a16"])
+def test_packed_weights_drawn_on_the_device_spread_as_a_preset_does(script, format):
+    w = gpu_models._one(jax.random.key(0), "packed", ((), (256,), (64,)), format, 0.02)
+    numbers = np.asarray(w.numbers())
+    assert 0.015 < numbers.std() < 0.027 and abs(numbers.mean()) < 0.003
+    if format == "w8a16":
+        codes = numbers / np.asarray(w.scales)[:64]
+        np.testing.assert_allclose(codes.sum(axis=0), np.asarray(w.sums)[:64], atol=0.1)
+
+
+def test_parts_have_presets_limits_and_names_of_their_own(script):
+    from rooflax.models.presets import PRESETS
+
+    known = script.cases(tiny=False)
+    assert len({case.name for case in known}) == len(known)
+    assert {case.part for case in known} == set(script.BUDGETS_S)
+    for case in known:
+        assert case.limit_s <= script.BUDGETS_S[case.part]
+        assert case.arguments.get("model", "llama-3.1-8b") in PRESETS, case
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_torch_peer_multiplies_by_its_codes(bits):
+    """Exactly, where weights are codes; and step by step it gives what a whole prompt gives."""
+    torch = pytest.importorskip("torch")
+    from benchmarks import gpu_torch
+
+    rng, (inner, outer) = np.random.default_rng(0), (64, 32)
+    codes = rng.integers(-127, 128, (outer, inner)) if bits == 8 else rng.integers(0, 16, (32, 64))
+    codes[:, 0] = 127 if bits == 8 else 0
+    codes[:, 32], codes[:, 1], codes[:, 33] = (127, 127, 127) if bits == 8 else (0, 15, 15)
+    w = torch.tensor(codes * 0.25, dtype=torch.float32)
+    x = torch.tensor(rng.standard_normal((3, inner)), dtype=torch.float32)
+    torch.testing.assert_close(gpu_torch.LINEAR[bits](w)(x), x @ w.T, rtol=1e-5, atol=1e-4)
+
+    raw = {**gpu_models.TINY_LLAMA, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    with torch.inference_mode():
+        net = gpu_torch.Llama(raw, gpu_torch.LINEAR[bits], 8, "cpu", torch.float32)
+        tokens = torch.arange(8)[None] * 7
+        whole = net(tokens, torch.arange(8))
+        for cache in net.cache:
+            cache.k.zero_(), cache.v.zero_()
+        net(tokens[:, :6], torch.arange(6))
+        for at in (6, 7):
+            step = net(tokens[:, at : at + 1], torch.tensor([at]))
+    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-4)

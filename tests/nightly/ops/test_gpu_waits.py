@@ -1,0 +1,173 @@
+"""GPU kernels wait: for copies before they read, for products and loads before what these read is
+filled again, and for what they write.
+
+On the lowered module, without a GPU; `make gpu-compile` looks for the same in the machine code.
+"""
+
+import functools
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rooflax import ops
+from rooflax.ops.attention import gpu_flash
+from rooflax.ops.linear import gpu_tiles
+from rooflax.ops.moe import gpu as moe_gpu
+from tests.engine.ops.test_gpu import (
+    FEW,
+    PROMPTS,
+    SIZED,
+    attend,
+    kernel,
+    moe_arguments,
+    paged,
+    patterned,
+    run_experts,
+    weights,
+)
+from tests.marks import cases
+from tests.support.ops.cases import WITH_GPU_KERNELS
+
+pytestmark = WITH_GPU_KERNELS
+
+
+def experts(inner):
+    """Tiles of plain weights. Argument 3 of the kernel says how many are wanted."""
+    s = jax.ShapeDtypeStruct
+    x, w = s((2, 128, inner), jnp.bfloat16), s((2, inner, 128), jnp.bfloat16)
+    return moe_gpu._tile_matmuls, (x, w, s((2,), jnp.int32), s((1,), jnp.int32)), {3: 2}
+
+
+def linear(format, rows=40, outer=200, wanted=None):
+    """Tiles of packed weights, of seven stages, or 13 of 256 rows; argument 4 as above."""
+    x, members = jnp.zeros((2, rows, 800), jnp.bfloat16), jnp.zeros(2, jnp.int32)
+    count, bias = (jnp.full(1, wanted), None) if wanted else (None, jnp.zeros(outer))
+
+    def run(x, w):
+        return gpu_tiles._multiplied(x, w, members, count, bias, jnp.float32, 1)
+
+    return run, (x, weights(format, 800, outer)), {4: wanted or 0}
+
+
+def attention(given):
+    """A prompt. Argument 8 says where the tiles of keys end that are visited."""
+    *wide, paging, args = given
+    return attend, (*(a.astype(jnp.bfloat16) for a in wide), paging, args), {8: 5}
+
+
+WIDE = replace(PROMPTS[0], head_dim=256)
+ARRIVALS = ["products", "copies", "arrive", "arrivals"]
+"""What orders accesses: warpgroups say that they are done, and the one that copies waits for it."""
+MEETINGS = ["products", "copies", "meet", "fence"]
+"""Of one warpgroup, whose warps meet; a fence between what they store and products read."""
+KERNELS = {
+    "experts": (partial(experts, 640), [*MEETINGS, "copies out"]),
+    "experts mxfp4-a16": (partial(linear, "mxfp4-a16", wanted=2), ARRIVALS),
+    "linear w4a16": (partial(linear, "w4a16"), ARRIVALS),
+    "linear w8a16": (partial(linear, "w8a16"), ARRIVALS),
+    "linear w8a16, 256 rows": (partial(linear, "w8a16", rows=256), ARRIVALS),
+    "linear w8a16, one warpgroup": (partial(linear, "w8a16", outer=53), ["products", "copies"]),
+    "linear w8a16-g32": (partial(linear, "w8a16-g32"), ARRIVALS),
+    "linear mxfp4-a16": (partial(linear, "mxfp4-a16"), ARRIVALS),
+    "linear fp8-a16": (partial(linear, "fp8-a16"), ARRIVALS),
+    "attention": (partial(attention, paged(PROMPTS[0])), MEETINGS),
+    "attention, pattern": (partial(attention, patterned("bfloat16, prompt", "strided")), MEETINGS),
+    "attention, heads of 256": (partial(attention, paged(WIDE)), MEETINGS),
+}
+"""Each way of a kernel, and what in it is left out once to see that this is found."""
+DEFAULT = ["experts", "experts mxfp4-a16", "linear w4a16", "linear w8a16", "attention"]
+FURTHER = [name for name in KERNELS if name not in DEFAULT]
+
+
+@functools.cache
+def lowered(name):
+    """The kernel, and what its arguments hold."""
+    from tests.support.ops.mosaic_modules import modules
+
+    function, arguments, known = KERNELS[name][0]()
+    (module,) = modules(function, *arguments)
+    return module, known
+
+
+def run(name, without=()):
+    from tests.support.ops.mosaic_run import Run
+
+    return Run(*lowered(name), without)
+
+
+@pytest.mark.parametrize("name", cases(KERNELS, default=DEFAULT))
+def test_every_access_is_ordered(name):
+    found = run(name)
+    assert not found.wrong
+    assert found.accesses and found.refilled
+
+
+EDGES = [(name, edge) for name, (_, edges) in KERNELS.items() for edge in edges]
+
+
+@pytest.mark.parametrize(
+    ("name", "edge"),
+    [pytest.param(*e, marks=[pytest.mark.nightly] * (e[0] not in DEFAULT)) for e in EDGES],
+)
+def test_what_is_left_out_is_found(name, edge):
+    whole = run(name)
+    waits = {"copies": whole.filled, "arrivals": whole.awaited - whole.filled}
+    left_out = waits.get(edge, {edge})
+    assert left_out and run(name, left_out).wrong
+
+
+@pytest.mark.parametrize("name", ["experts", "attention"])
+def test_each_wait_for_a_copy_counts(name):
+    """For each stage, and for the queries."""
+    for barrier in run(name).filled:
+        assert run(name, {barrier}).wrong
+
+
+@pytest.mark.parametrize("late", [None, 1])
+def test_the_experts_kernel_that_raced_is_found(late, monkeypatch):
+    """As it was, without any wait; and with one that leaves a group too many."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from tests.support.ops.mosaic_modules import modules
+    from tests.support.ops.mosaic_run import Run
+
+    waits = plgpu.wgmma_wait
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: late and waits(n + late))
+    function, arguments, known = experts(640)
+    (module,) = modules(function, *arguments)
+    found = Run(module, known)
+    assert "nothing orders a copy and a product" in found.wrong
+
+
+def test_no_other_kernel_copies_or_multiplies_on_the_side():
+    """A new one belongs into KERNELS. What others read is in registers at once."""
+    sources = Path(ops.__file__).parent.rglob("*.py")
+    names = r"plgpu\.(wgmma|copy_\w+|async_\w+|emit_pipeline)\("
+    found = {path.name for path in sources if re.search(names, path.read_text())}
+    assert found == {Path(m.__file__).name for m in (gpu_tiles, gpu_flash)} | {"gpu.py"}
+
+
+def one_of_each():
+    """Every other kernel, with its arguments."""
+    q, k_pool, v_pool, *given = paged(replace(FEW[0], query_len=1))
+    yield attend, (q, k_pool, v_pool, *given)
+    for format in ("w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"):
+        yield kernel, (jnp.zeros((2, 1120), jnp.bfloat16), weights(format, 1120, 53))
+    plain = jnp.zeros((1120, 96), jnp.bfloat16)
+    for rows in (1, 2):
+        yield kernel, (jnp.zeros((rows, 1120), jnp.bfloat16), plain)
+    for name, kind in (("one token", "mxfp4-a16"), ("few tokens", "bfloat16")):
+        yield run_experts, moe_arguments(SIZED[name], kind)
+
+
+def test_the_other_kernels_copy_and_multiply_nothing_on_the_side():
+    from tests.support.ops.mosaic_modules import texts
+
+    for function, arguments in one_of_each():
+        found = texts(function, *arguments)
+        assert found and not any(re.search(r"cp\.async|wgmma", text) for text in found)

@@ -1,3 +1,0 @@
-from tests.cli.conftest import rooflax
-
-__all__ = ["rooflax"]

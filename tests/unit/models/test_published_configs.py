@@ -1,0 +1,92 @@
+"""config.json files as they are published: each opens, or is rejected for the reason beside it.
+
+tests/data/published_configs/configs.json holds the facts: of each its name as the source has it,
+where it was read, its keys and values, and the outcome ("opens", or how the rejection's sentence
+begins).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rooflax.errors import RooflaxError, UnsupportedModelError
+from rooflax.loading.model_info import model_info
+from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
+from rooflax.models.presets import PRESETS, PUBLISHED
+from rooflax.models.registry import FAMILIES, read_config
+from tests import goldens
+
+TABLE = Path(__file__).parents[2] / "data" / "published_configs" / "configs.json"
+ROWS = json.loads(TABLE.read_text())
+NOT_COLLECTED = {
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gemma4_text",
+}
+"""Families of which no source that can be named has a published config.json that opens."""
+OTHER = {
+    "add_cross_attention": True,
+    "cross_attention_hidden_size": 0,
+    "is_llama_config": False,
+    "max_sequence_length": 4096,
+    "n_special": 3,
+    "partial_rotary_factor": 0.5,
+    "pruned_heads": {"1": [0]},
+    "qk_layer_norms": True,
+    "reorder_and_upcast_attn": "sometimes",
+    "rope_interleaved": True,
+    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_weights": False,
+    "use_mrope": True,
+}
+"""Of each key of `ACCEPTED` a value that would be something else than what is computed."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["repository"])
+def test_a_published_config_opens_or_is_rejected_for_the_reason_beside_it(row, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(row["config"]))
+    if row["outcome"] == "opens":
+        assert model_info(tmp_path).family == row["config"]["model_type"]
+        return
+    with pytest.raises(RooflaxError) as caught:
+        model_info(tmp_path)
+    assert str(caught.value).startswith(row["outcome"])
+
+
+def test_the_table_is_of_every_family_and_names_its_sources():
+    opened = {row["config"]["model_type"] for row in ROWS if row["outcome"] == "opens"}
+    assert opened == set(FAMILIES) - NOT_COLLECTED
+    assert all(row["source"] for row in ROWS)
+    assert len({row["repository"] for row in ROWS}) == len(ROWS) >= 130
+    assert any(row["repository"] == "Qwen/Qwen2.5-0.5B" for row in ROWS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_of_a_published_file_is_its_model(name):
+    """Also where the file has a null that the preset might leave out."""
+
+    def model(raw):
+        return read_config({k: v for k, v in raw.items() if k != "quantization_config"})[1]
+
+    texts = [row["config"].get("text_config", row["config"]) for row in ROWS]
+    kind, wanted = PRESETS[name]["model_type"], model(PRESETS[name])
+    opens = [row["outcome"] == "opens" for row in ROWS]
+    same = [raw for raw, fine in zip(texts, opens, strict=True) if fine]
+    assert any(model(raw) == wanted for raw in same if raw.get("model_type") == kind)
+
+
+def test_every_accepted_key_has_another_value_in_this_test():
+    assert OTHER.keys() == ACCEPTED.keys()
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_key_that_says_what_is_done_anyway_is_no_error_and_another_value_is(key):
+    raw = goldens.VARIANTS["llama_gqa"]
+    length = raw["max_position_embeddings"]
+    for value in ACCEPTED[key]:
+        stated = length if value is SAME_LENGTH else value
+        assert read_config(raw | {key: stated}) == read_config(raw)
+    with pytest.raises(UnsupportedModelError, match=f"has {key} = .* \\(only "):
+        read_config(raw | {key: OTHER[key]})
+    assert read_config(raw | {key: OTHER[key]}, ignore=[key]) == read_config(raw)

@@ -1,0 +1,172 @@
+"""Files that a user names: regular and bounded ones are read, and one process writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.files import only_writer, open_regular, read_regular, read_text, replacing
+
+HOLD = """
+import sys
+from rooflax.files import only_writer
+with only_writer(*sys.argv[1:]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holding(*paths):
+    """A process that writes a path."""
+    command = [sys.executable, "-c", HOLD, *map(str, paths)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_rejected_until_the_first_has_ended(tmp_path):
+    out = tmp_path / "out"
+    with holding(out) as process:
+        said = pytest.raises(RequestError, match="out is being written by another process")
+        with said, only_writer(out):
+            pass
+        with only_writer(tmp_path / "another"):
+            pass
+        process.stdin.close()
+        assert process.wait() == 0
+        with only_writer(out):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_writer_leaves_no_lock(tmp_path):
+    with holding(tmp_path / "out") as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert len(list(tmp_path.iterdir())) == 1
+        with only_writer(tmp_path / "out"):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_name_of_a_file_is_that_file(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "there").symlink_to("folder/new")
+    monkeypatch.chdir(tmp_path)
+    names = ["folder/new", "link/new", "there", "folder/../link/new", tmp_path / "folder/new"]
+    for name in names:
+        with holding(name):
+            for other in names:
+                with pytest.raises(RequestError), only_writer(other):
+                    pass
+
+
+def test_a_lock_within_a_folder_that_is_new(tmp_path):
+    out = tmp_path / "a/b"
+    with only_writer(out, out / ".lock", makes_folders=True):
+        assert [path.name for path in out.iterdir()] == [".lock"]
+    assert not list(tmp_path.iterdir())
+    with only_writer(out, out / ".lock", makes_folders=True):
+        (out / "kept").touch()
+    assert [path.name for path in out.iterdir()] == ["kept"]
+    with only_writer(tmp_path / "new/out"), only_writer(tmp_path / "new/out"):
+        assert not (tmp_path / "new").exists()  # nothing can be written there
+
+
+TAKE_TURNS = """
+import sys, time
+from pathlib import Path
+from rooflax.errors import RequestError
+from rooflax.files import only_writer
+folder, until = Path(sys.argv[1]), time.monotonic() + 2
+while time.monotonic() < until:
+    try:
+        with only_writer(folder / "out"):
+            (folder / "mark").touch(exist_ok=False)  # fails where another one is inside
+            (folder / "mark").unlink()
+            with open(folder / "count", "a") as file:
+                file.write("x")
+    except RequestError:
+        pass
+"""
+
+
+def test_of_many_at_once_one_writes(tmp_path):
+    """Also while locks are removed and made again."""
+    command = [sys.executable, "-c", TAKE_TURNS, str(tmp_path)]
+    running = [subprocess.Popen(command) for _ in range(4)]
+    assert [process.wait() for process in running] == [0] * 4
+    assert len((tmp_path / "count").read_text()) > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["count"]
+
+
+def test_where_no_lock_can_be_made_there_is_none():
+    with only_writer("/proc/out"), only_writer("/proc/out"):
+        pass
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "zero", "/dev/stdin", tmp_path):
+        for read in (read_regular, read_text, open_regular):
+            started = time.monotonic()
+            with pytest.raises(OSError) as caught:
+                read(path)
+            assert caught.value.strerror in ("it is not a regular file", "Is a directory")
+            assert time.monotonic() - started < 1
+
+
+def test_what_is_too_large_is_not_read(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"12345678")
+    assert read_regular(file, 8) == b"12345678"
+    with pytest.raises(OSError) as caught:
+        read_regular(file, 7)
+    assert caught.value.strerror == "it has 8 bytes, and at most 7 are read"
+    os.truncate(file, 1 << 40)  # sparse
+    with pytest.raises(OSError):
+        read_regular(file)
+    grows = "/proc/self/status"  # it states no size
+    assert read_regular(grows, 1 << 16) and Path(grows).stat().st_size == 0
+    with pytest.raises(OSError):
+        read_regular(grows, 10)
+
+
+def test_text_is_utf8_with_one_kind_of_line_end(tmp_path):
+    (tmp_path / "file").write_bytes("ä\r\nb\rc\n".encode())
+    assert read_text(tmp_path / "file") == "ä\nb\nc\n"
+    (tmp_path / "file").write_bytes(b"\xff")
+    with pytest.raises(UnicodeDecodeError):
+        read_text(tmp_path / "file")
+
+
+def test_what_is_replaced_keeps_its_links_and_is_whole_or_as_before(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/file")
+    for text in ("one", "two"):  # the first is made where the link leads
+        with replacing(tmp_path / "link", "utf-8") as file:
+            file.write(text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "folder/file").read_text() == text
+
+    def fails():
+        with replacing(tmp_path / "link") as file:
+            file.write(b"three")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (tmp_path / "folder/file").read_text() == "two"
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]

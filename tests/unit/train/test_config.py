@@ -1,0 +1,153 @@
+"""TrainConfig rejects what cannot be meant, naming the field."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
+
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",
+            "eval_batches", "keep")  # fmt: skip
+NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
+MAY_BE_NONE = ("warmup_steps",)
+NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2")
+CHOICES = ("dtype", "remat", "layers")
+
+
+def make(**given):
+    if not {"steps", "tokens"} & given.keys():
+        given["steps"] = 10
+    return TrainConfig(**given)
+
+
+def rejected(**given):
+    name = next(iter(given))
+    with pytest.raises(RequestError, match=rf"^{name} is ") as caught:
+        make(**given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_field_is_of_one_kind():
+    assert {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES} == FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, True, "4", math.nan, math.inf])
+def test_sizes(name, value):
+    rejected(**{name: value})
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+@pytest.mark.parametrize("value", [-1, 1.0, True, False, None, "4", math.nan])
+def test_counts_that_may_be_zero(name, value):
+    assert getattr(make(**{name: 0}), name) == 0
+    if value is not None or name not in MAY_BE_NONE:
+        rejected(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (50, 5), (999, 99), (1000, 100), (10**6, 100)]
+)
+def test_the_default_warm_up_ends_long_before_the_steps_do(steps, warmup):
+    config = make(steps=steps)
+    assert config.warmup_steps == warmup
+    assert make(tokens=64 * steps, batch_size=4, seq_len=16).warmup_steps == warmup
+    assert config.to_json()["warmup_steps"] == warmup  # a resumed run is held to it
+    assert make(steps=steps, warmup_steps=70).warmup_steps == 70
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "value",
+    [-1e-9, -math.inf, math.inf, math.nan, True, None, "0.1", pytest.param(10**400, id="huge")],
+)
+def test_numbers(name, value):
+    rejected(**{name: value})
+
+
+def test_edges_of_numbers():
+    rejected(learning_rate=0)
+    rejected(learning_rate=0.0)
+    rejected(min_lr_ratio=1.5)
+    for name in ("beta1", "beta2"):  # at 1 the moments never begin, and the step is 0 / 0
+        rejected(**{name: 1.0})
+        rejected(**{name: 1})
+        assert getattr(make(**{name: 0.0}), name) == 0.0
+    for name in ("min_lr_ratio", "weight_decay", "clip_norm"):
+        assert getattr(make(**{name: 0}), name) == 0
+    assert make(min_lr_ratio=1).min_lr_ratio == 1
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("value", ["", "no such", True, 0, math.nan, "Float32", ("scan",)])
+def test_choices(name, value):
+    sentence = rejected(**{name: value})
+    assert "must be one of" in sentence
+
+
+def test_the_policies_are_those_of_the_layers():
+    from rooflax.nn.layers import REMAT_POLICIES
+
+    assert {None, *REMAT} == {None, *REMAT_POLICIES}
+
+
+def test_steps_or_tokens():
+    for given in ({}, {"steps": 3, "tokens": 100}):
+        with pytest.raises(RequestError, match="exactly one"):
+            TrainConfig(**given)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (64, 1), (65, 2), (640, 10), (641, 11)])
+def test_tokens_become_whole_steps(tokens, steps):
+    config = make(tokens=tokens, batch_size=4, seq_len=16)
+    assert (config.tokens_per_step, config.num_steps) == (64, steps)
+
+
+def test_rows_divide():
+    with pytest.raises(RequestError, match=r"batch_size is 6, .* multiple of 4"):
+        make(batch_size=6, micro_batches=4)
+    with pytest.raises(RequestError, match=r"rows per micro-batch is 6, .* multiple of 4"):
+        make(batch_size=12, micro_batches=2, loss_rows=4)
+    assert make(batch_size=12, micro_batches=2, loss_rows=3).loss_rows == 3
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().steps = 5
+
+
+OTHER = {
+    "steps": 11, "tokens": 7, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
+    "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7, "weight_decay": 0.2,
+    "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.9, "seed": 1, "dtype": "bfloat16",
+    "remat": "dots", "layers": "scan", "loss_rows": 4, "eval_every": 3, "eval_batches": 5,
+    "checkpoint_every": 9, "keep": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_resumed_run_has_the_same_settings(name):
+    first = make(steps=10)
+    saved = json.loads(json.dumps(first.to_json()))
+    first.check_same(saved)
+    changes = {name: OTHER[name]} | ({"steps": None} if name == "tokens" else {})
+    other = dataclasses.replace(first, **changes)
+    if name in MAY_CHANGE:
+        other.check_same(saved)
+    else:
+        with pytest.raises(RequestError, match="checkpoint was trained with") as caught:
+            other.check_same(saved)
+        # tokens in place of steps are two differences, and the first is named
+        assert str(caught.value).startswith(("steps" if name == "tokens" else name) + " is ")
+
+
+def test_a_setting_that_the_checkpoint_does_not_know():
+    saved = make().to_json()
+    del saved["beta2"]
+    with pytest.raises(RequestError, match=r"^beta2 is 0\.95, .* with None"):
+        make().check_same(saved)

@@ -1,0 +1,165 @@
+"""Which documents there are, in which order, and which of them are held out."""
+
+import json
+import os
+from itertools import pairwise
+
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.train.corpus import (
+    Document,
+    file_documents,
+    folder_documents,
+    is_held_out,
+    split_held_out,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files written in another order than they shall be read."""
+    for name in ("b.py", "a/z.py", "a.py", "a/b/c.py", "Z.py", "a-b.py", "readme.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n")
+    return tmp_path
+
+
+def names(documents):
+    return [document.name for document in documents]
+
+
+def test_folders_are_read_in_the_order_of_their_paths(folder):
+    found = list(folder_documents(folder))
+    assert names(found) == ["Z.py", "a-b.py", "a.py", "a/b/c.py", "a/z.py", "b.py"]
+    assert found[3] == Document("a/b/c.py", "# a/b/c.py\n")
+
+
+def test_globs(folder):
+    assert names(folder_documents(folder, "*.txt")) == ["readme.txt"]
+    assert names(folder_documents(folder, "?.py")) == ["Z.py", "a.py", "a/b/c.py", "a/z.py", "b.py"]
+    assert names(folder_documents(folder, "*.rst")) == []
+
+
+def test_skipped_folders(folder):
+    for name in ("site-packages", "__pycache__", ".git", "a/node_modules/b", "tests"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x.py").write_text("x")
+    (folder / "site-packages.py").write_text("a file may have that name")
+    found = names(folder_documents(folder, skip=["tests"]))
+    assert [name for name in found if "x.py" in name] == []
+    assert "site-packages.py" in found
+    assert "tests/x.py" in names(folder_documents(folder))
+
+
+def test_empty_and_unreadable_files_of_a_folder_are_left_out(folder):
+    (folder / "empty.py").write_text("")
+    (folder / "latin.py").write_bytes("# naïve\n".encode("latin-1"))
+    (folder / "half.py").write_bytes("é".encode()[:1])
+    (folder / "folder.py").mkdir()
+    os.symlink(folder / "nowhere", folder / "dangling.py")
+    assert len(names(folder_documents(folder))) == 6
+
+
+def test_texts_are_taken_byte_for_byte(tmp_path):
+    text = "a\r\nb\rc\n\ufeff\x00\u2028é\U0001f600"
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    from_folder = list(folder_documents(tmp_path, "*.txt"))
+    assert from_folder == list(file_documents([path])) == [Document("a.txt", text)]
+    assert from_folder[0].num_bytes == path.stat().st_size
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(RequestError, match=r"nowhere is not a folder; give one"):
+        list(folder_documents(tmp_path / "nowhere"))
+
+
+def write_jsonl(path, *lines):
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_jsonl_lines_are_documents_named_by_their_number(tmp_path):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        json.dumps({"text": "one\ntwo", "id": 3}),
+        "",
+        json.dumps({"text": ""}),
+        json.dumps({"text": "line\u2028separator"}, ensure_ascii=False),
+        json.dumps({"text": "smile \U0001f600"}) + "\r",
+    )
+    assert list(file_documents([path])) == [
+        Document("a.jsonl:1", "one\ntwo"),
+        Document("a.jsonl:4", "line\u2028separator"),
+        Document("a.jsonl:5", "smile \U0001f600"),
+    ]
+
+
+def test_files_in_the_order_given_and_other_fields(tmp_path):
+    lines = write_jsonl(tmp_path / "z.jsonl", '{"body": "x"}')
+    text = tmp_path / "a.txt"
+    text.write_text("y")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    found = file_documents([lines, text, empty, lines], field="body")
+    assert names(found) == ["z.jsonl:1", "a.txt", "z.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": 3}', '{"text": null}', '{"body": "x"}', '["text"]', '"text"', "3", "null", "{",
+     '{"text": "x"} {"text": "y"}', "[" * 100_000, r'{"text": "half \ud83d"}'],
+    ids=lambda line: line[:20],
+)  # fmt: skip
+def test_bad_jsonl_lines(tmp_path, line):
+    path = write_jsonl(tmp_path / "a.jsonl", '{"text": "good"}', line)
+    with pytest.raises(RequestError, match=r"^line 2 of .*a\.jsonl .*'text'") as caught:
+        list(file_documents([path]))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path):
+    bad = tmp_path / "latin.txt"
+    bad.write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(RequestError, match=r"latin\.txt is not UTF-8; convert it first"):
+        list(file_documents([bad]))
+    with pytest.raises(RequestError, match=r"cannot read .*nowhere\.txt: No such file"):
+        list(file_documents([tmp_path / "nowhere.txt"]))
+    with pytest.raises(RequestError, match=r"cannot read .*: Is a directory"):
+        list(file_documents([tmp_path]))
+
+
+NAMES = [f"package{i % 37}/module{i}.py" for i in range(4000)]
+
+
+def test_the_held_out_tenth_is_a_tenth():
+    assert 0.08 < sum(map(is_held_out, NAMES)) / len(NAMES) < 0.12
+
+
+def test_the_split_is_the_same_on_every_machine():
+    # The first eight bytes of the path's SHA-256, big-endian, divide by ten.
+    held_out = [name for name in NAMES[:40] if is_held_out(name)]
+    assert held_out == ["package0/module0.py", "package29/module29.py"]
+
+
+def test_the_split_depends_on_paths_alone():
+    documents = [Document(name, f"text {i}") for i, name in enumerate(NAMES[:300])]
+    training, held_out = split_held_out(documents)
+    assert sorted(names(training) + names(held_out)) == sorted(NAMES[:300])
+    order = {name: i for i, name in enumerate(NAMES)}
+    for part in (training, held_out):
+        assert names(part) == sorted(names(part), key=order.__getitem__)
+    # Other texts, another order, more documents: nobody changes sides.
+    others = [Document(d.name, "") for d in reversed(documents)] + [Document("new.py", "")]
+    assert {*names(split_held_out(others)[1])} - {"new.py"} == {*names(held_out)}
+
+
+def test_fractions_are_nested():
+    parts = [{n for n in NAMES if is_held_out(n, x)} for x in (0.0, 0.01, 0.1, 0.25, 0.5)]
+    assert not parts[0]
+    for smaller, larger in pairwise(parts):
+        assert smaller < larger
+    for part, share in zip(parts[1:], (0.01, 0.1, 0.25, 0.5), strict=True):
+        assert abs(len(part) / len(NAMES) - share) < 0.02

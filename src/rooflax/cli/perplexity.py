@@ -12,7 +12,7 @@ from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.cli.windows import Window, windows
 from rooflax.errors import RequestError
-from rooflax.files import read_regular
+from rooflax.files import read_input
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -70,7 +70,7 @@ def _read_text(file: str | None) -> str:
             raise RequestError("no text was given: say --file FILE, or give text on stdin.")
         return terminal.read_stdin()
     try:
-        return terminal.decode(read_regular(file), file)
+        return terminal.decode(read_input(file), file)
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror or error}.") from None
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rooflax.errors import RequestError
+from rooflax.files import read_input
 
 SILENT_S = 3
 """A status that stands longer says its seconds."""
@@ -205,9 +206,12 @@ def read_stdin() -> str:
     """All of stdin as text.
 
     Raises:
-        RequestError: it is not UTF-8.
+        RequestError: it is not UTF-8, or too long.
     """
-    return decode(sys.stdin.buffer.read(), "stdin")
+    try:
+        return decode(read_input("-"), "stdin")
+    except OSError as error:
+        raise RequestError(f"stdin cannot be read: {error.strerror}.") from None
 
 
 def decode(data: bytes, name: str) -> str:

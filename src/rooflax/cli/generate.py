@@ -94,11 +94,8 @@ def is_model(text: str) -> bool:
 
 
 def _prompt_from_stdin() -> str:
-    if terminal.is_terminal(sys.stdin):
-        raise RequestError(
-            'no prompt was given: say --prompt "def fibonacci(n):", or give text on stdin.'
-        )
-    return terminal.read_stdin().removesuffix("\n").removesuffix("\r")
+    given = terminal.read_stdin('--prompt "def fibonacci(n):"')
+    return given.removesuffix("\n").removesuffix("\r")
 
 
 def _generate(

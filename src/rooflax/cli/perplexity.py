@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_text(file: str | None) -> str:
     if file is None:
-        if terminal.is_terminal(sys.stdin):
-            raise RequestError("no text was given: say --file FILE, or give text on stdin.")
-        return terminal.read_stdin()
+        return terminal.read_stdin("--file FILE")
     try:
         return terminal.decode(read_input(file), file)
     except OSError as error:

@@ -202,12 +202,17 @@ def byte_progress(text: str, total: int, quiet: bool) -> Iterator[Any]:
         yield bar
 
 
-def read_stdin() -> str:
+def read_stdin(flag: str) -> str:
     """All of stdin as text.
 
+    Args:
+        flag: with which it is given otherwise, and an example.
+
     Raises:
-        RequestError: it is not UTF-8, or too long.
+        RequestError: it is not UTF-8, too long, or a terminal, where nobody would expect to type.
     """
+    if is_terminal(sys.stdin):
+        raise RequestError(f"nothing was given: say {flag}, or give it on stdin.")
     try:
         return decode(read_input("-"), "stdin")
     except OSError as error:

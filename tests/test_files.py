@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.files import only_writer, open_regular, read_input, read_regular, read_text, replacing
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.safetensors import SafetensorsFile
+from tests import gguf_cases
 
 pytestmark = pytest.mark.unit
 
@@ -167,6 +173,26 @@ def test_a_pipe_is_read_to_its_end_or_its_bound(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"12345")))
         with contextlib.nullcontext() if fits else pytest.raises(OSError):
             assert read_input("-", most) == b"12345"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_mapped_file_that_was_cut_is_not_read(tmp_path, kind):
+    """Reading beyond its end would end the process with a signal."""
+    copy = tmp_path / f"m.{kind}"
+    if kind == "gguf":
+        shutil.copy(gguf_cases.gguf("llama3", "f32"), copy)
+        file, name = GGUFFile(copy), "output_norm.weight"
+    else:
+        arrays = {"a": np.arange(10_000, dtype=np.float32), "b": np.ones(5_000, np.float32)}
+        safetensors.numpy.save_file(arrays, copy)
+        file, name = SafetensorsFile(copy), "b"
+    whole = np.array(file.read(name))
+    data = copy.read_bytes()
+    os.truncate(copy, 4096)
+    with pytest.raises(CheckpointError, match=rf"m.{kind} was cut from \d+ to 4096 bytes"):
+        file.read(name)
+    copy.write_bytes(data + b"more")
+    np.testing.assert_array_equal(file.read(name), whole)
 
 
 def test_what_is_too_large_is_not_read(tmp_path):

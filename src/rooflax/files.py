@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import secrets
 import stat
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 
 if sys.platform != "win32":
     import fcntl
@@ -43,6 +44,21 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def check_mapped(mapped: mmap.mmap, path: str | os.PathLike[str]) -> None:
+    """Before a read of a mapped file: beyond the end of one that was cut, the system would end the
+    process.
+
+    Raises:
+        CheckpointError: it is shorter than it was.
+    """
+    size = mapped.size()
+    if size < len(mapped):
+        raise CheckpointError(
+            f"{os.fspath(path)} was cut from {len(mapped)} to {size} bytes while it was used; put "
+            f"the whole file back, and start again."
+        )
 
 
 def read_regular(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:

@@ -25,6 +25,7 @@ ALTERNATES = (
     "{{ m.role }}: {{ m.content }}\n{% endfor %}"
 )
 HIDES = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+OWN_NAMES = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
 OWN = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
 TOOLS = [tool()]
 WANTS_CALL = {"tools": TOOLS, "tool_choice": "required"}
@@ -104,6 +105,15 @@ def test_in_python_tools_are_shown_too(llm):
             assert ("Oslo" in said) and (tools is None or "look" in said)
             assert ("# Tools" in said) == (is_text and tools is not None)
             assert ("<tool_call>" in said) == is_text
+    parts = [{"type": "text", "text": "Be brief."}]
+    odd = [
+        {"role": "system", "content": parts},
+        {"role": "user"},
+        {"role": "tool", "content": parts},
+        {"role": "assistant", "content": parts, "tool_calls": ["look"]},
+    ]
+    said = llm.tokenizer.decode(llm.encode_chat(odd, tools=[tool()], chat_template=OWN_NAMES))
+    assert said.count("Be brief.") == 3 and said.count("# Tools") == 1
     with pytest.raises(RequestError, match="at least one message"):
         llm.encode_chat([], tools=[tool()], chat_template=CHATML)
     with pytest.raises(RequestError):

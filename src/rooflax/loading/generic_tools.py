@@ -54,7 +54,7 @@ def encode_as_text(
     if not tools or not plain:
         return encode(tokenizer, plain, **variables)
     stated = _STATED.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in tools))
-    has_system = plain[0].get("role") in _SYSTEMS
+    has_system = plain[0].get("role") in _SYSTEMS and isinstance(plain[0].get("content"), str)
     first = plain[0] if has_system else {"role": "system", "content": ""}
     rest = plain[1:] if has_system else plain
 
@@ -68,7 +68,8 @@ def encode_as_text(
     with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
         if shown is not None and shown == in_system(" "):
             shown = None
-    at = next((n for n, each in enumerate(plain) if each.get("role") == "user"), None)
+    users = (n for n, each in enumerate(plain) if each.get("role") == "user")
+    at = next((n for n in users if isinstance(plain[n].get("content"), str)), None)
     if shown is not None or at is None:
         return in_system(stated) if shown is None else shown
     user = {**plain[at], "content": f"{stated}\n\n{plain[at]['content']}"}
@@ -83,6 +84,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         calls = [_call(call) for call in each.pop("tool_calls", ())]
         each.pop("tool_call_id", None)
         content = each.get("content") or ""
+        if not isinstance(content, str):  # parts, as the template of another model takes them
+            content = json.dumps(content, ensure_ascii=False)
         if each.get("role") == "tool":
             result = f"<tool_response>\n{content}\n</tool_response>"
             if found and found[-1].pop("results", False):

@@ -78,8 +78,11 @@ class Embedder:
         what = "scores pairs of texts (use rerank)" if pooling and pooling.scores else (
             "embeds texts (use embed)" if pooling else "has no modules.json that says how"
         )  # fmt: skip
+        other = "a reranker, such as Qwen/Qwen3-Reranker-0.6B" if scores else (
+            "an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
+        )  # fmt: skip
         verb = "rerank" if scores else "embed texts"
-        raise RequestError(f"{self._info.name} does not {verb}: it {what}.")
+        raise RequestError(f"{self._info.name} does not {verb}: it {what}; choose {other}.")
 
     def _id(self, token: str) -> int:
         ids = self._tokenizer.encode(token, add_special_tokens=False)

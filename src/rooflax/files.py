@@ -1,4 +1,5 @@
-"""Files that a user names: what is read is regular and bounded, what is written has one writer.
+"""Files that a user names: what is read is bounded, and a regular file unless it is text;
+what is written has one writer.
 
 Links stay links: what is replaced is the file that they lead to.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import secrets
 import stat
@@ -15,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 
 if sys.platform != "win32":
     import fcntl
 
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
-MAX_BYTES, MAX_TEXT_BYTES = 1 << 32, 1 << 26
-"""Of a file of requests or answers; of one that is a single setting, such as a template."""
+MAX_BYTES, MAX_PIPE_BYTES, MAX_TEXT_BYTES = 1 << 32, 1 << 28, 1 << 26
+"""Of a file of requests or answers; of a pipe of them; of a single setting, such as a template."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -44,6 +46,21 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
+def check_mapped(mapped: mmap.mmap, path: str | os.PathLike[str]) -> None:
+    """Before a read of a mapped file: beyond the end of one that was cut, the system would end the
+    process.
+
+    Raises:
+        CheckpointError: it is shorter than it was.
+    """
+    size = mapped.size()
+    if size < len(mapped):
+        raise CheckpointError(
+            f"{os.fspath(path)} was cut from {len(mapped)} to {size} bytes while it was used; put "
+            f"the whole file back, and start again."
+        )
+
+
 def read_regular(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
     """The content of a regular file.
 
@@ -59,9 +76,34 @@ def read_regular(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
     return data
 
 
+def read_input(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
+    """The content of a regular file, of a pipe (as of `<(...)`), or of stdin, which is "-".
+
+    Raises:
+        OSError: as `read_regular`; or nobody writes into the pipe, which is not waited for.
+    """
+    is_stdin = path == "-"
+    if not is_stdin and not stat.S_ISFIFO(os.stat(path).st_mode):
+        return read_regular(path, most)
+    most = min(most, MAX_PIPE_BYTES)
+    if is_stdin:
+        data = sys.stdin.buffer.read(most + 1)
+    else:
+        descriptor = os.open(path, os.O_RDONLY | _NO_WAITING)
+        os.set_blocking(descriptor, True)
+        with open(descriptor, "rb") as file:
+            data = file.read(most + 1)
+        if not data:
+            raise OSError(errno.EINVAL, "nothing was written into the pipe", os.fspath(path))
+    if len(data) > most:
+        reason = f"it has more than {most} bytes, which are too many for a pipe"
+        raise OSError(errno.EFBIG, reason, os.fspath(path))
+    return data
+
+
 def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT_BYTES) -> str:
-    """As `read_regular`, as UTF-8 whose lines end with "\\n"."""
-    text = read_regular(path, most).decode("utf-8")
+    """As `read_input`, as UTF-8 whose lines end with "\\n"."""
+    text = read_input(path, most).decode("utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -33,6 +33,8 @@ from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
+from rooflax.loading.chat_template import names
+from rooflax.loading.generic_tools import encode_as_text
 from rooflax.loading.load import load_plan
 from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
@@ -175,7 +177,8 @@ class LLM:
         Args:
             messages: dicts with `role` and `content`, as clients store them: arguments of calls may
                 be JSON text, results of tools and system messages may stand anywhere.
-            tools: JSON schemas of functions that the model may call.
+            tools: JSON schemas of functions that the model may call; where the template shows none,
+                they stand in the system message, and earlier calls and results are text.
             add_generation_prompt: end with what begins the assistant's answer.
             chat_template: in place of the checkpoint's, as jinja2.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
@@ -185,9 +188,16 @@ class LLM:
             CheckpointError: the template is not valid, or does something forbidden.
         """
         template = chat_template if chat_template is not None else self.tokenizer.chat_template
-        return encode(
+        if tools:
+            has_own = chat_template is None and "tool_use" in self.tokenizer.chat_templates
+            is_shown = has_own or "tools" in names(template).variables
+        else:
+            is_shown = "tool_calls" in (template or "")
+        plain = repaired(messages, template)
+        is_text = not is_shown and all(isinstance(each, Mapping) for each in plain)
+        return (encode_as_text if is_text else encode)(
             self.tokenizer,
-            repaired(messages, template),
+            plain,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,

@@ -101,6 +101,9 @@ def test_the_command_line_shows_flags_where_fields_are_named():
     flags = {"max_tokens": "--max-tokens", "n": "--samples", "seed": "--seed", "check": "--check"}
     assert with_flags("max_tokens is 0", None, flags) == "--max-tokens is 0"
     assert with_flags("max_tokens_per_step", None, flags) == "max_tokens_per_step"
+    paths = "a/max_tokens/b, max_tokens.json, a/max_tokens: as max_tokens."
+    said = "a/max_tokens/b, max_tokens.json, a/max_tokens: as --max-tokens."
+    assert with_flags(paths, None, flags) == said
     assert with_flags("n is 0; an n of 1", "n", flags) == "--samples is 0; an n of 1"
     assert with_flags("the seed; see `check`", None, flags) == "the seed; see --check"
     assert parser_of("generate").flag_names["n"] == "--samples"

@@ -1,4 +1,4 @@
-"""A published model through the server: a JSON schema, and tools that its template cannot show."""
+"""A published model through the server: a JSON schema, and tools its template does not show."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ WEATHER = {
         },
     },
 }
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "description": "The time of day in a zone.",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"type": "string", "maxLength": 40}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
@@ -55,7 +68,30 @@ def test_an_answer_that_a_schema_accepts(server, smollm2, note):
     note(smollm2, "JSON schema through the server", said)
 
 
-def test_tools_that_the_models_template_cannot_show_are_rejected(server):
-    found = answer(server, tools=[WEATHER], tool_choice="required")
-    assert found.status_code == 400
-    assert found.json()["error"]["code"] == "tools_not_supported"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_valid_call_of_a_tool(server, smollm2, note, choice):
+    found = answer(server, tools=[CLOCK, WEATHER], tool_choice=choice)
+    assert found.status_code == 200, found.text
+    (answered,) = found.json()["choices"]
+    assert answered["finish_reason"] == "tool_calls"
+    (call,) = (call["function"] for call in answered["message"]["tool_calls"])
+    assert call["name"] == "get_weather"
+    assert json.loads(call["arguments"]) == {"city": "Paris"}
+    note(smollm2, "tool call through the server", json.dumps(call))
+
+
+def test_the_result_of_a_call_reaches_the_model(server, smollm2, note):
+    call = {"id": "a", "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}  # fmt: skip
+    stored = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": '{"weather": "snow", "celsius": -7}'},
+    ]
+    found = answer(server, messages=stored, tools=[CLOCK, WEATHER], max_tokens=60)
+    said = found.json()["choices"][0]["message"]["content"]
+    assert "snow" in said
+    note(smollm2, "answer to a tool's result", said)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from rooflax.errors import RequestError
-from rooflax.files import only_writer, open_regular, read_regular, read_text, replacing
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.files import only_writer, open_regular, read_input, read_regular, read_text, replacing
+from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.safetensors import SafetensorsFile
+from tests import gguf_cases
 
 HOLD = """
 import sys
@@ -119,13 +127,70 @@ def test_where_no_lock_can_be_made_there_is_none():
 def test_what_is_no_regular_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe", tmp_path / "zero", "/dev/stdin", tmp_path):
-        for read in (read_regular, read_text, open_regular):
+    for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):
+        for read in (read_regular, read_input, open_regular):
             started = time.monotonic()
             with pytest.raises(OSError) as caught:
                 read(path)
-            assert caught.value.strerror in ("it is not a regular file", "Is a directory")
+            assert caught.value.strerror in (
+                "it is not a regular file", "Is a directory", "nothing was written into the pipe"
+            )  # fmt: skip
             assert time.monotonic() - started < 1
+
+
+@contextlib.contextmanager
+def piped(data):
+    """The name of a pipe that gets so many bytes, slowly, as of `<(...)`."""
+    source, sink = os.pipe()
+
+    def write():
+        with contextlib.suppress(BrokenPipeError), open(sink, "wb", buffering=0) as file:
+            for begin in range(0, len(data), 50_000):
+                time.sleep(0.01)
+                file.write(data[begin : begin + 50_000])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield f"/dev/fd/{source}"
+    finally:
+        os.close(source)
+        writer.join()
+
+
+def test_a_pipe_is_read_to_its_end_or_its_bound(monkeypatch):
+    data = b"0123456789" * 40_000
+    with piped(data) as name:
+        assert read_input(name) == data
+    with piped(b"a\r\nb") as name:
+        assert read_text(name) == "a\nb"
+    with piped(data) as name, pytest.raises(OSError) as caught:
+        read_input(name, 399_999)
+    assert caught.value.strerror.startswith("it has more than 399999 bytes")
+    for most, fits in ((5, True), (4, False)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"12345")))
+        with contextlib.nullcontext() if fits else pytest.raises(OSError):
+            assert read_input("-", most) == b"12345"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_mapped_file_that_was_cut_is_not_read(tmp_path, kind):
+    """Reading beyond its end would end the process with a signal."""
+    copy = tmp_path / f"m.{kind}"
+    if kind == "gguf":
+        shutil.copy(gguf_cases.gguf("llama3", "f32"), copy)
+        file, name = GGUFFile(copy), "output_norm.weight"
+    else:
+        arrays = {"a": np.arange(10_000, dtype=np.float32), "b": np.ones(5_000, np.float32)}
+        safetensors.numpy.save_file(arrays, copy)
+        file, name = SafetensorsFile(copy), "b"
+    whole = np.array(file.read(name))
+    data = copy.read_bytes()
+    os.truncate(copy, 4096)
+    with pytest.raises(CheckpointError, match=rf"m.{kind} was cut from \d+ to 4096 bytes"):
+        file.read(name)
+    copy.write_bytes(data + b"more")
+    np.testing.assert_array_equal(file.read(name), whole)
 
 
 def test_what_is_too_large_is_not_read(tmp_path):

@@ -24,7 +24,7 @@ from rooflax.cli.bench_serve import server_at
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.files import only_writer, read_regular, replacing
+from rooflax.files import only_writer, read_input, read_regular, replacing
 
 if TYPE_CHECKING:
     from rooflax.http_client import Client, Reply
@@ -52,7 +52,8 @@ def add_flags(parser: Parser) -> None:
         help="is served by `rooflax serve` meanwhile; default: the embedded chat model",
     )  # fmt: skip
     add = parser.group("the files").add_argument
-    add("--input", "-i", metavar="FILE", required=True, help="requests, one JSON object a line")
+    add("--input", "-i", metavar="FILE", required=True,
+        help="requests, one JSON object a line; - is stdin")  # fmt: skip
     add("--output", "-o", metavar="FILE", required=True, help="answers; what is there is kept")
     add("--force", action="store_true", help="replace the answers that are there")
     add = parser.group("the server").add_argument
@@ -115,7 +116,7 @@ def _check_output(source: str, path: str) -> None:
     """
     if not os.path.exists(path):
         return
-    if os.path.samefile(source, path):
+    if source != "-" and os.path.samefile(source, path):
         raise RequestError(f"{path} is the input; choose another output.", param="output")
     if not os.path.isfile(path):
         raise RequestError(f"{path} is not a regular file; choose another.", param="output")
@@ -163,7 +164,7 @@ def _request(raw: Any) -> Request:
 
 def _lines(path: str) -> list[str]:
     try:
-        return read_regular(path).decode("utf-8-sig").split("\n")
+        return read_input(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None

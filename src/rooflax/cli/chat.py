@@ -61,7 +61,8 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads turns until the input ends."""
+    """Reads turns until the input ends; exits with 1 where a question was rejected and nobody is
+    there to ask another."""
     params = flags.sampling_params(args)
     chat_url.check_flags(args)
     if args.url is not None:
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat(Conversation(llm, args.system), params)
     if not args.quiet:
         _greet(chat.conversation)
+    has_failed = False
     for line in messages(args.prompt, complete):
         try:
             question = chat.command(line) if is_command(line) else line
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             raise
         except RooflaxError as error:
             terminal.say(f"rooflax: {error}")
-    return 0
+            has_failed |= not is_command(line)
+    return 1 if has_failed and not terminal.is_terminal(sys.stdin) else 0
 
 
 def _check_flags_fit(llm: LLM, args: argparse.Namespace) -> None:

@@ -34,9 +34,11 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("-p", "--prompt", metavar="TEXT", help="one text")
     group.add_argument(
         "--input", metavar="FILE",
-        help="JSON lines, each a text or an object with text and perhaps id; - is stdin",
+        help="lines of text, or JSON lines with text and perhaps id; - is stdin",
     )  # fmt: skip
-    group.add_argument("--output", metavar="FILE", help="a new file of vectors; default stdout")
+    group.add_argument(
+        "-o", "--output", metavar="FILE", help="a new file of vectors; default stdout"
+    )
     group.add_argument(
         "--prompt-name", metavar="NAME",
         help="which of the checkpoint's prompts stands before each text, such as query",
@@ -100,7 +102,7 @@ def _read(path: str) -> list[tuple[int, Any, str]]:
         RequestError: naming the line.
     """
     found = []
-    for number, raw in json_lines(path):
+    for number, raw in json_lines(path, "text", '{["'):
         name = number
         if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
             raw, name = raw.get("text"), raw.get("id", number)

@@ -35,7 +35,7 @@ def add_flags(parser: Parser) -> None:
         metavar="FILE",
         help="many prompts: lines of text, or JSON lines with prompt or messages; - is stdin",
     )
-    group.add_argument("--output", metavar="FILE", help="answers to --input; resumable")
+    group.add_argument("-o", "--output", metavar="FILE", help="answers to --input; resumable")
     group.add_argument("--force", action="store_true", help="overwrite --output")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser)
@@ -94,11 +94,8 @@ def is_model(text: str) -> bool:
 
 
 def _prompt_from_stdin() -> str:
-    if terminal.is_terminal(sys.stdin):
-        raise RequestError(
-            'no prompt was given: say --prompt "def fibonacci(n):", or give text on stdin.'
-        )
-    return terminal.read_stdin().removesuffix("\n").removesuffix("\r")
+    given = terminal.read_stdin('--prompt "def fibonacci(n):"')
+    return given.removesuffix("\n").removesuffix("\r")
 
 
 def _generate(

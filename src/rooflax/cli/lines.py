@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from rooflax.cli.generate import DEFAULT_MAX_TOKENS
 from rooflax.cli.statistics import sample
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.files import only_writer, read_regular
+from rooflax.files import only_writer, read_input
 from rooflax.inputs import FIELDS
 
 if TYPE_CHECKING:
@@ -65,34 +64,35 @@ def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
 
 
 def text_lines(path: str) -> list[tuple[int, str]]:
-    """A file's lines that are not empty, each with its number; "-" is stdin.
+    """A file's or a pipe's lines that are not empty, each with its number; "-" is stdin.
 
     Raises:
         RequestError: the file cannot be read.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else read_regular(path)
-        lines = data.decode("utf-8").split("\n")
+        lines = read_input(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def json_lines(path: str, *, takes_text: bool = False) -> Iterator[tuple[int, Any]]:
+def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, Any]]:
     """The values of a file's lines that are not empty, each with its number.
 
     Args:
-        takes_text: lines of which the first begins neither an object nor a list are themselves.
+        text: the key of a plain text in an object; all lines are texts unless the first begins as
+            JSON.
+        begins: what JSON begins with.
 
     Raises:
         RequestError: the file cannot be read, or naming the line that is not JSON.
     """
     lines = text_lines(path)
-    is_text = takes_text and lines and lines[0][1].lstrip()[0] not in "{["
+    is_text = lines and lines[0][1].lstrip()[0] not in begins
     for number, line in lines:
         try:
-            yield number, {"prompt": line.rstrip("\r")} if is_text else json.loads(line)
+            yield number, {text: line.rstrip("\r")} if is_text else json.loads(line)
         except (ValueError, RecursionError):
             raise RequestError(f"Line {number} of {path} is not JSON.") from None
 
@@ -104,7 +104,7 @@ def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
         RequestError: naming the line.
     """
     found = []
-    for number, raw in json_lines(path, takes_text=True):
+    for number, raw in json_lines(path, "prompt"):
         try:
             found.append(_request(llm, number, raw, params))
         except RooflaxError as error:

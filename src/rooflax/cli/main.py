@@ -220,10 +220,11 @@ def with_flags(text: str, param: str | None, flags: Mapping[str, str]) -> str:
     """
     for name, flag in flags.items():
         text = text.replace(f"`{name}`", flag)
+        alone = rf"(?<![\w'/.-]){name}(?![\w/]|\.\w)"  # and no part of a path
         if "_" in name:
-            text = re.sub(rf"(?<![\w'-]){name}(?!\w)", flag, text)
+            text = re.sub(alone, flag, text)
         elif name == param:
-            text = re.sub(rf"(?<![\w'-]){name}(?!\w)", flag, text, count=1)
+            text = re.sub(alone, flag, text, count=1)
     return text
 
 

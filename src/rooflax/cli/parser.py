@@ -68,17 +68,25 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """As argparse does; and rejects --quiet together with --verbose.
 
+        Words are converted once: what they name may be a pipe.
+
         Returns:
             The values, and in `given` the names of those that were given, in the help's order.
         """
-        found = super().parse_args(*args, **kwargs)
-        vars(found).pop(SEEN, None)
+        unset = argparse.Namespace(**{action.dest: None for action in self._actions})
+        words = vars(super().parse_args(*args, **kwargs | {"namespace": unset}))
+        words.pop(SEEN, None)
+        given = {name: value for name, value in words.items() if value is not None}
+        found = kwargs.get("namespace", argparse.Namespace())
+        for action in self._actions:
+            if not hasattr(found, action.dest):
+                default = action.default
+                text = isinstance(default, str)
+                setattr(found, action.dest, self._get_value(action, default) if text else default)
+        vars(found).update(given)
         if getattr(found, "quiet", False) and found.verbose:
             self.error("--quiet and --verbose contradict each other")
-        unset = argparse.Namespace(**{action.dest: None for action in self._actions})
-        given = super().parse_args(*args, **kwargs | {"namespace": unset})
-        vars(given).pop(SEEN, None)
-        found.given = [name for name, value in vars(given).items() if value is not None]
+        found.given = list(given)
         return found
 
     @property

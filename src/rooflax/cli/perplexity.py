@@ -12,7 +12,7 @@ from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.cli.windows import Window, windows
 from rooflax.errors import RequestError
-from rooflax.files import read_regular
+from rooflax.files import read_input
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -66,11 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_text(file: str | None) -> str:
     if file is None:
-        if terminal.is_terminal(sys.stdin):
-            raise RequestError("no text was given: say --file FILE, or give text on stdin.")
-        return terminal.read_stdin()
+        return terminal.read_stdin("--file FILE")
     try:
-        return terminal.decode(read_regular(file), file)
+        return terminal.decode(read_input(file), file)
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror or error}.") from None
 

@@ -83,10 +83,10 @@ def lines(
     times = first.timings
     count = sum(len(c.tokens) for c in completions)
     compiled = int(times["compilations"])
-    compiling = f"{seconds(times['compile_s'])} ({_counted(compiled, 'compilation')})"
+    compiling = f"{seconds(times['compile_s'])} ({counted(compiled, 'compilation')})"
     if not compiled:
         compiling = f"nothing; programs from the cache in {seconds(times['compile_s'])}"
-    prompt = _counted(len(first.prompt_tokens), "token")
+    prompt = counted(len(first.prompt_tokens), "token")
     first_token = seconds(times["ttft_s"])
     rate = times["decode_tok_per_s"] * len(completions)
     speed = f"{rate:,.1f} tok/s" if rate else "one step only"
@@ -103,7 +103,7 @@ def lines(
         f"load     {seconds(times['load_s'])}",
         f"compile  {compiling}",
         f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
-        f"decode   {_counted(count, 'token')}{several}, {speed}{drafted}",
+        f"decode   {counted(count, 'token')}{several}, {speed}{drafted}",
         *_stream_lines(streamed),
         f"memory   weights {weights}{where}, KV cache {kv_cache}{peak_text}",
     ]
@@ -119,7 +119,7 @@ def _stream_lines(streamed: Mapping[str, Any] | None) -> list[str]:
     return [f"stream   {layers}, {per_token} per token, {streamed['gb_per_s']:.2f} GB/s"]
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -179,4 +179,4 @@ class Speed:
             return
         spent, later = self._last_s - self._first_s, self._tokens - self._first_tokens
         rate = f", {later / spent:,.0f} tokens/s" if spent and later else ""
-        say(f"({_counted(self._tokens, 'token')}{rate})", is_faint=True)
+        say(f"({counted(self._tokens, 'token')}{rate})", is_faint=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rooflax.errors import RequestError
+from rooflax.files import read_input
 
 SILENT_S = 3
 """A status that stands longer says its seconds."""
@@ -201,13 +202,21 @@ def byte_progress(text: str, total: int, quiet: bool) -> Iterator[Any]:
         yield bar
 
 
-def read_stdin() -> str:
+def read_stdin(flag: str) -> str:
     """All of stdin as text.
 
+    Args:
+        flag: with which it is given otherwise, and an example.
+
     Raises:
-        RequestError: it is not UTF-8.
+        RequestError: it is not UTF-8, too long, or a terminal, where nobody would expect to type.
     """
-    return decode(sys.stdin.buffer.read(), "stdin")
+    if is_terminal(sys.stdin):
+        raise RequestError(f"nothing was given: say {flag}, or give it on stdin.")
+    try:
+        return decode(read_input("-"), "stdin")
+    except OSError as error:
+        raise RequestError(f"stdin cannot be read: {error.strerror}.") from None
 
 
 def decode(data: bytes, name: str) -> str:

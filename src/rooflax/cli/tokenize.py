@@ -24,7 +24,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ids on one line, or a JSON document that spells them too."""
     where = flags.find_arguments(args)
-    text = terminal.read_stdin() if args.prompt is None else args.prompt
+    text = terminal.read_stdin("--prompt TEXT") if args.prompt is None else args.prompt
     from rooflax.loading.model_info import model_info
 
     tokenizer = model_info(args.model, **where).tokenizer()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, number, whole
+from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
@@ -89,7 +90,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, out: Path) -> int:
     model = start.model(config.seed)
     if not args.quiet:
         terminal.say(
-            f"{model.num_parameters:,} parameters, {config.num_steps:,} steps of "
+            f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of "
             f"{config.tokens_per_step:,} tokens; the text has {training.info.num_tokens:,}"
         )
     if args.verbose:
@@ -270,7 +271,8 @@ def _encode(args: argparse.Namespace, start: _Start, out: Path) -> str:
         )
     out.mkdir(parents=True, exist_ok=True)
     if not args.quiet:
-        terminal.say(f"{len(training)} documents to train on, {len(held_out)} held out")
+        size = counted(len(training), "document")
+        terminal.say(f"{size} to train on, {len(held_out)} held out")
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
@@ -365,5 +367,5 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
     if result.held_out_loss is not None:
         held_out = f", held out {result.held_out_loss:.4f} ({result.bits_per_byte:.4f} bits/byte)"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    print(f"{result.step:,} steps, {result.tokens:,} tokens{loss}{held_out}")
+    print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}")
     print(f"the model is in {folder}")

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.files import open_regular
+from rooflax.files import check_mapped, open_regular
 from rooflax.loading.safetensors import TensorInfo
 
 MAGIC = b"GGUF"
@@ -217,6 +217,7 @@ class GGUFFile:
         info, kind = self.info(name), self._types[name]
         if self._fill is not None:
             self._fill(self._begins[name], self._begins[name] + info.nbytes)
+        check_mapped(self._map, self.path)
         raw = np.frombuffer(self._map, np.uint8, info.nbytes, self._begins[name])
         if info.dtype in PLAIN:
             return raw.view(PLAIN[info.dtype]).reshape(info.shape)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import INDEX_FILE, WEIGHTS_FILE, Checkpoint, read_index
 from rooflax.loading.gguf import model_files, open_gguf
 from rooflax.loading.json_files import MAX_FILE_BYTES
@@ -31,6 +31,7 @@ from rooflax.loading.remote import (
     copy_gguf_header,
     copy_gguf_url,
     copy_safetensors_header,
+    shown,
 )
 
 ALLOW_PATTERNS = (
@@ -126,7 +127,11 @@ def headers(
     if is_here or not (is_url or named) or offline:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="rooflax-headers-") as name:
+    place = shown(model).rpartition("/")[0] if is_url else model.partition(":")[0]
+    with (
+        tempfile.TemporaryDirectory(prefix="rooflax-headers-") as name,
+        _said_of(place, instead_of=name),
+    ):
         if is_url:
             yield copy_gguf_url(Session(), model, Path(name))
             return
@@ -139,6 +144,17 @@ def headers(
         if here is None and not repo.offline:
             here = repo.headers(Session(get_token()), quantization, Path(name))
         yield here
+
+
+@contextlib.contextmanager
+def _said_of(place: str, instead_of: str) -> Iterator[None]:
+    """Errors name the place of the files, instead of the folder of their copies."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        if instead_of not in str(error):
+            raise
+        raise type(error)(str(error).replace(instead_of, place)) from None
 
 
 @dataclass(frozen=True)

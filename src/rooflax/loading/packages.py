@@ -6,6 +6,7 @@ current one.
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from importlib.machinery import PathFinder
@@ -32,7 +33,15 @@ def package_file(model: str) -> Path:
     here = Path.cwd()
     places = [place for place in sys.path if Path(place).resolve() != here.resolve()]
     known = list(distributions(name=name, path=places))
-    shipped = {Path(str(f.locate())) for one in known for f in one.files or () if _is_gguf(f)}
+    try:
+        listed = [file for one in known for file in one.files or () if _is_gguf(file)]
+        # A list may name what is outside the package's own place.
+        inside = [each for each in listed if not each.is_absolute() and ".." not in each.parts]
+        shipped = {path for each in inside if (path := Path(str(each.locate()))).is_file()}
+    except (OSError, ValueError, csv.Error) as error:
+        raise CheckpointError(
+            f"the list of files of the package {name} cannot be read ({error!s:.100})."
+        ) from None
     spec = PathFinder.find_spec(re.sub("[.-]", "_", name), places)
     if spec is None and not known:
         raise CheckpointError(

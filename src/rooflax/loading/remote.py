@@ -56,11 +56,11 @@ class Session:
         try:
             return asyncio.run(self._read(url, begin, end))
         except TimeoutError:
-            raise CheckpointError(f"{_shown(url)} was not read in {TIMEOUT_S:g} s.") from None
+            raise CheckpointError(f"{shown(url)} was not read in {TIMEOUT_S:g} s.") from None
         except ssl.SSLCertVerificationError as error:
-            raise CheckpointError(f"{_shown(url)}: {error.verify_message}.") from None
+            raise CheckpointError(f"{shown(url)}: {error.verify_message}.") from None
         except (OSError, UnicodeError) as error:
-            raise CheckpointError(f"cannot read {_shown(url)}: {error}.") from None
+            raise CheckpointError(f"cannot read {shown(url)}: {error}.") from None
 
     def whole(self, url: str, most: int) -> bytes:
         """A small file.
@@ -70,7 +70,7 @@ class Session:
         """
         piece = self.read(url, 0, most)
         if piece.size > most:
-            raise CheckpointError(f"{_shown(url)} has {piece.size} bytes, more than {most}.")
+            raise CheckpointError(f"{shown(url)} has {piece.size} bytes, more than {most}.")
         return piece.data
 
     async def _read(self, url: str, begin: int, end: int) -> Piece:
@@ -82,7 +82,7 @@ class Session:
                 is_private = not all(_is_global(address) for address in addresses)
                 if is_private and not may_be_private:
                     raise CheckpointError(
-                        f"{_shown(url)} redirects to an address of a private network, which is not "
+                        f"{shown(url)} redirects to an address of a private network, which is not "
                         f"followed."
                     )
                 may_be_private = is_private
@@ -93,9 +93,9 @@ class Session:
                     return _piece(url, reply, begin, end)
                 there = urljoin(here, reply.headers.get("location", ""))
                 if urlsplit(here).scheme == "https" != urlsplit(there).scheme:
-                    raise CheckpointError(f"{_shown(url)} redirects to a place without TLS.")
+                    raise CheckpointError(f"{shown(url)} redirects to a place without TLS.")
                 here = there
-            raise CheckpointError(f"{_shown(url)} redirects more than {MAX_REDIRECTS} times.")
+            raise CheckpointError(f"{shown(url)} redirects more than {MAX_REDIRECTS} times.")
 
 
 class Piece(NamedTuple):
@@ -119,7 +119,7 @@ def _place(url: str) -> tuple[Server, str]:
     path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
     is_plain = re.fullmatch(r"[!-~]+", path) is not None  # no space, no line end
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise CheckpointError(f"{_shown(url)} is no URL of a file.")
+        raise CheckpointError(f"{shown(url)} is no URL of a file.")
     is_tls = parts.scheme == "https"
     return Server(parts.hostname, port or (443 if is_tls else 80), is_tls, ""), path
 
@@ -172,40 +172,40 @@ def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
     Raises:
         CheckpointError: nothing, with the reason.
     """
-    shown, status = _shown(url), reply.status
+    where, status = shown(url), reply.status
     if status in (401, 403):
         raise CheckpointError(
-            f"{shown} may not be read (status {status}): log in with `hf auth login`, or accept "
+            f"{where} may not be read (status {status}): log in with `hf auth login`, or accept "
             f"the model's terms on its page."
         )
     if status in (404, 410):
-        raise CheckpointError(f"{shown} is not there (status {status}): check the name.")
+        raise CheckpointError(f"{where} is not there (status {status}): check the name.")
     if status not in (200, 206):
-        raise CheckpointError(f"{shown} is answered with status {status}.")
+        raise CheckpointError(f"{where} is answered with status {status}.")
     data = reply.body
     if status == 206:
         stated = reply.headers.get("content-range", "")
         found = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})", stated)
         if found is None or int(found[1]) != begin:
-            raise CheckpointError(f"{shown}: the server answers with another range than asked for.")
+            raise CheckpointError(f"{where}: the server answers with another range than asked for.")
         size, data = int(found[2]), data[: end - begin]
     else:
         stated = reply.headers.get("content-length", "")
         if not re.fullmatch("[0-9]{1,18}", stated):
-            raise CheckpointError(f"{shown}: the server does not say how long it is.")
+            raise CheckpointError(f"{where}: the server does not say how long it is.")
         size, data = int(stated), data[begin:end]
     if size > MAX_FILE_BYTES or len(data) < min(end, size) - begin:
         raise CheckpointError(
-            f"{shown}: the server states {size} bytes and sends {len(data)} of the "
+            f"{where}: the server states {size} bytes and sends {len(data)} of the "
             f"{end - begin} from {begin} on."
         )
     return Piece(data, size)
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Without what may be secret: a query is often a signature."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}{parts.path}"[:300]
+    return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"[:300]
 
 
 class _Copy:
@@ -221,7 +221,7 @@ class _Copy:
             try:
                 file.truncate(self.size)
             except OSError as error:
-                raise CheckpointError(f"{_shown(url)} has {self.size} bytes: {error}.") from error
+                raise CheckpointError(f"{shown(url)} has {self.size} bytes: {error}.") from error
         self.held = len(data)
 
     def fill(self, begin: int, end: int) -> None:
@@ -231,7 +231,7 @@ class _Copy:
             return
         data, size = self.session.read(self.url, begin, min(end, self.size))
         if size != self.size:
-            raise CheckpointError(f"{_shown(self.url)} has changed while it was read.")
+            raise CheckpointError(f"{shown(self.url)} has changed while it was read.")
         with open(self.path, "r+b") as file:
             file.seek(begin)
             file.write(data)
@@ -264,7 +264,7 @@ def copy_gguf_header(session: Session, url: str, path: Path) -> None:
         if is_header:  # by ever larger pieces: nothing says before where it ends
             if end > MAX_GGUF_HEADER:
                 raise CheckpointError(
-                    f"{_shown(url)} has a header of more than {MAX_GGUF_HEADER} bytes."
+                    f"{shown(url)} has a header of more than {MAX_GGUF_HEADER} bytes."
                 )
             if end > copy.held:
                 copy.fill(copy.held, min(max(end, 4 * copy.held), MAX_GGUF_HEADER))
@@ -286,7 +286,7 @@ def copy_gguf_url(session: Session, url: str, folder: Path) -> Path:
     """
     name = urlsplit(url).path.rpartition("/")[2]
     if not re.fullmatch(r"[A-Za-z0-9._\[\]-]+\.gguf", name) or len(name) > 200:
-        raise CheckpointError(f"{_shown(url)} is no URL of a .gguf file.")
+        raise CheckpointError(f"{shown(url)} is no URL of a .gguf file.")
     path = folder / name
     copy_gguf_header(session, url, path)
     open_gguf(path)

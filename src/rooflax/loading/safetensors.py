@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.files import open_regular, replacing
+from rooflax.files import check_mapped, open_regular, replacing
 
 MAX_HEADER_BYTES = 25_000_000
 """Room for 200,000 tensors in one file; the format allows 100 MB, which take half a minute."""
@@ -254,6 +254,7 @@ class SafetensorsFile:
             empty.flags.writeable = False
             return empty
         offset = self._data_start + self._offsets[name][0]
+        check_mapped(self._map, self.path)
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
     def release(self, name: str) -> None:

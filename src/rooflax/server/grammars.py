@@ -220,7 +220,7 @@ def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
 
 def behind_reasoning(
     form: Mapping[str, Any],
-    format: Format | None,
+    format: Format,
     special: Mapping[str, int],
     *,
     thinks: Thinks,
@@ -230,7 +230,7 @@ def behind_reasoning(
     Raises:
         ApiError: it is a grammar, which cannot stand within another.
     """
-    if format is None or not form or (thinks == "not" and format.channels is None):
+    if not form or (thinks == "not" and format.channels is None):
         return dict(form)
     if "grammar" in form and thinks == "may":
         return dict(form)

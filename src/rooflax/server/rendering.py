@@ -29,18 +29,18 @@ class Prompt:
     """What the model goes on with.
 
     Attributes:
-        format: of reasoning and calls; None where the template has none.
+        format: of reasoning and calls.
         may_think: the template knows the marks of reasoning.
     """
 
     ids: list[int]
-    format: Format | None
+    format: Format
     choice: ToolChoice
     may_think: bool = False
 
     def thinks(self, decode: Any) -> Thinks:
         """Whether the answer has reasoning, by what the prompt's end has opened and closed."""
-        reasoning = self.format and self.format.reasoning
+        reasoning = self.format.reasoning
         if not reasoning:
             return "not"
         tail = decode(self.ids[-32:], skip_special_tokens=False)
@@ -67,12 +67,12 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     messages = repaired(_checked(found["messages"], places), template, places)
     service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
-    if format is not None and format.calls is not None:
+    if format.calls is not None:
         fit_call_ids(messages, format.calls.id_length)
     choice = tool_choice(found, format)
     variables = _variables(found, names.variables)
     answer = _begun_answer(found, messages)
-    if answer and format is not None and format.channels is not None:
+    if answer and format.channels is not None:
         raise ApiError(
             "This model's answers have channels, and cannot be begun for it.",
             code="unsupported_value",
@@ -81,8 +81,9 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     ids = await service.encode_chat(messages, choice.tools, variables)
     if answer:
         ids += await service.in_thread(llm.tokenizer.encode_plain, answer)
-    reasoning = format and format.reasoning
-    may_think = bool(reasoning) and reasoning.open.strip() in (template or "") and not answer
+    reasoning = format.reasoning
+    is_known = reasoning is not None and reasoning.open.strip() in (template or "")
+    may_think = is_known and not answer
     return Prompt(ids, format, choice, may_think)
 
 

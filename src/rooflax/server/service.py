@@ -23,9 +23,10 @@ from rooflax import structured
 from rooflax.completion import Delta, TextDecoder
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
+from rooflax.loading.generic_tools import encode_as_text
 from rooflax.loading.messages import encode
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import Format, format_of
+from rooflax.server.formats import GENERIC, Format, format_of, with_calls
 from rooflax.server.formats.response_template import Unreadable, read_response_template
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
@@ -60,6 +61,7 @@ class Service:
         self.created, self.started_s, self.open = int(time.time()), time.monotonic(), 0
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
+        self._has_said_generic = False
         self._state: State = "loading"
         self._open_by_owner, self._tokens_by_owner = Counter[str](), Counter[str]()
         self._num_texts = self.num_body_bytes = 0
@@ -150,9 +152,11 @@ class Service:
             return None
 
     @property
-    def format(self) -> Format | None:
-        """How the model writes calls and reasoning; None where that is not known."""
-        return self._own_format or format_of(self.ready().llm.tokenizer.chat_template)
+    def format(self) -> Format:
+        """How the model writes calls and reasoning; calls in a generic one where that is not
+        known."""
+        template = self.ready().llm.tokenizer.chat_template
+        return with_calls(self._own_format or format_of(template))
 
     @cached_property
     def special(self) -> dict[str, int]:
@@ -318,7 +322,8 @@ class Service:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> list[int]:
-        """Token ids of repaired messages, by the model's chat template.
+        """Token ids of repaired messages, by the model's chat template, or with tools as text where
+        its own format of them is not known.
 
         Args:
             variables: further ones of the template.
@@ -327,15 +332,24 @@ class Service:
             RooflaxError: there is no template, or it rejects the messages.
         """
         llm = self.ready().llm
-        if llm.tokenizer.chat_template is None:
+        template = llm.tokenizer.chat_template
+        if template is None:
             raise ApiError(
                 "The model has no chat template; start the server with --chat-template, or use "
                 "/v1/completions.",
                 param="messages",
             )
         how = {**variables, "tools": list(tools) or None}
+        is_text = self.format.name == GENERIC and (tools or "tool_calls" not in template)
+        if is_text and tools and not self._has_said_generic:
+            self._has_said_generic = True
+            log.warning(
+                "the chat template shows no tools in a known format: they are stated in the system "
+                "message, and calls are read as <tool_call>{...}</tool_call>"
+            )
+        work = encode_as_text if is_text else encode
         try:
-            return await self.in_thread(partial(encode, llm.tokenizer, messages, **how))
+            return await self.in_thread(partial(work, llm.tokenizer, messages, **how))
         except RequestError as error:
             raise ApiError(str(error), param="messages") from None
 

@@ -162,9 +162,8 @@ async def props(service: Service, request: Request) -> Response:
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
     format = service.format
-    reasons = format is not None and (
-        format.name == HARMONY
-        or (format.reasoning is not None and format.reasoning.open.strip() in (template or ""))
+    reasons = format.name == HARMONY or (
+        format.reasoning is not None and format.reasoning.open.strip() in (template or "")
     )
     given = SamplingParams().with_defaults(llm.processor.default_values())
     settings = {name: getattr(given, name) for name in OF_CHECKPOINT}
@@ -178,7 +177,7 @@ async def props(service: Service, request: Request) -> Response:
             "decode_roofline": service.ready().metrics()["decode_roofline"],
             "chat_template_caps": {
                 "chat": template is not None,
-                "tools": format is not None and format.calls is not None,
+                "tools": template is not None,
                 "reasoning": reasons,
                 "efforts": efforts(service),
             },

@@ -133,10 +133,10 @@ class ToolChoice:
         return found
 
 
-def tool_choice(found: Mapping[str, Any], format: Format | None) -> ToolChoice:
+def tool_choice(found: Mapping[str, Any], format: Format) -> ToolChoice:
     """
     Args:
-        format: of the model; None where it has none.
+        format: of the model.
 
     Raises:
         ApiError: the tools or the choice cannot be.
@@ -149,12 +149,6 @@ def tool_choice(found: Mapping[str, Any], format: Format | None) -> ToolChoice:
     _check(tools)
     if choice == "none":
         return ToolChoice()
-    if format is None or format.calls is None:
-        raise ApiError(
-            "The model's chat template knows no tools; ask without them.",
-            code="tools_not_supported",
-            param="tools",
-        )
     name = None
     if isinstance(choice, dict):
         name = _named(choice, [tool["function"]["name"] for tool in tools])

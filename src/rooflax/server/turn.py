@@ -91,7 +91,7 @@ class Turn:
         """The model's own, or a new one of the kind that its template wants."""
         if event.id:
             return event.id
-        calls = self.prompt and self.prompt.format and self.prompt.format.calls
+        calls = self.prompt and self.prompt.format.calls
         return new_call_id(calls.id_length if calls else 0, prefix)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:

@@ -78,9 +78,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         read_fields(self)
         if (self.steps is None) == (self.tokens is None):
-            raise RequestError(
-                f"steps is {self.steps} and tokens is {self.tokens}; give exactly one of the two."
-            )
+            what = "neither `steps` nor `tokens` is" if self.steps is None else (
+                "both `steps` and `tokens` are"
+            )  # fmt: skip
+            raise RequestError(f"{what} given; give one of them.")
         self._check_divides("batch_size", self.batch_size, self.micro_batches)
         if self.loss_rows is not None:
             rows = self.batch_size // self.micro_batches

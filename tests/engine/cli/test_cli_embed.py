@@ -44,6 +44,10 @@ def test_one_text_and_many(rooflax, folder, tmp_path):
     assert again.code == 2 and "exists; give the name of a new file" in again.err
     piped = rooflax("embed", folder, "--input", "-", stdin="\n".join(lines).encode())
     np.testing.assert_allclose(vectors(piped.out)[1], wanted, atol=1e-6)
+    ends = "\r\n".join(TEXTS).encode()
+    plain = rooflax("embed", folder, "--input", "-", stdin=ends)
+    assert vectors(plain.out)[0] == [1, 2, 3, 4]
+    np.testing.assert_allclose(vectors(plain.out)[1], wanted, atol=1e-6)
 
 
 FLAGS = {

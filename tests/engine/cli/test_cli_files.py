@@ -126,6 +126,30 @@ def test_answers_are_mended_where_a_link_leads(rooflax, here):
         assert (here / "link").is_symlink() and (here / "target").read_text() == ended
 
 
+@pytest.mark.parametrize("given", ["pipe", "-"])
+@pytest.mark.parametrize(
+    ("words", "text", "code", "answered"),
+    [
+        (("generate", TINY, "-n", 2, "--output", "answers", "--input"), PROMPTS, 0, 2),
+        (("generate", TINY, "-n", 2, "--output", "answers", "--input"), "one\ntwo\nthree\n", 0, 3),
+        (("batch", "--url", "http://127.0.0.1:9", "-o", "answers", "-i"), json.dumps(ASKED), 1, 1),
+        (("perplexity", TINY, "--json", "--file"), "a text " * 50, 0, None),
+        (("generate", TINY, "-n", 2, "-p", "x", "--json-schema"), '{"type": "integer"}', 0, None),
+    ],
+)
+def test_texts_come_from_pipes_too(rooflax, here, words, text, code, answered, given):
+    source, sink = os.pipe()
+    with open(sink, "wb") as file:
+        file.write(text.encode())
+    name = f"/dev/fd/{source}" if given == "pipe" else "-"
+    ran = rooflax(*words, name, stdin=text.encode())
+    os.close(source)
+    assert ran.code == code, ran.err
+    assert "cannot be read" not in ran.err
+    if answered is not None:
+        assert (here / "answers").read_text().count("\n") == answered
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -154,8 +178,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(rooflax, here, word
     started = time.monotonic()
     ran = rooflax(*words)
     assert ran.code == 2 and ran.err.count("\n") == 1, ran.err
-    assert any(said in ran.err for said in ("not a regular", "nor a regular", "not a file")), (
-        ran.err
-    )
+    reasons = ("not a regular", "nor a regular", "not a file", "nothing was written into the pipe")
+    assert any(reason in ran.err for reason in reasons), ran.err
     assert time.monotonic() - started < 20
     assert not (here / "answers").exists()

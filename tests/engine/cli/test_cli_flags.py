@@ -111,7 +111,7 @@ COMMANDS = {
             "--tokenizer": ["TOKENIZER"],
             "--vocab-size": (["300"], "is for new weights"),
             "--steps": ["2"],
-            "--tokens": (["100"], "give exactly one of the two"),
+            "--tokens": (["100"], "both --steps and --tokens are given"),
             "--batch": ["4"],
             "--seq-len": ["8"],
             "--micro-batches": ["2"],

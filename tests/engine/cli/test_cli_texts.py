@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from rooflax import LLM, SamplingParams
+from rooflax.cli import terminal
 from rooflax.cli.chat_commands import HELP
 from rooflax.cli.main import VERBS
 
@@ -111,6 +112,22 @@ def test_a_wrong_line_is_named_before_anything_runs(rooflax, tmp_path, line, sai
     ran = rooflax("generate", TINY, "--input", given, "--output", output)
     assert ran.code == 2 and not output.exists()
     assert re.search(said, ran.err), ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("generate", TINY), "--prompt"),
+        (("perplexity", TINY), "--file"),
+        (("tokenize", "some text"), "--prompt"),
+        (("detokenize", "1,2,3"), "--tokens"),
+    ],
+)
+def test_nothing_is_awaited_at_a_terminal(rooflax, monkeypatch, words, flag):
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
+    ran = rooflax(*words)
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert f"nothing was given: say {flag}" in ran.err
 
 
 def test_tokens_and_back(rooflax):

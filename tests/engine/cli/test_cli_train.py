@@ -123,7 +123,7 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
         (("--config", "nowhere.json", "--vocab-size", 300), "cannot read nowhere.json"),
         (("--config", "texts/1.txt", "--vocab-size", 300), "is not JSON"),
         ((*NEW, "--steps", "0"), "steps is 0"),
-        ((*NEW, "--tokens", "5"), "give exactly one of the two"),
+        ((*NEW, "--tokens", "5"), "both --steps and --tokens are given"),
         ((*NEW, "--lr", "nan"), "--learning-rate is nan"),
         ((*NEW, "--remat", "some"), "remat is 'some'"),
         ((*NEW, "--glob", "*.rst"), "holds no text to train on"),

@@ -55,7 +55,8 @@ def test_pitfalls_are_as_described() -> None:
 def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_all("README.md") == 4
     out = capsys.readouterr().out
-    assert "def add(a, b):" in out
+    assert '{"name": "Ada", "age": 36}' in out
+    assert "try:\n    import linecache\nexcept ImportError:\n" in out
 
 
 def test_the_tutorials_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:

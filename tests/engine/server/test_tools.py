@@ -192,16 +192,6 @@ def test_g6_tools_that_cannot_be(live, fields, param, code):
     assert (found.status_code, error["param"], error["code"]) == (400, param, code)
 
 
-def test_tools_without_a_format_are_rejected(live, monkeypatch, llm):
-    monkeypatch.setattr(llm.tokenizer, "chat_templates", {"default": "{{ messages[0].content }}"})
-    found = live.post(CHAT, {"messages": MESSAGES, "tools": [tool()]})
-    assert found.json()["error"]["code"] == "tools_not_supported"
-    assert live.post(CHAT, {"messages": MESSAGES}).status_code == 200
-    monkeypatch.setattr(llm.tokenizer, "chat_templates", {})
-    found = live.post(CHAT, {"messages": MESSAGES})
-    assert "--chat-template" in found.json()["error"]["message"]
-
-
 def test_templates_that_read_variables_get_them(live, monkeypatch, llm):
     template = (
         "{% if not enable_thinking is defined or enable_thinking %}<think>{% endif %}"

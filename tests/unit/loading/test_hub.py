@@ -149,6 +149,29 @@ def test_packages_that_are_no_model(site, download, tmp_path, monkeypatch):
     assert not download.calls
 
 
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (b"\xff\xfe,,\n", "list of files of the package lies cannot be read"),
+        (b"%s.gguf,,\n" % (b"a" * 5000), "list of files .* cannot be read|ships no GGUF file"),
+        (b"a\0b.gguf,,\n", "ships no GGUF file|cannot be read"),
+        (b'"a\nb.gguf', "ships no GGUF file|cannot be read"),
+        (b"../outside.gguf,,\n", "ships no GGUF file"),
+        (b"lies/../../outside.gguf,,\n", "ships no GGUF file"),
+        (b"OUTSIDE,,\n", "ships no GGUF file"),
+    ],
+)
+def test_a_packages_list_of_files_that_lies(site, tmp_path, record, reason):
+    package = site("lies")
+    outside = tmp_path / "outside.gguf"
+    outside.write_bytes(b"GGUF")
+    record = record.replace(b"OUTSIDE", str(outside).encode())
+    (package.parent / "lies-1.0.dist-info/RECORD").write_bytes(record)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        hub.resolve("package:lies")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
 def test_existing_folder_wins_over_a_hub_id(tmp_path, monkeypatch, download):
     (tmp_path / "some" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

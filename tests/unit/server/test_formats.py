@@ -15,7 +15,7 @@ from rooflax import SamplingParams
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import format_of, formats
+from rooflax.server.formats import format_of, formats, with_calls
 from rooflax.server.grammars import behind_reasoning
 from rooflax.server.tools import tool_choice
 from rooflax.structured import Grammars
@@ -412,3 +412,12 @@ def test_reasoning_may_come_first_where_the_template_has_it(tokenizer_of, name, 
     assert lets_through(tokenizer, form, thought + '{"n":1}')
     assert lets_through(tokenizer, form, '{"n":1}')
     assert not lets_through(tokenizer, form, thought)
+
+
+def test_a_forced_answer_in_the_generic_format_is_one_call(tokenizer_of):
+    tokenizer = tokenizer_of("hermes", is_special=False)
+    given = {"tools": [tool("f", {})], "tool_choice": "required", "parallel_tool_calls": True}
+    grammar = tool_choice(given, with_calls(None)).grammar({}, "not")
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert lets_through(tokenizer, grammar, call)
+    assert not lets_through(tokenizer, grammar, f"{call}\n{call}")

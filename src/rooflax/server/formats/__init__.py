@@ -12,6 +12,8 @@ from rooflax.server.notation import PYTHON, Notation, gemma
 
 CALL_KEYS = ("name", "type", "arguments", "parameters")
 """One of these comes first in a call that is JSON."""
+GENERIC = "generic"
+"""Calls of a model whose chat template shows none that are known."""
 HARMONY = "harmony"
 """GPT-OSS's: an answer is a series of channels."""
 
@@ -162,3 +164,18 @@ def formats() -> tuple[Format, ...]:
 def format_of(template: str | None) -> Format | None:
     """The format that a chat template is written in; None where none is known."""
     return next((each for each in formats() if template and each.fits(template)), None)
+
+
+def with_calls(format: Format | None) -> Format:
+    """A format whose calls are known: of one without them, Hermes's beside its own reasoning.
+
+    A forced answer has one of them: models that never saw calls repeat them without end.
+    """
+    if format is not None and format.calls is not None:
+        return format
+    hermes = next(each.calls for each in formats() if each.name == "hermes" and each.calls)
+    one = hermes.grammar and msgspec.structs.replace(hermes.grammar, between=None)
+    calls = msgspec.structs.replace(hermes, grammar=one)
+    if format is None:
+        return Format(GENERIC, (), (), calls, None)
+    return msgspec.structs.replace(format, name=GENERIC, calls=calls)

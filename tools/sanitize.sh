@@ -29,6 +29,7 @@ for sanitizer in address,undefined thread; do
   build test_kernels
   build kernels_generic
   build mask_exchange
+  build pack_blocks
   if [ "$sanitizer" = thread ] || [ "$(uname -m)" != x86_64 ]; then
     build dispatch -DROOFLAX_GENERIC_ONLY
   else

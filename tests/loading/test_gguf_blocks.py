@@ -229,6 +229,10 @@ def test_it_is_saved_as_it_is(path, kept, wanted, tmp_path, layers):
         return
     llm = LLM(tmp_path / "m", options=ExecutionOptions(layers="scan"))
     assert tokens(llm) == wanted
+    found["layers.2.attn.qkv"] = "q4_k|q6_k"  # for three tensors
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"layers.2.attn.qkv cannot be q4_k\|q6_k"):
+        load(tmp_path / "m")
     found["layers.7.attn.qkv"] = "q4_k"
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="the weight 'layers.7.attn.qkv', which is not"):

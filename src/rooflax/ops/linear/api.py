@@ -112,10 +112,11 @@ def matmul(
     if isinstance(w, Composite):
         return w.matmul(x, bias, implementation=implementation, **how)
     if isinstance(w, Fused):
-        biases, residuals = w.apart(taken(bias)), w.apart(residual)
-        each = zip(w.parts, biases, residuals, strict=True)
+        biases, how["residual"] = w.apart(taken(bias)), None
+        each = zip(w.parts, biases, strict=True)
         how["implementation"] = implementation
-        return w.together([matmul(p, x, b, **(how | {"residual": r})) for p, b, r in each])
+        y = w.together([matmul(part, x, bias, **how) for part, bias in each])
+        return y if residual is None else y + residual
     stack, index = w.in_stack()
     args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
     return LINEAR(implementation, args)

@@ -106,7 +106,7 @@ def _searched_affine(
     sum_w, sum_x = w.sum(0), wx.sum(0)
     q, buffer = np.empty_like(x), np.empty_like(x)
 
-    def codes(levels_above: float) -> None:
+    def codes(levels_above: np.floating) -> None:
         np.multiply(np.subtract(x, least, out=q), levels_above / (most - least), out=q)
         np.clip(np.rint(q, out=q), 0, levels, out=q)
 

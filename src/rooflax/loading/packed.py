@@ -179,8 +179,9 @@ class PackedWeights:
                 self._source.read(name) if name in present else np.zeros(like.shape, like.dtype)
                 for name, like in wanted.items()
             ]
-            shapes = in_shape, part.out_shape(out_shape)
-            found.append(class_of(part.format)(*arrays, part.format, *shapes))
+            values, scales, sums = arrays
+            own, make = part.out_shape(out_shape), class_of(part.format)
+            found.append(make(values, scales, sums, part.format, in_shape, own))
         return found
 
 
